@@ -1,0 +1,77 @@
+# Everything here needs Python (3.10 or newer) and make, nothing else: each target first makes what it needs in .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help test pytest lint format types contracts wheel demo bench clean
+
+help:  ## say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  PYTHON=python3.12     the interpreter for $(VENV) (python3)"
+	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
+	@echo "  EVENTS=path           for the demo: the file to take its events from"
+
+test: lint types contracts pytest  ## lint, types, import contracts, then every test against the built wheel
+
+pytest: wheel  ## the tests alone: make pytest ARGS='tests/unit -k claim'
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev  ## put the style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.dev  ## mypy, strict
+	$(BIN)/mypy
+
+contracts: $(VENV)/.dev  ## who may import whom
+	$(BIN)/lint-imports --no-logo
+
+wheel: $(VENV)/.dev  ## build the wheel and install it in .venv: it is what the tests test
+	$(build-wheel)
+	@$(PIP) install --quiet --no-deps --force-reinstall dist/*.whl
+
+demo: $(VENV)/.demo  ## the demonstration: make demo EVENTS=path
+	@$(if $(EVENTS),EVENTS="$(EVENTS)") $(BIN)/python -m testproject.demo $(ARGS)
+
+bench: $(VENV)/.demo  ## the benchmark
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove .venv and whatever was built
+	rm -rf $(VENV) .tox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What a build left behind would find its way into the next wheel: start clean, leave clean.
+define build-wheel
+@rm -rf build dist *.egg-info
+@$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+@rm -rf build *.egg-info
+endef
+
+$(VENV)/.created:
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	    echo "There is no $(PYTHON) here. Install Python 3.10 or newer, or say which: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "Python 3.10 or newer is needed, $(PYTHON) is older. Say which: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make virtual environments: it lacks ensurepip or venv." >&2; \
+	    echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --upgrade pip 'setuptools>=77'
+	@touch $@
+
+# The stamps: a second run installs nothing, a changed requirement does.
+$(VENV)/.dev $(VENV)/.demo: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
+	$(build-wheel)
+	$(PIP) install --quiet "$$(echo dist/*.whl)[$*]"
+	@touch $@

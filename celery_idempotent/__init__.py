@@ -1,0 +1,67 @@
+"""Celery tasks that take effect once: one logical operation runs once, and whoever asks again gets the first answer."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from celery_idempotent.errors import (
+    FingerprintMismatch,
+    IdempotencyError,
+    InProgress,
+    InvalidKey,
+    InvalidOption,
+    KeyMissing,
+    LeaseLost,
+    ProcessingTimedOut,
+    ResultUnavailable,
+    StoreMisconfigured,
+    StoreUnavailable,
+    TooManyCrashes,
+)
+from celery_idempotent.keys import ALL_ARGUMENTS
+from celery_idempotent.lease import Claim, current_claim
+from celery_idempotent.records import Record, State
+from celery_idempotent.stores import Store, get_store
+
+if TYPE_CHECKING:
+    from celery_idempotent.task import IdempotentTask
+
+__all__ = [
+    "ALL_ARGUMENTS",
+    "Claim",
+    "FingerprintMismatch",
+    "IdempotencyError",
+    "IdempotentTask",
+    "InProgress",
+    "InvalidKey",
+    "InvalidOption",
+    "KeyMissing",
+    "LeaseLost",
+    "ProcessingTimedOut",
+    "Record",
+    "ResultUnavailable",
+    "State",
+    "Store",
+    "StoreMisconfigured",
+    "StoreUnavailable",
+    "TooManyCrashes",
+    "current_claim",
+    "get_store",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Resolve ``IdempotentTask``: in a Django project the class with ``delay_on_commit``, else the plain one."""
+    if name != "IdempotentTask":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    chosen: object = import_module("celery_idempotent.task").IdempotentTask
+    if os.environ.get("DJANGO_SETTINGS_MODULE"):
+        with suppress(ImportError):
+            chosen = import_module("celery_idempotent.django").IdempotentTask
+    globals()[name] = chosen
+    return chosen

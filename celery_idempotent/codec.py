@@ -1,0 +1,85 @@
+"""How a task's result and exception are stored and come back: as Celery's result backend would give them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery.result import ResultBase
+
+from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.policy import Policy
+from celery_idempotent.records import Stored
+from celery_idempotent.serializers import NotStored, Serializer
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["TaskCodec"]
+
+logger = logging.getLogger(__name__)
+
+
+class TaskCodec:
+    """Writes and reads the values of one task; a value that cannot be stored is settled without it, with a warning."""
+
+    def __init__(self, app: Celery, task: str, policy: Policy) -> None:
+        conf = app.conf
+        self._app = app
+        self._task = task
+        self._policy = policy
+        self._serializer = Serializer(
+            policy.serializer or conf.result_serializer,
+            conf.result_accept_content or conf.accept_content,
+        )
+
+    def dump_value(self, value: Any) -> Stored | None:
+        """Serialize a result as the result backend would."""
+        if not self._policy.store_result:
+            return None
+        if isinstance(value, ResultBase):
+            results: Any = value
+            value = results.as_tuple()
+        return self._dump(value, "result")
+
+    def load_value(self, stored: Stored) -> Any:
+        """Return a stored result, as ``AsyncResult.get`` would.
+
+        Raises:
+            StoreMisconfigured: if the app does not accept its format.
+            ResultUnavailable: if it cannot be read.
+        """
+        return self._serializer.load(stored)
+
+    def dump_error(self, error: BaseException) -> Stored | None:
+        """Serialize an exception as the result backend would."""
+        backend: Any = self._app.backend
+        return self._dump(backend.prepare_exception(error, self._serializer.name), "exception")
+
+    def load_error(self, stored: Stored | None) -> Exception:
+        """Return the stored exception, to be raised again; whatever else was stored never is."""
+        if stored is None:
+            return ResultUnavailable(
+                f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
+            )
+        backend: Any = self._app.backend
+        error = backend.exception_to_python(self._serializer.load(stored))
+        if isinstance(error, Exception):
+            return error
+        return ResultUnavailable(
+            f"{self._task} ended with {type(error).__name__}, which is not raised again."
+        )
+
+    def _dump(self, value: Any, what: str) -> Stored | None:
+        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        if not isinstance(stored, NotStored):
+            return stored
+        logger.warning(
+            "idempotency: the %s of %s, a %s, is not kept in its record (%s): duplicates will look for it in "
+            "the result backend",
+            what,
+            self._task,
+            stored.type_name,
+            stored.reason if stored.size is None else f"{stored.reason}: {stored.size} bytes",
+        )
+        return None

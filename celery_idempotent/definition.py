@@ -1,0 +1,88 @@
+"""What a task's options, its signature and its app make of it, checked once and frozen."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+
+from celery_idempotent.codec import TaskCodec
+from celery_idempotent.keys import Identifier
+from celery_idempotent.policy import (
+    KEY_OPTIONS,
+    Policy,
+    check_settings,
+    own_settings,
+    read_options,
+)
+from celery_idempotent.runner import Runner
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["Definition", "define", "is_celerys_own"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """One task of one app.
+
+    ``keyed``: the task has a rule for its key. ``overridden``: another base behind ours has a
+    ``__call__`` of its own, which is the way to ``run``.
+    """
+
+    policy: Policy
+    identifier: Identifier
+    codec: TaskCodec
+    runner: Runner
+    keyed: bool
+    overridden: bool
+
+
+def is_celerys_own(task: Task[Any, Any] | type[Task[Any, Any]]) -> bool:
+    """Is this one of the tasks that Celery brings along? They are left alone."""
+    return str(task.name).startswith("celery.")
+
+
+def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
+    """Return the definition of ``task``.
+
+    ``base`` is the class whose ``__call__`` this serves.
+
+    Raises:
+        InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
+    """
+    name = str(task.name)
+    check_settings(own_settings(app.conf))
+    options = read_options(task, app.conf.get)
+    policy = Policy.from_options(options, task=name)
+    about: dict[str, Any] = {key: options[key] for key in KEY_OPTIONS if key in options}
+    codec = TaskCodec(app, name, policy)
+    behind = task.__mro__[task.__mro__.index(base) + 1 :]
+    return Definition(
+        policy=policy,
+        identifier=Identifier(name, _signature_of(task), **about),
+        codec=codec,
+        runner=Runner(
+            name,
+            policy=policy,
+            store=partial(get_store, app),
+            codec=codec,
+            sender=lambda: app.tasks[name],
+        ),
+        keyed=about.get("key") is not None,
+        overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
+    )
+
+
+def _signature_of(task: type) -> inspect.Signature:
+    """Return the signature of ``run`` without ``self``."""
+    run = inspect.getattr_static(task, "run")
+    if isinstance(run, staticmethod):
+        return inspect.signature(run.__func__)
+    return inspect.signature(MethodType(run, object()))

@@ -1,0 +1,113 @@
+"""Every error that the library raises, and what each one asks of its reader.
+
+::
+
+    IdempotencyError
+    ├── InvalidOption         an ``idempotency_*`` option is unknown or has a bad value
+    ├── InvalidKey            a key or scope cannot be used
+    │   └── KeyMissing        the task requires a key and the call gave none
+    ├── FingerprintMismatch   the key belongs to a call with other arguments
+    ├── InProgress            another worker holds the key
+    ├── LeaseLost             the claim is no longer ours
+    ├── TooManyCrashes        the task took its worker down too often
+    ├── ProcessingTimedOut    the run never came back
+    ├── ResultUnavailable     the task is finished, but its result is gone
+    ├── StoreUnavailable      the store did not answer; trying again may help
+    └── StoreMisconfigured    the store answers, but cannot be used as it is set up
+
+The first line of a docstring is the default message. Each error survives Celery's result backend: it pickles, and it is
+rebuilt from the JSON form, which calls the class with its ``args``. Messages name task, key and scope, never arguments
+or results.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "FingerprintMismatch",
+    "IdempotencyError",
+    "InProgress",
+    "InvalidKey",
+    "InvalidOption",
+    "KeyMissing",
+    "LeaseLost",
+    "ProcessingTimedOut",
+    "ResultUnavailable",
+    "StoreMisconfigured",
+    "StoreUnavailable",
+    "TooManyCrashes",
+]
+
+
+class IdempotencyError(Exception):
+    """An idempotent task could not be handled."""
+
+    def __init__(self, message: str | None = None) -> None:
+        if message is None:
+            message = (type(self).__doc__ or "").split("\n", 1)[0]
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class InvalidOption(IdempotencyError):
+    """An idempotency option is unknown or has a value that is not allowed."""
+
+
+class InvalidKey(IdempotencyError):
+    """An idempotency key is 1 to 255 printable characters of a str, int or UUID."""
+
+
+class KeyMissing(InvalidKey):
+    """This task requires an idempotency key, and the call gave none."""
+
+
+class FingerprintMismatch(IdempotencyError):
+    """The idempotency key was already used with other arguments."""
+
+
+class InProgress(IdempotencyError):
+    """Another worker holds the idempotency key.
+
+    ``task_id`` is the holder's task id; in ``expires_in`` seconds its lease runs out, unless it is renewed.
+    """
+
+    def __init__(
+        self,
+        message: str | None = None,
+        task_id: str | None = None,
+        expires_in: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.task_id = task_id
+        self.expires_in = expires_in
+        self.args = (self.args[0], task_id, expires_in)
+
+
+class LeaseLost(IdempotencyError):
+    """The claim is no longer ours: a newer claim of the key exists, or the record was forgotten."""
+
+
+class TooManyCrashes(IdempotencyError):
+    """The task took its worker down too often and is not run again."""
+
+    def __init__(self, message: str | None = None, crashes: int | None = None) -> None:
+        super().__init__(message)
+        self.crashes = crashes
+        self.args = (self.args[0], crashes)
+
+
+class ProcessingTimedOut(IdempotencyError):
+    """The run never came back before its lease ran out."""
+
+
+class ResultUnavailable(IdempotencyError):
+    """The task is finished, but its result was not kept in the record and is gone from the result backend."""
+
+
+class StoreUnavailable(IdempotencyError):
+    """The idempotency store did not answer; trying again may help."""
+
+
+class StoreMisconfigured(IdempotencyError):
+    """The idempotency store cannot be used as it is set up."""

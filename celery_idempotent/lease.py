@@ -1,0 +1,199 @@
+"""Keeping claims alive: the claim that a run holds, and the one thread per process that renews all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from celery_idempotent.errors import IdempotencyError, LeaseLost
+from celery_idempotent.records import Lease, Record
+
+if TYPE_CHECKING:
+    from celery_idempotent.stores.base import Store
+
+__all__ = ["Claim", "Heartbeat", "current_claim", "heartbeat", "running"]
+
+logger = logging.getLogger(__name__)
+
+#: A renewal that could not reach the store is tried again after this many seconds at the latest.
+RETRY_AFTER = 1.0
+
+running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
+
+
+def current_claim() -> Claim | None:
+    """Return the claim of the run that this code is part of, or ``None`` outside an idempotent run."""
+    return running.get()
+
+
+class Claim:
+    """A key that this run holds: what the body of a task may know about it and do with it."""
+
+    __slots__ = ("_lease", "_record", "_store", "given_back", "lost", "replaced")
+
+    def __init__(self, store: Store, record: Record, lease: Lease) -> None:
+        self._store = store
+        self._record = record
+        self._lease = lease
+        #: The heartbeat found the claim gone.
+        self.lost = False
+        #: The key was released before the run ended: its retry is on its way, and its result is not to be recorded.
+        self.given_back = False
+        #: The run hands its task id over to another task (``self.replace``).
+        self.replaced = False
+
+    def __repr__(self) -> str:
+        return f"<Claim of {self._record.identity}, token {self.token}>"
+
+    @property
+    def record(self) -> Record:
+        """The record as it was when the key was claimed."""
+        return self._record
+
+    @property
+    def lease(self) -> Lease:
+        """What it takes to renew this claim."""
+        return self._lease
+
+    @property
+    def store(self) -> Store:
+        """The store that keeps the record."""
+        return self._store
+
+    @property
+    def key(self) -> str:
+        """The canonical key, to hand to a payment provider, say."""
+        return self._record.identity.key
+
+    @property
+    def scope(self) -> str:
+        """The canonical scope, empty without one."""
+        return self._record.identity.scope
+
+    @property
+    def token(self) -> int:
+        """The fencing token: it grows with every claim of this key, so that a resource can refuse an older one."""
+        return self._record.token
+
+    @property
+    def crashes(self) -> int:
+        """How many earlier runs of this key a crash took."""
+        return self._record.crashes
+
+    def renew(self) -> None:
+        """Let the lease start anew, now.
+
+        Raises:
+            LeaseLost: if the claim is gone.
+            StoreUnavailable: if the store did not answer.
+        """
+        if self.lost or not self._store.renew([self._lease])[0]:
+            self.lost = True
+            raise LeaseLost(
+                f"The claim of {self._record.identity} (token {self.token}) is gone: its lease ran out and the key was "
+                "claimed or swept, or an operator forgot it. Stop before the next irreversible step."
+            )
+
+    def ensure(self) -> None:
+        """Make sure, by asking the store, that the claim is still ours: call it before an irreversible step.
+
+        Raises:
+            LeaseLost: if the claim is gone.
+            StoreUnavailable: if the store did not answer.
+        """
+        self.renew()
+
+
+class Heartbeat:
+    """Renews every claim of this process at a third of its lease, from one daemon thread.
+
+    The thread starts with the first claim and is not woken by later ones: it looks at the claims whenever the shortest
+    lease seen so far could need it, so a task shorter than a third of its lease costs no renewal and no wake-up. A
+    forked child starts anew, without the parent's claims.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._wake = threading.Condition(threading.Lock())
+        self._due: dict[Claim, float] = {}
+        self._thread: threading.Thread | None = None
+        self._tick = float("inf")
+        self._next = float("inf")
+
+    def add(self, claim: Claim) -> None:
+        """Keep ``claim`` alive until :meth:`remove`."""
+        interval = claim.lease.lease_ms / 3000
+        due = time.monotonic() + interval
+        with self._wake:
+            self._due[claim] = due
+            self._tick = min(self._tick, interval)
+            if self._thread is None or not self._thread.is_alive():
+                self._next = due
+                self._thread = threading.Thread(
+                    target=self._beat, name="idempotency-heartbeat", daemon=True
+                )
+                self._thread.start()
+            elif due < self._next:
+                self._next = due
+                self._wake.notify()
+
+    def remove(self, claim: Claim) -> None:
+        """Let ``claim`` go; a renewal under way may still end after this."""
+        with self._wake:
+            self._due.pop(claim, None)
+
+    def _beat(self) -> None:
+        while True:
+            with self._wake:
+                self._next = min(self._due.values(), default=float("inf"))
+                self._next = min(self._next, time.monotonic() + self._tick)
+                while (left := self._next - time.monotonic()) > 0:
+                    self._wake.wait(left)
+                now = time.monotonic()
+                due = [claim for claim, at in self._due.items() if at <= now]
+            by_store: dict[Store, list[Claim]] = defaultdict(list)
+            for claim in due:
+                by_store[claim.store].append(claim)
+            for store, claims in by_store.items():
+                self._renew(store, claims)
+
+    def _renew(self, store: Store, claims: list[Claim]) -> None:
+        """Renew ``claims``; whatever goes wrong, the thread lives on."""
+        alive: list[bool] | None = None
+        try:
+            alive = store.renew([claim.lease for claim in claims])
+        except IdempotencyError as error:
+            logger.warning("idempotency: could not renew %d claims: %s", len(claims), error)
+        except Exception:
+            logger.exception("idempotency: could not renew %d claims", len(claims))
+        now = time.monotonic()
+        with self._wake:
+            for index, claim in enumerate(claims):
+                if claim not in self._due:
+                    continue
+                interval = claim.lease.lease_ms / 3000
+                if alive is None:
+                    self._due[claim] = now + min(interval / 3, RETRY_AFTER)
+                elif alive[index]:
+                    self._due[claim] = now + interval
+                else:
+                    claim.lost = True
+                    del self._due[claim]
+                    logger.warning(
+                        "idempotency: the claim of %s (token %d) is lost while its run goes on",
+                        claim.record.identity,
+                        claim.token,
+                    )
+
+
+#: The heartbeat of this process.
+heartbeat = Heartbeat()

@@ -1,0 +1,232 @@
+"""The options of one task, from its attributes and the app's settings, checked and frozen."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Final, Literal, get_args
+
+from celery_idempotent.errors import InvalidOption
+
+__all__ = [
+    "SETTINGS",
+    "ConflictPolicy",
+    "Policy",
+    "check_settings",
+    "is_explicit",
+    "milliseconds",
+    "own_settings",
+    "read_options",
+]
+
+ConflictPolicy = Literal["retry", "raise"]
+
+PREFIX: Final = "idempotency_"
+
+#: Options that say what a call is about; :class:`~celery_idempotent.keys.Identifier` reads them.
+KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint", "require_key")
+
+#: Settings of the app that are no attribute of a task.
+SETTINGS: Final = ("store", "sweep_interval")
+
+#: Attributes of the task class with our prefix that are no options.
+_METHODS: Final = ("policy", "record", "forget")
+
+_UNSET: Final = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How one task is handled. Times are milliseconds; each field is the option ``idempotency_<field without _ms>``."""
+
+    lease_ms: int = 60_000
+    retention_ms: int = 24 * 3_600_000
+    failure_retention_ms: int | None = None
+    on_conflict: ConflictPolicy = "retry"
+    conflict_backoff_max_ms: int = 60_000
+    permanent_errors: tuple[type[Exception], ...] = ()
+    max_crashes: int = 3
+    store_result: bool = True
+    max_result_bytes: int = 1024 * 1024
+    serializer: str | None = None
+
+    @property
+    def keep_ms(self) -> int:
+        """How much longer than its lease the record of an unfinished run is kept."""
+        return max(self.retention_ms, self.failed_keep_ms, self.lease_ms)
+
+    @property
+    def settled_keep_ms(self) -> int:
+        """How long a COMPLETED record is kept; a retention of 0 leaves the mark for one lease (SPEC: zombies)."""
+        return self.retention_ms or self.lease_ms
+
+    @property
+    def failed_keep_ms(self) -> int:
+        """How long a FAILED record is kept."""
+        kept = self.failure_retention_ms
+        return (self.retention_ms if kept is None else kept) or self.lease_ms
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object], *, task: str) -> Policy:
+        """Check the values that :func:`read_options` found.
+
+        Raises:
+            InvalidOption: for a bad value, saying what is allowed.
+        """
+        values: dict[str, object] = {}
+        for name, check in _CHECKS.items():
+            if name in options:
+                try:
+                    field, value = check(name, options[name])
+                except ValueError as error:
+                    raise InvalidOption(f"{PREFIX}{name} of task {task} {error}.") from None
+                values[field] = value
+        return cls(**values)  # type: ignore[arg-type]  # each check returns its field's type
+
+
+def read_options(task: type, setting: Callable[[str, object], object]) -> dict[str, object]:
+    """Collect a task's options by their short names: the attribute wins over the app's setting.
+
+    Functions are taken from the class as they were given: read through the instance they would be bound methods.
+    ``setting(name, default)`` reads one setting of the app.
+
+    Raises:
+        InvalidOption: for an ``idempotency_*`` attribute that is no option.
+    """
+    options: dict[str, object] = {}
+    for name in (*KEY_OPTIONS, *_CHECKS):
+        value = inspect.getattr_static(task, PREFIX + name, _UNSET)
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if value is _UNSET:
+            value = setting(PREFIX + name, _UNSET)
+        if value is not _UNSET:
+            options[name] = value
+    own = {PREFIX + name for name in (*KEY_OPTIONS, *_CHECKS, *_METHODS)}
+    for found in dir(task):
+        if found.startswith(PREFIX) and found not in own:
+            raise InvalidOption(_unknown(found, f"task {getattr(task, 'name', task.__name__)}"))
+    return options
+
+
+def check_settings(names: list[str]) -> None:
+    """Refuse settings with our prefix (lower case) that mean nothing.
+
+    Raises:
+        InvalidOption: naming the setting, and the one that was probably meant.
+    """
+    known = {PREFIX + name for name in (*KEY_OPTIONS, *_CHECKS, *SETTINGS)}
+    for name in names:
+        if name.startswith(PREFIX) and name not in known:
+            raise InvalidOption(_unknown(name, "the app"))
+
+
+def _unknown(name: str, where: str) -> str:
+    from difflib import get_close_matches
+
+    if name[len(PREFIX) :] in SETTINGS:
+        return f"{name} is a setting of the app, not an attribute of {where}."
+    known = [PREFIX + known for known in (*KEY_OPTIONS, *_CHECKS, *SETTINGS)]
+    close = get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else "known are " + ", ".join(sorted(known)) + "."
+    return f"{name} of {where} is not an option: {hint}"
+
+
+def milliseconds(value: object) -> int:
+    """Return a duration, given as seconds or timedelta, in whole milliseconds, never rounded down to nothing.
+
+    Raises:
+        ValueError: saying what is allowed.
+    """
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        raise ValueError("takes seconds or a timedelta")
+    if not math.isfinite(seconds) or seconds < 0 or seconds > 10 * 365 * 86_400:
+        raise ValueError("takes a time between 0 and ten years")
+    return math.ceil(seconds * 1000)
+
+
+def _duration(name: str, value: object) -> tuple[str, int]:
+    return f"{name}_ms", milliseconds(value)
+
+
+def _positive_duration(name: str, value: object) -> tuple[str, int]:
+    duration = milliseconds(value)
+    if duration < 100:
+        raise ValueError("takes at least 0.1 seconds")
+    return f"{name}_ms", duration
+
+
+def _optional_duration(name: str, value: object) -> tuple[str, int | None]:
+    return f"{name}_ms", None if value is None else milliseconds(value)
+
+
+def _conflict(name: str, value: object) -> tuple[str, object]:
+    if value not in get_args(ConflictPolicy):
+        raise ValueError(f"is one of {', '.join(map(repr, get_args(ConflictPolicy)))}")
+    return name, value
+
+
+def _errors(name: str, value: object) -> tuple[str, object]:
+    types = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(each, type) and issubclass(each, Exception) for each in types):
+        raise ValueError("takes a tuple of exception types")
+    return name, types
+
+
+def _count(name: str, value: object) -> tuple[str, int]:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("takes a whole number from 0")
+    return name, value
+
+
+def _flag(name: str, value: object) -> tuple[str, bool]:
+    if not isinstance(value, bool):
+        raise ValueError("is True or False")
+    return name, value
+
+
+def _name(name: str, value: object) -> tuple[str, str | None]:
+    if value is not None and not isinstance(value, str):
+        raise ValueError("takes the name of a kombu serializer")
+    return name, value
+
+
+_CHECKS: Final[dict[str, Callable[[str, object], tuple[str, object]]]] = {
+    "lease": _positive_duration,
+    "retention": _duration,
+    "failure_retention": _optional_duration,
+    "on_conflict": _conflict,
+    "conflict_backoff_max": _positive_duration,
+    "permanent_errors": _errors,
+    "max_crashes": _count,
+    "store_result": _flag,
+    "max_result_bytes": _count,
+    "serializer": _name,
+}
+
+assert {name.removesuffix("_ms") for name in (f.name for f in fields(Policy))} == set(_CHECKS)
+
+
+def own_settings(conf: Any) -> list[str]:
+    """Return the app's settings with our prefix, lower-case, as the user set them in whatever form Celery takes."""
+    prefix = (getattr(conf, "prefix", None) or "").lower()
+    found = []
+    for mapping in conf.maps[:-1]:  # the last one holds Celery's defaults
+        for name in list(mapping.keys()):
+            own = str(name).lower() if prefix else str(name)
+            if own.removeprefix(prefix).startswith(PREFIX):
+                found.append(own.removeprefix(prefix))
+    return found
+
+
+def is_explicit(conf: Any, name: str) -> bool:
+    """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
+    keys = [conf._key(key) for key in conf._to_keys(name)]  # noqa: SLF001  the only way to ask
+    return any(key in mapping for mapping in conf.maps[:-1] for key in keys)

@@ -1,0 +1,172 @@
+"""What a store keeps about a key and how it answers a claim: frozen values, no I/O, no clock."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+__all__ = [
+    "FINGERPRINT_BYTES",
+    "Answer",
+    "Claimed",
+    "Held",
+    "Identity",
+    "Lease",
+    "Mismatched",
+    "Record",
+    "Settled",
+    "State",
+    "Stored",
+    "SweepReport",
+]
+
+#: A fingerprint is the first 16 bytes of a SHA-256: enough that two calls never share one by accident,
+#: and half the memory of the whole digest in every record.
+FINGERPRINT_BYTES = 16
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+class State(enum.Enum):
+    """Where a key is in its life; a key without a record is unclaimed."""
+
+    QUEUED = "QUEUED"
+    PROCESSING = "PROCESSING"
+    INTERRUPTED = "INTERRUPTED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+
+    @property
+    def settled(self) -> bool:
+        """Is this an end state, answered without another run?"""
+        return self is State.COMPLETED or self is State.FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a record is about: one key, in one scope, in one namespace, all in canonical form (see :mod:`.keys`)."""
+
+    namespace: str
+    scope: str = ""
+    key: str
+
+    def __str__(self) -> str:
+        scope = f" in scope {self.scope}" if self.scope else ""
+        return f"{self.namespace} key {self.key}{scope}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A serialized value or exception, as kombu's registry wrote it."""
+
+    content_type: str
+    content_encoding: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What the store keeps about one key.
+
+    Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
+    record (``None`` otherwise); ``worker`` is ``hostname:pid`` while a worker holds the key and empty once it is
+    settled. ``value`` is the result of a COMPLETED and the exception of a FAILED record, or ``None`` when it was not
+    kept. ``replaced`` says that the task ended with ``self.replace``: another task carries the task id on.
+    """
+
+    identity: Identity
+    state: State
+    token: int
+    created_ms: int
+    updated_ms: int
+    deadline_ms: int | None = None
+    crashes: int = 0
+    attempts: int = 1
+    fingerprint: bytes | None = None
+    task_id: str = ""
+    worker: str = ""
+    value: Stored | None = None
+    replaced: bool = False
+
+    @property
+    def owner(self) -> str:
+        """Who claimed the key last, for people: ``task_id@hostname:pid``."""
+        return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
+
+    @property
+    def created_at(self) -> datetime:
+        """When the key was first claimed."""
+        return _EPOCH + timedelta(milliseconds=self.created_ms)
+
+    @property
+    def updated_at(self) -> datetime:
+        """When the record last changed its state."""
+        return _EPOCH + timedelta(milliseconds=self.updated_ms)
+
+    @property
+    def deadline(self) -> datetime | None:
+        """When the lease runs out, for a PROCESSING record."""
+        if self.deadline_ms is None:
+            return None
+        return _EPOCH + timedelta(milliseconds=self.deadline_ms)
+
+    def stale(self, now_ms: int) -> bool:
+        """Has the lease of this PROCESSING record run out at ``now_ms`` of the store's clock?"""
+        return (
+            self.state is State.PROCESSING
+            and self.deadline_ms is not None
+            and self.deadline_ms <= now_ms
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
+
+    identity: Identity
+    token: int
+    lease_ms: int
+    keep_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The key is ours: run."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A live claim of somebody else holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
+
+    record: Record
+    left_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The operation is done: replay. ``age_ms`` says for how long, by the store's clock."""
+
+    record: Record
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatched:
+    """The key belongs to a call with another fingerprint: refuse."""
+
+    record: Record
+
+
+#: What a claim can answer.
+Answer = Claimed | Held | Settled | Mismatched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepReport:
+    """What one sweep did: the records it interrupted (as they are now), and whether its limit left more to do."""
+
+    interrupted: tuple[Record, ...] = ()
+    more: bool = False

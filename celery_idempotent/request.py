@@ -1,0 +1,151 @@
+"""The worker's main process: when a pool child is gone, the claim it held is interrupted at once.
+
+Without this a lost child's key waits for its lease. The main process knows which child it gave a message to; the record
+knows who claimed it. Only if both agree (task id, host, pid), and only once that pid is gone, the claim is interrupted:
+an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best effort and
+bounded: the lease stays the rule.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
+from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.worker.request import Request as CeleryRequest
+
+from celery_idempotent import signals
+from celery_idempotent.records import Identity, State
+from celery_idempotent.signals import Event, emit
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery_idempotent.task import IdempotentTask
+
+__all__ = ["Request", "gone"]
+
+logger = logging.getLogger(__name__)
+
+#: How long the main process waits for the interrupt of a child that is gone, before it lets the message go back.
+PATIENCE = 0.25
+_POLL = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A child that held, or may have held, the claim of one delivery."""
+
+    task: IdempotentTask
+    identity: Identity
+    task_id: str
+    pid: int
+
+
+class Request(CeleryRequest):
+    """A delivery as the worker's main process sees it."""
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
+        """Interrupt the claim of a child that was lost, before the message goes back to the broker."""
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
+        if isinstance(error, (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit)):
+            self._child_lost()
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def on_timeout(self, soft: bool, timeout: float) -> Any:
+        """Interrupt the claim of a child that a hard time limit ends."""
+        if not soft:
+            self._child_lost()
+        return super().on_timeout(soft, timeout)
+
+    def _child_lost(self) -> None:
+        try:
+            lost = self._lost()
+            if lost is not None:
+                undertaker = threading.Thread(
+                    target=_bury, args=(lost,), name="idempotency-interrupt", daemon=True
+                )
+                undertaker.start()
+                undertaker.join(PATIENCE)
+        except Exception:
+            logger.exception("idempotency: could not look after task %s of a lost child", self.id)
+
+    def _lost(self) -> Lost | None:
+        pid: Any = self.worker_pid
+        if not pid or pid == os.getpid():
+            return None  # never started, or a pool without processes
+        task: Any = self.task
+        headers = self.request_dict
+        args, kwargs, _ = self._payload  # type: ignore[attr-defined]
+        identified = task.identify_delivery(
+            headers,
+            args,
+            kwargs,
+            task_id=self.id,
+            nesting=headers.get("replaced_task_nesting") or 0,
+        )
+        return Lost(task=task, identity=identified.identity, task_id=self.id, pid=pid)
+
+
+def _bury(lost: Lost) -> None:
+    """Wait until the child is gone, for a lease at most; then interrupt the claim if it is still that child's."""
+    give_up = time.monotonic() + lost.task.idempotency_policy.lease_ms / 1000
+    while not gone(lost.pid):
+        if time.monotonic() > give_up:
+            return
+        time.sleep(_POLL)
+    try:
+        store = get_store(lost.task.app)
+        record = store.get(lost.identity)
+        if (
+            record is None
+            or record.state is not State.PROCESSING
+            or record.task_id != lost.task_id
+            or record.worker != lost.task.worker_name(lost.pid)
+        ):
+            return
+        record = store.interrupt(lost.identity, token=record.token)
+    except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
+        logger.warning(
+            "idempotency: could not interrupt %s, its lease will end it: %s", lost.identity, error
+        )
+        return
+    if record is not None:
+        logger.warning(
+            "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
+            lost.pid,
+            lost.identity,
+            record.crashes,
+        )
+        event = Event(
+            task=lost.task.name, task_id=lost.task_id, identity=lost.identity, record=record
+        )
+        emit(signals.interrupted, lost.task, event)
+
+
+def gone(pid: int) -> bool:
+    """Has this process ended, reaped or not?"""
+    try:
+        # A child that ended and was not waited for still has its pid; WNOWAIT leaves it to the pool to reap.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        pass
+    except AttributeError:  # no waitid on this platform
+        pass
+    else:
+        return ended is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -1,0 +1,151 @@
+"""Results and exceptions to bytes and back, through kombu's registry of serializers.
+
+What comes back is what Celery's own result backend would give with the same serializer. JSON keeps
+str, int (of any size), float, bool, None, list, bytes, datetime, date, time, Decimal and UUID
+exactly; it turns tuples into lists and the keys of dicts into str. Pickle keeps all it can carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kombu import serialization
+from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, SerializerNotInstalled
+
+from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
+from celery_idempotent.records import Stored
+
+__all__ = ["NotStored", "Serializer"]
+
+_JSON = "application/json"
+
+_dumps: Callable[..., tuple[str, str, str | bytes]] = serialization.dumps
+_loads: Callable[..., object] = serialization.loads
+_registry = vars(serialization)["registry"]  # public in kombu, unknown to celery-types
+_content_types: dict[str, str] = _registry.name_to_type
+_names: dict[str, str] = _registry.type_to_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotStored:
+    """A value that was not serialized, and the word that says why; never the value itself.
+
+    ``size`` is the length in bytes of a body that is too large.
+    """
+
+    reason: Literal["unserializable", "too-large"]
+    type_name: str
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Serializer:
+    """Writes in one format and reads those that the app accepts.
+
+    ``name`` is a name of kombu's registry, such as ``"json"``. ``accept`` holds names or content
+    types, as Celery's ``accept_content`` does.
+
+    Raises:
+        InvalidOption: if a format is not installed, or ``name`` is not one of those accepted: what
+            it wrote could never be read.
+    """
+
+    name: str = "json"
+    accept: Iterable[str] = ("json",)
+    _accepted: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        accept = tuple(self.accept)
+        if not _installed(self.name):
+            raise InvalidOption(
+                f"idempotency_serializer {self.name!r} is not installed; {_choices()}."
+            )
+        if unknown := [name for name in accept if "/" not in name and name not in _content_types]:
+            raise InvalidOption(
+                f"accept_content names {', '.join(map(repr, unknown))}, which kombu does not know; "
+                f"{_choices()}."
+            )
+        accepted = frozenset([_content_types.get(name, name) for name in accept])
+        if _content_types[self.name] not in accepted:
+            raise InvalidOption(
+                f"idempotency_serializer {self.name!r} writes what this app does not accept (it "
+                f"accepts {', '.join(accept) or 'nothing'}): add it to result_accept_content or "
+                "accept_content, or choose another."
+            )
+        object.__setattr__(self, "accept", accept)
+        object.__setattr__(self, "_accepted", accepted)
+
+    def dump(self, value: object, *, max_bytes: int | None) -> Stored | NotStored:
+        """Serialize a value, of at most ``max_bytes`` (None: of any size), if it can be read back.
+
+        Never raises for the value's sake: the work is done, with or without a stored result.
+        """
+        type_name = type(value).__qualname__
+        unserializable = NotStored(reason="unserializable", type_name=type_name)
+        try:
+            content_type, content_encoding, text = _dumps(value, serializer=self.name)
+            body = text.encode() if isinstance(text, str) else bytes(text)
+        except (EncodeError, UnicodeEncodeError):
+            return unserializable
+        if max_bytes is not None and len(body) > max_bytes:
+            return NotStored(reason="too-large", type_name=type_name, size=len(body))
+        if not self._reads_back(content_type, content_encoding, body):
+            return unserializable
+        return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
+
+    def _reads_back(self, content_type: str, content_encoding: str, body: bytes) -> bool:
+        """Whether a body can be loaded: most formats write things that they cannot read.
+
+        msgpack writes dicts with keys of int, YAML such with keys of tuple, pickle objects whose
+        class asks for other arguments. JSON reads all it writes but a dict that looks like kombu's
+        envelope of a datetime and its like.
+        """
+        if content_type == _JSON and b'"__type__"' not in body:
+            return True
+        try:
+            _loads(body, content_type, content_encoding, accept=self._accepted)
+        except Exception:  # noqa: BLE001  unpickling runs code of any kind
+            return False
+        return True
+
+    def load(self, stored: Stored) -> object:
+        """Return the value that was stored.
+
+        Raises:
+            StoreMisconfigured: if the app does not accept the format, or lacks its package.
+            ResultUnavailable: if the body is damaged, or the code it needs has changed.
+        """
+        content_type = stored.content_type
+        name = _names.get(content_type)
+        if name is None or content_type not in self._accepted:
+            raise StoreMisconfigured(
+                f"A stored result is {name or content_type!r}, which this app does not accept "
+                f"(it accepts {', '.join(self.accept)}): add it to result_accept_content or "
+                "accept_content, or forget the key."
+            )
+        try:
+            return _loads(stored.body, content_type, stored.content_encoding, accept=self._accepted)
+        except (ContentDisallowed, SerializerNotInstalled):
+            problem = f"A stored result is {name!r}, whose package is not installed here."
+            raise StoreMisconfigured(problem) from None
+        except DecodeError as error:
+            cause = type(error.__cause__ or error.__context__ or error).__name__
+        raise ResultUnavailable(f"A stored result of type {name} cannot be read ({cause}).")
+
+
+def _installed(name: str) -> bool:
+    if name not in _content_types:
+        return False
+    try:
+        _dumps(None, serializer=name)
+    except SerializerNotInstalled:
+        return False
+    except EncodeError:
+        return True
+    return True
+
+
+def _choices() -> str:
+    return f"installed are {', '.join(sorted(filter(_installed, _content_types)))}"

@@ -1,0 +1,79 @@
+"""One signal an outcome, each sent with one frozen object: the seam for logging, metrics and tests.
+
+A receiver takes ``sender`` (the task) and ``event`` (an :class:`Event`)::
+
+    @replayed.connect
+    def count(sender, event, **kwargs):
+        print(event.task, event.identity.key, event.record.token)
+
+Celery's signals swallow and log what a receiver raises, so a receiver never changes the outcome.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from celery.utils.dispatch import Signal
+
+from celery_idempotent.records import Identity, Record
+
+__all__ = [
+    "Event",
+    "claimed",
+    "conflicted",
+    "emit",
+    "interrupted",
+    "lease_lost",
+    "mismatched",
+    "released",
+    "replayed",
+    "settle_failed",
+    "settled",
+    "store_failed",
+    "swept",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What happened: to which key, in which call of which task.
+
+    ``record`` is the record as far as it is known (the holder's, in a conflict); ``error`` the exception behind a
+    failure; ``count`` how many records a sweep interrupted.
+    """
+
+    task: str
+    task_id: str = ""
+    identity: Identity | None = None
+    record: Record | None = None
+    error: BaseException | None = None
+    count: int = 0
+
+
+#: The key is ours, and run() is about to start.
+claimed = Signal("idempotency_claimed")
+#: The stored result or exception answers this call.
+replayed = Signal("idempotency_replayed")
+#: Somebody else holds the key.
+conflicted = Signal("idempotency_conflicted")
+#: The key belongs to a call with other arguments.
+mismatched = Signal("idempotency_mismatched")
+#: The end state was written.
+settled = Signal("idempotency_settled")
+#: The key was given back after a failure, or before a retry.
+released = Signal("idempotency_released")
+#: A crash took the owner: noticed by the worker's main process, or by a sweep (in the sweeping process).
+interrupted = Signal("idempotency_interrupted")
+#: A newer claim exists: the result of this run is dropped.
+lease_lost = Signal("idempotency_lease_lost")
+#: A sweep is done; ``event.count`` records were interrupted.
+swept = Signal("idempotency_swept")
+#: run() returned, but its result could not be recorded within a lease.
+settle_failed = Signal("idempotency_settle_failed")
+#: The store could not be reached before the run: nothing ran, the message goes back.
+store_failed = Signal("idempotency_store_failed")
+
+
+def emit(signal: Signal, sender: object, event: Event) -> None:
+    """Send ``event``; a class of its own for the sender is not needed, the task itself is."""
+    signal.send(sender=sender, event=event)

@@ -1,0 +1,95 @@
+"""Which store an app uses: a URL or its settings become a store, one for each app."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store"]
+
+#: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
+#: asked for.
+_SCHEMES = {
+    "memory": ("celery_idempotent.stores.opening:memory", None),
+    "redis": ("celery_idempotent.stores.opening:redis", "redis"),
+    "redis+cluster": ("celery_idempotent.stores.opening:redis", "redis"),
+    "rediss": ("celery_idempotent.stores.opening:redis", "redis"),
+    "rediss+cluster": ("celery_idempotent.stores.opening:redis", "redis"),
+    "sentinel": ("celery_idempotent.stores.opening:redis", "redis"),
+    "unix": ("celery_idempotent.stores.opening:redis", "redis"),
+}
+
+_stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
+
+
+def open_store(url: str) -> Store:
+    """Return a store for ``url``; nothing connects before its first verb.
+
+    Raises :exc:`~celery_idempotent.errors.InvalidOption` for a scheme that is not known or a URL
+    that cannot be read.
+    """
+    scheme = url.partition("://")[0] if "://" in url else ""
+    if scheme not in _SCHEMES:
+        allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
+        raise InvalidOption(
+            f"the idempotency store's URL starts with {scheme!r}: use one of {allowed}"
+            if scheme
+            else f"the idempotency store is not a URL: start it with one of {allowed}"
+        )
+    path, extra = _SCHEMES[scheme]
+    store: Store = _resolve(path, extra)(url)
+    return store
+
+
+def get_store(app: Celery) -> Store:
+    """Return the app's store.
+
+    It is the setting ``idempotency_store``, else where the app keeps its results or its messages.
+
+    The same app always gets the same store, also in a child that it forked; two apps never share
+    one.
+    """
+    # current_app is a proxy, and so is app of shared_task.
+    app = getattr(app, "_get_current_object", lambda: app)()
+    store = _stores.get(app)
+    if store is None:
+        # Two threads may both get here; the first store stays.
+        store = _stores.setdefault(app, _store_of(app))
+    return store
+
+
+def _store_of(app: Celery) -> Store:
+    setting = app.conf.get("idempotency_store")
+    if setting is None:
+        store: Store = _resolve("celery_idempotent.stores.opening:from_app", "redis")(app)
+        return store
+    if isinstance(setting, str):
+        return open_store(setting)
+    if isinstance(setting, Store):
+        return setting
+    raise InvalidOption(
+        f"idempotency_store is a {type(setting).__name__}:"
+        " give a URL or an object with every method of Store"
+    )
+
+
+def _resolve(path: str, extra: str | None) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if extra is None or error.name != extra:
+            raise
+        raise InvalidOption(
+            f"this idempotency store needs the package {error.name}:"
+            f" pip install 'celery-idempotent[{extra}]'"
+        ) from error
+    return found

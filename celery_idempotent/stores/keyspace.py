@@ -1,0 +1,75 @@
+"""Where each identity lives in Redis: the names of records and of the indexes of their bucket.
+
+::
+
+    idem:{7}:payments.charge:acct_1:order-17    the record (namespace, scope, key) idem:{7}!leases
+    sorted set: record names by deadline, PROCESSING only idem:{7}!failures
+    sorted set: names of FAILED records by the end of their retention idem:{7}!token
+    the largest token that the bucket gave out
+
+The bucket number in braces is the Cluster hash tag, so that all that a script touches lies in one
+slot. Redis takes the first braces of a name, hence braces further right do not matter and the
+prefix may have none.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import Identity
+
+__all__ = ["BUCKETS", "Keyspace"]
+
+#: How many buckets the records spread over. Fixed for ever: it decides where each record is found.
+BUCKETS = 1024
+
+
+class Keyspace:
+    """Names everything that a store with this prefix keeps."""
+
+    def __init__(self, prefix: str) -> None:
+        if not prefix or "{" in prefix or "}" in prefix:
+            raise StoreMisconfigured(
+                f"the key prefix {prefix!r} cannot be used: give at least one character"
+                " and no braces, which mark the Redis Cluster hash tag"
+            )
+        self.prefix = prefix
+        self._start = prefix.encode()
+
+    def locate(self, identity: Identity) -> tuple[int, bytes]:
+        """Return the bucket and the name of the record.
+
+        Namespace and scope are escaped and the key comes last, so two identities never share a
+        name.
+        """
+        namespace, scope = _escape(identity.namespace), _escape(identity.scope)
+        text = f"{namespace}:{scope}:{identity.key}".encode()
+        bucket = zlib.crc32(text) % BUCKETS
+        return bucket, b"%b:{%d}:%b" % (self._start, bucket, text)
+
+    def identity(self, name: bytes) -> Identity:
+        """Return the identity that :meth:`locate` gave this name."""
+        text = name[len(self._start) :].partition(b"}:")[2].decode()
+        namespace, scope, key = text.split(":", 2)
+        return Identity(namespace=_unescape(namespace), scope=_unescape(scope), key=key)
+
+    def leases(self, bucket: int) -> bytes:
+        """Name the index of the bucket's leases."""
+        return b"%b:{%d}!leases" % (self._start, bucket)
+
+    def failures(self, bucket: int) -> bytes:
+        """Name the index of the bucket's failed records."""
+        return b"%b:{%d}!failures" % (self._start, bucket)
+
+    def token(self, bucket: int) -> bytes:
+        """Name the bucket's high-water mark of tokens."""
+        return b"%b:{%d}!token" % (self._start, bucket)
+
+
+def _escape(part: str) -> str:
+    return part.replace("%", "%25").replace(":", "%3A")
+
+
+def _unescape(part: str) -> str:
+    return part.replace("%3A", ":").replace("%25", "%")

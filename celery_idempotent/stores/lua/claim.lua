@@ -1,0 +1,75 @@
+-- Take the key if nobody holds it.
+--
+-- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket)
+-- ARGV     1 attempt id, 8 bytes · 2 lease, ms · 3 life of the record, ms
+--          4 fingerprint, 16 bytes or '' · 5 owner, packed
+-- returns  {'claimed', record}
+--          {'held', record, ms until its lease runs out}
+--          {'settled', record, ms since it was settled}
+--          {'mismatched', record}
+--          {'unreadable'}: written by a newer version
+--
+-- A record is laid out as packed.py says.
+local attempt, lease, fingerprint = ARGV[1], tonumber(ARGV[2]), ARGV[4]
+local time = redis.call('TIME')
+local micros = time[1] * 1000000 + time[2]
+local now = math.floor(micros / 1000)
+local token, created, crashes, attempts, extension = micros, now, 0, 1, ''
+
+local old = redis.call('GET', KEYS[1])
+if old then
+  local state = old:sub(1, 1)
+  local live = state == 'P' or state == 'I'
+  if not live and state ~= 'C' and state ~= 'F' or old:byte(2) > 15 then
+    return {'unreadable'}
+  end
+  local at = live and 38 or 24
+  if old:byte(2) % 2 == 1 then
+    local known = old:sub(at, at + 15)
+    if fingerprint == '' then
+      fingerprint = known
+    elseif fingerprint ~= known then
+      return {'mismatched', old}
+    end
+    at = at + 16
+  end
+  if not live then
+    return {'settled', old, now - struct.unpack('>I6', old, 16)}
+  end
+
+  crashes, attempts = old:byte(22, 23)
+  if state == 'P' then
+    if old:sub(30, 37) == attempt then
+      -- The answer to this very claim was lost: give it again, with a new lease.
+      local again = old:sub(1, 23) .. struct.pack('>I6', now + lease) .. old:sub(30)
+      redis.call('SET', KEYS[1], again, 'PX', ARGV[3])
+      redis.call('ZADD', KEYS[2], now + lease, KEYS[1])
+      return {'claimed', again}
+    end
+    local left = struct.unpack('>I6', old, 24) - now
+    if left > 0 then return {'held', old, left} end
+    crashes = math.min(crashes + 1, 255)
+  end
+  attempts = math.min(attempts + 1, 255)
+  created = struct.unpack('>I6', old, 10)
+  token = math.max(token, struct.unpack('>I7', old, 3) + 1)
+  at = at + 2 + struct.unpack('>I2', old, at)
+  at = at + 2 + struct.unpack('>I2', old, at)
+  extension = old:sub(at)
+end
+
+local highest = redis.call('GET', KEYS[4])
+if highest then
+  token = math.max(token, struct.unpack('>I7', highest) + 1)
+end
+local flags = fingerprint == '' and 0 or 1
+local new = struct.pack('>c1BI7I6I6BBI6',
+  'P', flags, token, created, now, crashes, attempts, now + lease)
+  .. attempt .. fingerprint .. ARGV[5] .. extension
+-- A SET comes first: a server without memory left judges a script by its first write, and shall
+-- take no new work.
+redis.call('SET', KEYS[4], new:sub(3, 9))
+redis.call('SET', KEYS[1], new, 'PX', ARGV[3])
+redis.call('ZADD', KEYS[2], now + lease, KEYS[1])
+if not old then redis.call('ZREM', KEYS[3], KEYS[1]) end
+return {'claimed', new}

@@ -1,0 +1,29 @@
+-- Write the end state, unless the key has another token by now.
+--
+-- KEYS     1 record · 2 leases · 3 failures
+-- ARGV     1 the record as settled, with the claim's times and counts · 2 how long to keep it, ms
+-- returns  'settled' (now, or before with this token: then the first value stays)
+--          'lost' | 'unreadable'
+local new = ARGV[1]
+local old = redis.call('GET', KEYS[1])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if old then
+  local state = old:sub(1, 1)
+  if state ~= 'P' and state ~= 'I' and state ~= 'C' and state ~= 'F' then return 'unreadable' end
+  if old:sub(3, 9) ~= new:sub(3, 9) then return 'lost' end
+  if state == 'C' or state == 'F' then return 'settled' end
+  -- A sweep may have counted a crash since the claim.
+  new = new:sub(1, 2) .. old:sub(3, 15) .. struct.pack('>I6', now) .. old:sub(22, 23) .. new:sub(24)
+else
+  -- Flushed or evicted, maybe with the index.
+  new = new:sub(1, 15) .. struct.pack('>I6', now) .. new:sub(22)
+  redis.call('ZREM', KEYS[3], KEYS[1])
+end
+-- ZREM comes first, so that a server without memory left accepts the result of what it let in.
+redis.call('ZREM', KEYS[2], KEYS[1])
+redis.call('SET', KEYS[1], new, 'PX', ARGV[2])
+if new:sub(1, 1) == 'F' then
+  redis.call('ZADD', KEYS[3], now + ARGV[2], KEYS[1])
+end
+return 'settled'

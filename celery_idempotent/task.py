@@ -1,0 +1,355 @@
+"""``IdempotentTask``: translates between Celery and the runner, and back."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+from celery.exceptions import Ignore
+from celery.utils import uuid
+
+from celery_idempotent import reaper, republish
+from celery_idempotent.definition import Definition, define, is_celerys_own
+from celery_idempotent.errors import (
+    IdempotencyError,
+    ResultUnavailable,
+)
+from celery_idempotent.hooks import KEY_HEADER, SCOPE_HEADER, STAMP_HEADER
+from celery_idempotent.keys import Identified
+from celery_idempotent.lease import Claim, current_claim
+from celery_idempotent.policy import (
+    Policy,
+    is_explicit,
+)
+from celery_idempotent.records import Record, State
+from celery_idempotent.runner import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from celery.app.task import Context
+    from celery.canvas import Signature
+
+    TaskBase = Task[Any, Any]
+else:
+    TaskBase = Task
+
+__all__ = ["IdempotentTask"]
+
+_HOST = socket.gethostname()
+
+
+class IdempotentTask(TaskBase):
+    """A task that takes effect once for each idempotency key.
+
+    Use it as ``@app.task(base=IdempotentTask, idempotency_key="order_id")``, or for a whole app as
+    ``Celery(task_cls="celery_idempotent:IdempotentTask")``. Messages are acknowledged late and come back when their
+    worker is lost, unless the task or the app says otherwise: the record then makes the second delivery harmless.
+    """
+
+    abstract = True
+    # Not set: bind() does, unless the app has a setting.
+    acks_late = None  # type: ignore[assignment]
+    reject_on_worker_lost = None
+    Request = "celery_idempotent.request:Request"
+
+    #: Assigned whole, as the last step: Celery lets other threads see a task that is half bound.
+    _definition: Definition | None = None
+
+    # -- definition ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def bind(cls, app: Celery) -> Celery:
+        """Connect to ``app``, and check every option.
+
+        Raises:
+            InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
+        """
+        for attribute in ("acks_late", "reject_on_worker_lost"):
+            if getattr(cls, attribute) is None and not is_explicit(app.conf, f"task_{attribute}"):
+                setattr(cls, attribute, True)
+        app = getattr(app, "_get_current_object", lambda: app)()  # not a proxy of it
+        bound: Celery = super().bind(app)
+        if not is_celerys_own(cls):
+            reaper.install(app)
+            cls._definition = define(cls, IdempotentTask, app)
+        return bound
+
+    def _defined(self) -> Definition | None:
+        """Return what :meth:`bind` found; ``None``: left alone.
+
+        Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
+        does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
+        """
+        if self._definition is None and not is_celerys_own(self):
+            self.bind(self.app)
+        return self._definition
+
+    @property
+    def idempotency_policy(self) -> Policy:
+        """The checked options of this task.
+
+        Raises:
+            IdempotencyError: for one of Celery's own tasks.
+        """
+        return self._ours().policy
+
+    def _ours(self) -> Definition:
+        definition = self._defined()
+        if definition is None:
+            raise IdempotencyError(f"{self.name} is Celery's own task and runs as Celery runs it.")
+        return definition
+
+    # -- publishing ----------------------------------------------------------------------------------------------------
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Publish, with the key and the fingerprint computed now and stamped on the message.
+
+        Takes ``idempotency_key`` and ``idempotency_scope`` beside Celery's options.
+
+        Raises:
+            InvalidKey: if the key or scope cannot be used, or is missing where one is required.
+        """
+        definition = self._defined()
+        if definition is not None:
+            retried = self._retried(definition, task_id, options)
+            task_id = _stamp(definition, args, kwargs, task_id, options, retried)
+            if retried is not None:
+                # Before the retry is on its way, so that it never meets its predecessor's claim.
+                definition.runner.release(retried)
+        return super().apply_async(
+            args, kwargs, task_id, producer, link, link_error, shadow, **options
+        )
+
+    def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
+        """Run here and now, by the same protocol; takes ``idempotency_key`` and ``idempotency_scope`` too."""
+        definition = self._defined()
+        if definition is not None:
+            task_id = options.get("task_id")
+            options["task_id"] = _stamp(definition, args, kwargs, task_id, options, None)
+        return super().apply(args, kwargs, *rest, **options)
+
+    def _retried(
+        self, definition: Definition, task_id: str | None, options: Mapping[str, Any]
+    ) -> Claim | None:
+        """Return the claim of the run that publishes its own retry with this call."""
+        claim = current_claim()
+        if (
+            claim is None
+            or task_id is None
+            or claim.record.task_id != task_id
+            or claim.record.identity.namespace != definition.identifier.namespace
+            or (options.get("retries") or 0) <= (self.request.retries or 0)
+        ):
+            return None
+        return claim
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: RET503
+        """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
+        request: Any = self.request
+        definition = self._defined()
+        if definition is None or request.called_directly or request._protected:  # noqa: SLF001
+            return super().__call__(*args, **kwargs)
+        # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
+        request._protected = 1  # noqa: SLF001
+        way = super().__call__ if definition.overridden else self.run
+        body = partial(way, *args, **kwargs)
+        call = self._call(request, args, kwargs)
+        match definition.runner.execute(call, body):
+            case Ran(value):
+                return value
+            case Replay(record, age_ms):
+                return self._replay(definition, request, record, age_ms)
+            case Conflict(record, left_ms):
+                republish.conflict(self, request, record, left_ms)
+            case StoreFailed(error):
+                republish.store_failed(self, request, error)
+
+    def _call(self, request: Context, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        task_id = str(request.id)
+        identified = self.identify_delivery(
+            {**(request.stamps or {}), **(request.headers or {})},
+            args,
+            kwargs,
+            task_id=task_id,
+            nesting=request.replaced_task_nesting or 0,
+        )
+        return Call(
+            identity=identified.identity,
+            fingerprint=identified.fingerprint,
+            task_id=task_id,
+            worker=self.worker_name(os.getpid()),
+        )
+
+    def identify_delivery(
+        self,
+        headers: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        task_id: str,
+        nesting: int = 0,
+    ) -> Identified:
+        """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
+
+        Raises:
+            InvalidKey: if the stamp is malformed, or the key cannot be used.
+        """
+        identifier = self._ours().identifier
+        stamped = Identified.from_header(headers.get(STAMP_HEADER), identifier.namespace)
+        if stamped is not None:
+            return stamped
+        return identifier.identify(
+            args,
+            kwargs,
+            task_id=task_id,
+            nesting=nesting,
+            key=headers.get(KEY_HEADER),
+            scope=headers.get(SCOPE_HEADER),
+        )
+
+    @staticmethod
+    def worker_name(pid: int) -> str:
+        """Return how records name the process ``pid`` of this machine."""
+        return f"{_HOST}:{pid}"
+
+    def replace(self, sig: Signature[Any]) -> Any:
+        """Replace this task with another, as Celery does; the record is completed as *replaced*."""
+        claim = current_claim()
+        if claim is None or claim.record.task_id != self.request.id or self.request.is_eager:
+            return super().replace(sig)
+        claim.replaced = True
+        try:
+            return super().replace(sig)
+        except Ignore:
+            raise
+        except BaseException:
+            claim.replaced = False
+            raise
+
+    # -- duplicates ----------------------------------------------------------------------------------------------------
+
+    def _replay(self, definition: Definition, request: Context, record: Record, age_ms: int) -> Any:
+        """Answer from the record: return its value or raise its exception."""
+        if record.state is State.FAILED:
+            raise definition.codec.load_error(record.value)
+        if record.value is not None:
+            return definition.codec.load_value(record.value)
+        if record.replaced and record.task_id == request.id:
+            raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
+        return self._from_backend(request, record, age_ms)
+
+    def _from_backend(self, request: Context, record: Record, age_ms: int) -> Any:
+        """Look for a result that is not in the record where its task left it."""
+        try:
+            first = self.AsyncResult(record.task_id)
+            state, value = first.state, first.result
+        except NotImplementedError:  # no result backend
+            state, value = "PENDING", None
+        if state == "SUCCESS":
+            return value
+        if state == "FAILURE" and isinstance(value, Exception):
+            raise value
+        running = record.replaced or age_ms < self.idempotency_policy.lease_ms
+        if running and record.task_id != request.id:
+            republish.conflict(self, request, record, self.idempotency_policy.lease_ms)
+        raise ResultUnavailable(
+            f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
+            "and is not in the result backend."
+        )
+
+    # -- inside and around ---------------------------------------------------------------------------------------------
+
+    @property
+    def idempotency(self) -> Claim:
+        """The claim of the run in progress: ``self.idempotency.key``, ``.token``, ``.ensure()`` in a bound task.
+
+        Raises:
+            IdempotencyError: outside an idempotent run, as when the task is called as a function.
+        """
+        claim = current_claim()
+        if claim is None:
+            raise IdempotencyError(
+                f"{self.name} is not running idempotently here: a task called as a function has no claim. "
+                "current_claim() returns None in that case."
+            )
+        return claim
+
+    def idempotency_record(self, key: Any, *, scope: Any = None) -> Record | None:
+        """Return the record of a key of this task, or ``None``.
+
+        Raises:
+            InvalidKey: if the key or scope cannot be used.
+            StoreUnavailable: if the store did not answer.
+        """
+        return get_store(self.app).get(self._ours().identifier.identity(key, scope))
+
+    def idempotency_forget(self, key: Any, *, scope: Any = None) -> bool:
+        """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
+
+        Raises:
+            InvalidKey: if the key or scope cannot be used.
+            StoreUnavailable: if the store did not answer.
+        """
+        return get_store(self.app).forget(self._ours().identifier.identity(key, scope))
+
+
+def _stamp(
+    definition: Definition,
+    args: Any,
+    kwargs: Any,
+    task_id: str | None,
+    options: dict[str, Any],
+    retried: Claim | None,
+) -> str | None:
+    """Put the stamp into the headers in ``options``; return the task id, made here if the stamp needs it.
+
+    A message that was stamped before (a retry, a copy that comes back) keeps its stamp, whatever its arguments.
+    """
+    headers = dict(options.get("headers") or {})
+    kept = options.get("stamped_headers") or ()  # Celery's stamps are options, too, and stay
+    take = options.get if KEY_HEADER in kept else options.pop
+    key = take(KEY_HEADER, None)
+    scope = options.get(SCOPE_HEADER) if SCOPE_HEADER in kept else options.pop(SCOPE_HEADER, None)
+    explicit = (key is not None or scope is not None) and not (
+        KEY_HEADER in kept or SCOPE_HEADER in kept
+    )
+    if STAMP_HEADER in headers and not explicit:
+        return task_id
+    if retried is not None and not explicit:
+        stamp = Identified(retried.record.identity, retried.record.fingerprint).to_header()
+        options["headers"] = {**headers, STAMP_HEADER: stamp}
+        return task_id
+    key = headers.get(KEY_HEADER) if key is None else key
+    scope = headers.get(SCOPE_HEADER) if scope is None else scope
+    if key is None and scope is None and not definition.keyed:
+        if definition.identifier.require_key:
+            definition.identifier.identify(args, kwargs, task_id="")  # raises
+        return task_id
+    task_id = task_id or uuid()
+    identified = definition.identifier.identify(
+        args,
+        kwargs,
+        task_id=task_id,
+        nesting=options.get("replaced_task_nesting") or 0,
+        key=key,
+        scope=scope,
+    )
+    options["headers"] = {**headers, STAMP_HEADER: identified.to_header()}
+    return task_id

@@ -1,0 +1,36 @@
+"""What every store must do, as tests, which a store passes unchanged."""
+
+from __future__ import annotations
+
+import pytest
+
+# Each part asserts, and pytest explains only what it rewrote.
+pytest.register_assert_rewrite(
+    "celery_idempotent.testing.contract.claims",
+    "celery_idempotent.testing.contract.endings",
+    "celery_idempotent.testing.contract.identities",
+    "celery_idempotent.testing.contract.upkeep",
+)
+
+from celery_idempotent.testing.contract.claims import ClaimContract  # noqa: E402
+from celery_idempotent.testing.contract.endings import EndingContract  # noqa: E402
+from celery_idempotent.testing.contract.identities import IdentityContract  # noqa: E402
+from celery_idempotent.testing.contract.upkeep import UpkeepContract  # noqa: E402
+
+__all__ = ["StoreContract"]
+
+
+class StoreContract(ClaimContract, EndingContract, UpkeepContract, IdentityContract):
+    """Holds a store to the contract.
+
+    Subclass it with a fixture ``store``, a store without any record. Time has to pass, too: give a
+    fixture ``advance``, which returns a function of milliseconds, if the store's clock can be
+    moved; else these tests sleep, and ``lease_ms`` and ``keep_ms`` should be short::
+
+        class TestMyStore(StoreContract):
+            lease_ms = keep_ms = 300
+
+            @pytest.fixture
+            def store(self):
+                return MyStore()
+    """

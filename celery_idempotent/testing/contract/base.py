@@ -1,0 +1,122 @@
+"""What the parts of the contract share: the fixtures to override, and short ways to say things."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any, Literal, TypeVar
+
+import pytest
+
+from celery_idempotent.records import Claimed, Identity, Lease, Record, State, Stored
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+
+__all__ = ["KEY", "VALUE", "Advance", "ContractBase", "EndState", "all_at_once", "attempt"]
+
+Advance = Callable[[float], None]
+EndState = Literal[State.COMPLETED, State.FAILED]
+T = TypeVar("T")
+
+KEY = Identity(namespace="payments.charge", scope="acct_1", key="order-17")
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b'{"paid": true}')
+FINGERPRINT = bytes(range(16))
+OTHER_FINGERPRINT = bytes(range(16, 32))
+TASK_ID = "6ff5d5ba-6ff1-4b4f-8f0e-4f0f2f1f0f3f"
+
+
+def attempt() -> bytes:
+    """Return a new attempt id."""
+    return os.urandom(ATTEMPT_BYTES)
+
+
+def all_at_once(count: int, do: Callable[[int], T]) -> list[T]:
+    """Call ``do(0)`` to ``do(count - 1)``, each in a thread of its own, all started together."""
+    barrier = Barrier(count)
+
+    def run(number: int) -> T:
+        barrier.wait()
+        return do(number)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(run, range(count)))
+
+
+class ContractBase:
+    """The fixtures that a subclass overrides, and the helpers of all parts."""
+
+    #: How long the tests' leases last, and records beyond them.
+    lease_ms = 60_000
+    keep_ms = 120_000
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """Return the store to test, without any record."""
+        raise NotImplementedError("override the fixture `store`")
+
+    @pytest.fixture
+    def advance(self) -> Advance:
+        """Return a function that lets milliseconds pass by the store's clock."""
+        return lambda ms: time.sleep(ms / 1000)
+
+    def claim(self, store: Store, identity: Identity = KEY, **changes: Any) -> Record:
+        """Claim a key that is free; return the record."""
+        answer = self.try_claim(store, identity, **changes)
+        assert isinstance(answer, Claimed)
+        return answer.record
+
+    def try_claim(self, store: Store, identity: Identity = KEY, **changes: Any) -> Any:
+        """Claim a key, whatever the answer."""
+        asked: dict[str, Any] = {
+            "attempt": attempt(),
+            "lease_ms": self.lease_ms,
+            "keep_ms": self.keep_ms,
+            "fingerprint": FINGERPRINT,
+            "task_id": TASK_ID,
+            "worker": "web-1:4711",
+        }
+        return store.claim(identity, **{**asked, **changes})
+
+    def settle(
+        self,
+        store: Store,
+        record: Record,
+        state: EndState = State.COMPLETED,
+        **changes: Any,
+    ) -> bool:
+        """Settle a claim."""
+        return store.settle(
+            record, state=state, **{"value": VALUE, "keep_ms": self.keep_ms, **changes}
+        )
+
+    def lease(self, record: Record, **changes: Any) -> Lease:
+        """Return what renews a claim."""
+        asked = {"token": record.token, "lease_ms": self.lease_ms, "keep_ms": self.keep_ms}
+        return Lease(identity=record.identity, **{**asked, **changes})
+
+    def renew(self, store: Store, record: Record, **changes: Any) -> bool:
+        """Renew one claim."""
+        (renewed,) = store.renew([self.lease(record, **changes)])
+        return renewed
+
+    def bring_to(self, store: Store, advance: Advance, state: str, **changes: Any) -> Record:
+        """Bring the key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
+        record = self.claim(store, **changes)
+        if state == "STALE":
+            advance(self.lease_ms + 1)
+        elif state == "INTERRUPTED":
+            assert store.interrupt(record.identity, token=record.token)
+        elif state == "COMPLETED":
+            assert self.settle(store, record)
+        elif state == "FAILED":
+            assert self.settle(store, record, State.FAILED)
+        found = store.get(record.identity)
+        assert found is not None
+        return found
+
+    def known(self, store: Store, identities: Sequence[Identity]) -> list[Record]:
+        """Return the records that these identities have."""
+        found = [store.get(identity) for identity in identities]
+        return [record for record in found if record is not None]

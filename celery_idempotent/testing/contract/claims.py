@@ -1,0 +1,270 @@
+"""The contract of `claim` and `renew`: who gets a key, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from celery_idempotent.records import Claimed, Held, Lease, Mismatched, Settled, State
+from celery_idempotent.stores.base import Store
+from celery_idempotent.testing.contract.base import (
+    FINGERPRINT,
+    KEY,
+    OTHER_FINGERPRINT,
+    TASK_ID,
+    VALUE,
+    Advance,
+    ContractBase,
+    EndState,
+    all_at_once,
+    attempt,
+)
+
+STATES = ("PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
+
+
+class ClaimContract(ContractBase):
+    """Claims and renewals."""
+
+    def test_an_unclaimed_key_is_claimed(self, store: Store) -> None:
+        answer = self.try_claim(store)
+        assert isinstance(answer, Claimed)
+        record = answer.record
+        assert (record.identity, record.state) == (KEY, State.PROCESSING)
+        assert (record.crashes, record.attempts) == (0, 1)
+        assert record.fingerprint == FINGERPRINT
+        assert record.owner == f"{TASK_ID}@web-1:4711"
+        assert record.updated_ms == record.created_ms
+        assert record.deadline_ms == record.created_ms + self.lease_ms
+        assert (record.value, record.replaced) == (None, False)
+        assert store.get(KEY) == record
+
+    def test_a_claim_needs_neither_fingerprint_nor_owner(self, store: Store) -> None:
+        record = self.claim(store, fingerprint=None, task_id="", worker="")
+        assert (record.fingerprint, record.task_id, record.worker) == (None, "", "")
+        assert store.get(KEY) == record
+
+    def test_a_token_is_at_least_the_time_in_microseconds(self, store: Store) -> None:
+        record = self.claim(store)
+        assert record.token >= record.created_ms * 1000
+
+    def test_a_claimed_key_is_held_for_everybody_else(self, store: Store) -> None:
+        record = self.claim(store)
+        answer = self.try_claim(store, task_id="another", worker="web-2:1")
+        assert isinstance(answer, Held)
+        assert answer.record == record == store.get(KEY)
+        assert 0 < answer.left_ms <= self.lease_ms
+
+    def test_held_says_how_long_the_lease_still_lasts(self, store: Store, advance: Advance) -> None:
+        self.claim(store)
+        advance(self.lease_ms / 2)
+        answer = self.try_claim(store)
+        assert isinstance(answer, Held)
+        assert 0 < answer.left_ms <= self.lease_ms / 2
+
+    def test_a_claim_whose_answer_was_lost_gets_the_same_token_again(
+        self, store: Store, advance: Advance
+    ) -> None:
+        mine = attempt()
+        first = self.claim(store, attempt=mine)
+        advance(self.lease_ms / 2)
+        again = self.claim(store, attempt=mine)
+        assert again.deadline_ms is not None
+        assert first.deadline_ms is not None
+        assert again.deadline_ms > first.deadline_ms
+        assert dataclasses.replace(again, deadline_ms=first.deadline_ms) == first
+
+    def test_a_claim_repeated_late_is_no_crash(self, store: Store, advance: Advance) -> None:
+        mine = attempt()
+        first = self.claim(store, attempt=mine)
+        advance(self.lease_ms + 1)
+        again = self.claim(store, attempt=mine)
+        assert (again.token, again.crashes, again.attempts) == (first.token, 0, 1)
+
+    def test_a_claim_repeated_after_its_interruption_is_a_new_one(self, store: Store) -> None:
+        mine = attempt()
+        first = self.claim(store, attempt=mine)
+        store.interrupt(KEY, token=first.token)
+        again = self.claim(store, attempt=mine)
+        assert again.token > first.token
+        assert (again.crashes, again.attempts) == (1, 2)
+
+    def test_a_lease_that_ran_out_is_claimed_and_counts_a_crash(
+        self, store: Store, advance: Advance
+    ) -> None:
+        first = self.claim(store)
+        advance(self.lease_ms + 1)
+        second = self.claim(store, task_id="another", worker="web-2:1")
+        assert second.token > first.token
+        assert (second.crashes, second.attempts) == (1, 2)
+        assert second.created_ms == first.created_ms
+        assert second.updated_ms > first.updated_ms
+        assert second.owner == "another@web-2:1"
+        assert second.deadline_ms == second.updated_ms + self.lease_ms
+
+    def test_every_crash_counts(self, store: Store, advance: Advance) -> None:
+        self.claim(store)
+        for crashes in (1, 2, 3):
+            advance(self.lease_ms + 1)
+            assert self.claim(store).crashes == crashes
+
+    def test_an_interrupted_key_is_claimed_with_the_crash_it_had(self, store: Store) -> None:
+        first = self.claim(store)
+        store.interrupt(KEY, token=first.token)
+        second = self.claim(store)
+        assert second.state is State.PROCESSING
+        assert second.token > first.token
+        assert (second.crashes, second.attempts) == (1, 2)
+        assert second.created_ms == first.created_ms
+
+    @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
+    def test_a_settled_key_answers_with_its_record(
+        self, store: Store, advance: Advance, state: EndState
+    ) -> None:
+        mine = attempt()
+        assert self.settle(store, self.claim(store, attempt=mine), state)
+        advance(self.lease_ms / 2)
+        for asked in (mine, attempt()):
+            answer = self.try_claim(store, attempt=asked)
+            assert isinstance(answer, Settled)
+            assert (answer.record.state, answer.record.value) == (state, VALUE)
+            assert answer.age_ms >= self.lease_ms // 2
+            assert answer.record == store.get(KEY)
+
+    @pytest.mark.parametrize("state", STATES)
+    def test_another_fingerprint_is_a_mismatch_and_changes_nothing(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        mine = attempt()
+        record = self.bring_to(store, advance, state, attempt=mine)
+        for asked in (mine, attempt()):
+            answer = self.try_claim(store, attempt=asked, fingerprint=OTHER_FINGERPRINT)
+            assert answer == Mismatched(record)
+        assert store.get(KEY) == record
+
+    @pytest.mark.parametrize("state", STATES)
+    @pytest.mark.parametrize(("known", "asked"), [(None, FINGERPRINT), (FINGERPRINT, None)])
+    def test_a_fingerprint_that_either_side_lacks_is_equal_to_any(
+        self,
+        store: Store,
+        advance: Advance,
+        state: str,
+        known: bytes | None,
+        asked: bytes | None,
+    ) -> None:
+        self.bring_to(store, advance, state, fingerprint=known)
+        answer = self.try_claim(store, fingerprint=asked)
+        assert not isinstance(answer, Mismatched)
+        if isinstance(answer, Claimed):
+            assert answer.record.fingerprint == FINGERPRINT
+
+    def test_tokens_grow_with_every_claim(self, store: Store, advance: Advance) -> None:
+        record = self.claim(store)
+        tokens = [record.token]
+        for end in ("release", "forget", "stale", "interrupt", "expire", "settle"):
+            if end == "release":
+                assert store.release(KEY, token=record.token)
+            elif end == "forget":
+                assert store.forget(KEY)
+            elif end == "stale":
+                advance(self.lease_ms + 1)
+            elif end == "interrupt":
+                assert store.interrupt(KEY, token=record.token)
+            elif end == "expire":
+                advance(self.lease_ms + self.keep_ms + 1)
+            else:
+                assert self.settle(store, record)
+                advance(self.keep_ms + 1)
+            record = self.claim(store)
+            tokens.append(record.token)
+        assert tokens == sorted(set(tokens))
+
+    def test_tokens_grow_within_one_microsecond_too(self, store: Store) -> None:
+        tokens = []
+        for _ in range(50):
+            record = self.claim(store)
+            tokens.append(record.token)
+            store.release(KEY, token=record.token)
+        assert tokens == sorted(set(tokens))
+
+    def test_a_claimed_record_outlives_its_lease_and_then_goes(
+        self, store: Store, advance: Advance
+    ) -> None:
+        self.claim(store)
+        advance(self.lease_ms + self.keep_ms / 2)
+        assert store.get(KEY) is not None
+        advance(self.keep_ms / 2 + 1)
+        assert store.get(KEY) is None
+        assert (record := self.claim(store)).crashes == 0
+        assert record.attempts == 1
+
+    def test_of_fifty_at_once_one_wins(self, store: Store) -> None:
+        answers = all_at_once(50, lambda _: self.try_claim(store))
+        (winner,) = [answer for answer in answers if isinstance(answer, Claimed)]
+        held = [answer for answer in answers if isinstance(answer, Held)]
+        assert len(held) == 49
+        assert {answer.record.token for answer in held} == {winner.record.token}
+
+    def test_of_fifty_at_once_one_takes_over_a_stale_claim(
+        self, store: Store, advance: Advance
+    ) -> None:
+        self.claim(store)
+        advance(self.lease_ms + 1)
+        answers = all_at_once(50, lambda _: self.try_claim(store))
+        (winner,) = [answer for answer in answers if isinstance(answer, Claimed)]
+        assert winner.record.crashes == 1
+
+    def test_a_renewed_lease_starts_anew(self, store: Store, advance: Advance) -> None:
+        record = self.claim(store)
+        for _ in range(3):
+            advance(self.lease_ms * 0.75)
+            assert self.renew(store, record)
+        found = store.get(KEY)
+        assert found is not None
+        assert found.deadline_ms is not None
+        assert record.deadline_ms is not None
+        assert found.deadline_ms > record.deadline_ms + self.lease_ms
+        assert dataclasses.replace(found, deadline_ms=record.deadline_ms) == record
+        assert isinstance(self.try_claim(store), Held)
+
+    def test_a_renewed_record_lives_longer(self, store: Store, advance: Advance) -> None:
+        record = self.claim(store)
+        advance(self.lease_ms / 2)
+        assert self.renew(store, record)
+        advance(self.lease_ms * 0.75 + self.keep_ms)
+        assert store.get(KEY) is not None
+
+    def test_a_lease_that_ran_out_is_renewed_while_nobody_took_the_key(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.claim(store)
+        advance(self.lease_ms + 1)
+        assert self.renew(store, record)
+        assert isinstance(self.try_claim(store), Held)
+
+    def test_each_lease_is_answered_in_its_place(self, store: Store) -> None:
+        names = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(40)]
+        leases: list[Lease] = []
+        for n, name in enumerate(names):
+            record = self.claim(store, name)
+            leases.append(self.lease(record, token=record.token + n % 2))
+        assert store.renew(leases) == [True, False] * 20
+        assert store.renew(leases) == [True, False] * 20
+
+    def test_nothing_is_renewed_by_no_leases(self, store: Store) -> None:
+        assert store.renew([]) == []
+
+    @pytest.mark.parametrize("state", ["INTERRUPTED", "COMPLETED", "FAILED"])
+    def test_only_a_processing_record_is_renewed(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        record = self.bring_to(store, advance, state)
+        assert not self.renew(store, record)
+        assert store.get(KEY) == record
+
+    def test_what_is_gone_is_not_renewed(self, store: Store) -> None:
+        record = self.claim(store)
+        store.forget(KEY)
+        assert not self.renew(store, record)
+        assert store.get(KEY) is None

@@ -1,0 +1,240 @@
+"""The contract of `settle`, `release` and `interrupt`: how a claim ends, and never another's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from celery_idempotent.records import Claimed, Record, Settled, State, Stored
+from celery_idempotent.stores.base import Store
+from celery_idempotent.testing.contract.base import (
+    FINGERPRINT,
+    KEY,
+    TASK_ID,
+    VALUE,
+    Advance,
+    ContractBase,
+    EndState,
+    all_at_once,
+)
+
+ANOTHER_VALUE = Stored(
+    content_type="application/json", content_encoding="utf-8", body=b'{"paid": false}'
+)
+END_STATES: list[EndState] = [State.COMPLETED, State.FAILED]
+
+
+class EndingContract(ContractBase):
+    """Settling, releasing, interrupting."""
+
+    @pytest.mark.parametrize("state", END_STATES)
+    @pytest.mark.parametrize("task_id", [TASK_ID, TASK_ID.upper(), "charge 17", ""])
+    def test_a_settled_record_keeps_what_matters(
+        self, store: Store, advance: Advance, state: EndState, task_id: str
+    ) -> None:
+        record = self.claim(store, task_id=task_id)
+        advance(10)
+        assert self.settle(store, record, state)
+        found = store.get(KEY)
+        assert found is not None
+        assert found.updated_ms > record.updated_ms
+        assert found == dataclasses.replace(
+            record,
+            state=state,
+            value=VALUE,
+            worker="",
+            deadline_ms=None,
+            updated_ms=found.updated_ms,
+        )
+
+    @pytest.mark.parametrize("fingerprint", [None, FINGERPRINT])
+    @pytest.mark.parametrize("value", [None, VALUE])
+    def test_a_value_need_not_be_kept(
+        self, store: Store, value: Stored | None, fingerprint: bytes | None
+    ) -> None:
+        assert self.settle(store, self.claim(store, fingerprint=fingerprint), value=value)
+        answer = self.try_claim(store)
+        assert isinstance(answer, Settled)
+        assert (answer.record.value, answer.record.fingerprint) == (value, fingerprint)
+
+    @pytest.mark.parametrize("replaced", [True, False])
+    def test_a_record_says_whether_its_task_was_replaced(
+        self, store: Store, replaced: bool
+    ) -> None:
+        assert self.settle(store, self.claim(store), value=None, replaced=replaced)
+        found = store.get(KEY)
+        assert found is not None
+        assert found.replaced is replaced
+
+    @pytest.mark.parametrize("state", END_STATES)
+    def test_a_settled_record_is_kept_for_its_retention(
+        self, store: Store, advance: Advance, state: EndState
+    ) -> None:
+        assert self.settle(store, self.claim(store), state)
+        advance(self.keep_ms / 2)
+        assert store.get(KEY) is not None
+        advance(self.keep_ms / 2 + 1)
+        assert store.get(KEY) is None
+        assert self.claim(store).attempts == 1
+
+    @pytest.mark.parametrize("state", END_STATES)
+    def test_a_settle_whose_answer_was_lost_is_accepted_again_and_the_first_value_stays(
+        self, store: Store, state: EndState
+    ) -> None:
+        record = self.claim(store)
+        assert self.settle(store, record, state)
+        found = store.get(KEY)
+        assert self.settle(store, record, state)
+        assert self.settle(store, record, state, value=ANOTHER_VALUE)
+        assert store.get(KEY) == found
+
+    def test_a_settle_is_accepted_after_the_lease_ran_out(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.claim(store)
+        advance(self.lease_ms + 1)
+        assert self.settle(store, record)
+
+    def test_a_settle_is_accepted_after_an_interruption_whose_crash_stays(
+        self, store: Store
+    ) -> None:
+        record = self.claim(store)
+        store.interrupt(KEY, token=record.token)
+        assert self.settle(store, record)
+        found = store.get(KEY)
+        assert found is not None
+        assert (found.state, found.crashes) == (State.COMPLETED, 1)
+
+    @pytest.mark.parametrize("state", END_STATES)
+    def test_a_settle_is_accepted_when_the_record_is_gone(
+        self, store: Store, state: EndState
+    ) -> None:
+        record = self.claim(store)
+        store.forget(KEY)
+        assert self.settle(store, record, state)
+        found = store.get(KEY)
+        assert found is not None
+        assert (found.state, found.value, found.token) == (state, VALUE, record.token)
+        assert (found.created_ms, found.task_id) == (record.created_ms, TASK_ID)
+        assert isinstance(self.try_claim(store), Settled)
+
+    def test_a_settled_key_is_not_swept(self, store: Store, advance: Advance) -> None:
+        self.settle(store, self.claim(store), keep_ms=2 * self.lease_ms)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).interrupted == ()
+
+    def test_a_released_key_is_free(self, store: Store) -> None:
+        record = self.claim(store)
+        assert store.release(KEY, token=record.token) is True
+        assert store.get(KEY) is None
+        again = self.claim(store)
+        assert (again.crashes, again.attempts) == (0, 1)
+
+    def test_a_released_key_is_not_swept(self, store: Store, advance: Advance) -> None:
+        store.release(KEY, token=self.claim(store).token)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).interrupted == ()
+
+    def test_a_release_whose_answer_was_lost_does_no_harm_again(self, store: Store) -> None:
+        first = self.claim(store)
+        assert store.release(KEY, token=first.token)
+        assert store.release(KEY, token=first.token) is False
+        second = self.claim(store)
+        assert store.release(KEY, token=first.token) is False
+        assert store.get(KEY) == second
+
+    @pytest.mark.parametrize("state", ["INTERRUPTED", "COMPLETED", "FAILED"])
+    def test_only_a_processing_record_is_released_or_interrupted(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        record = self.bring_to(store, advance, state)
+        assert store.release(KEY, token=record.token) is False
+        assert store.interrupt(KEY, token=record.token) is None
+        assert store.get(KEY) == record
+
+    def test_an_unknown_key_is_neither_released_nor_interrupted(self, store: Store) -> None:
+        assert store.release(KEY, token=1) is False
+        assert store.interrupt(KEY, token=1) is None
+        assert store.get(KEY) is None
+
+    def test_an_interrupted_record_stays_with_one_crash_more(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.claim(store)
+        advance(10)
+        found = store.interrupt(KEY, token=record.token)
+        assert found is not None
+        assert found == store.get(KEY)
+        assert found.updated_ms > record.updated_ms
+        assert found == dataclasses.replace(
+            record,
+            state=State.INTERRUPTED,
+            crashes=1,
+            deadline_ms=None,
+            updated_ms=found.updated_ms,
+        )
+
+    def test_an_interruption_whose_answer_was_lost_counts_once(self, store: Store) -> None:
+        record = self.claim(store)
+        assert store.interrupt(KEY, token=record.token) is not None
+        store.interrupt(KEY, token=record.token)
+        found = store.get(KEY)
+        assert found is not None
+        assert found.crashes == 1
+
+    def test_an_interrupted_record_lives_as_long_as_it_would_have(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.claim(store)
+        advance(self.lease_ms)
+        store.interrupt(KEY, token=record.token)
+        advance(self.keep_ms / 2)
+        assert store.get(KEY) is not None
+        advance(self.keep_ms / 2 + 1)
+        assert store.get(KEY) is None
+
+    def test_an_interrupted_record_is_not_swept_again(self, store: Store, advance: Advance) -> None:
+        store.interrupt(KEY, token=self.claim(store).token)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).interrupted == ()
+
+    @pytest.mark.parametrize("state", ["PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED"])
+    def test_a_zombie_is_refused_by_every_verb(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        zombie = self.claim(store)
+        advance(self.lease_ms + 1)
+        found = self.bring_to(store, advance, state)
+        self._refused(store, zombie)
+        assert store.get(KEY) == found
+
+    def test_a_zombie_is_refused_after_a_forget_and_a_new_claim(self, store: Store) -> None:
+        zombie = self.claim(store)
+        store.forget(KEY)
+        found = self.claim(store)
+        self._refused(store, zombie)
+        assert store.get(KEY) == found
+
+    def test_of_a_settle_and_a_takeover_at_once_one_wins(
+        self, store: Store, advance: Advance
+    ) -> None:
+        for n in range(20):
+            name = dataclasses.replace(KEY, key=f"order-{n}")
+            zombie = self.claim(store, name)
+            advance(self.lease_ms + 1)
+
+            def do(who: int, zombie: Record = zombie) -> object:
+                if who:
+                    return self.settle(store, zombie)
+                return self.try_claim(store, zombie.identity)
+
+            claimed, settled = all_at_once(2, do)
+            assert isinstance(claimed, Claimed) is not settled
+
+    def _refused(self, store: Store, zombie: Record) -> None:
+        assert self.renew(store, zombie) is False
+        assert self.settle(store, zombie, value=ANOTHER_VALUE) is False
+        assert self.settle(store, zombie, State.FAILED, value=None) is False
+        assert store.release(zombie.identity, token=zombie.token) is False
+        assert store.interrupt(zombie.identity, token=zombie.token) is None

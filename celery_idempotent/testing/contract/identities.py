@@ -1,0 +1,113 @@
+"""The contract about names and values: any key, any value, and no two keys taken for one."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_idempotent.records import Identity, Settled, Stored
+from celery_idempotent.stores.base import Store
+from celery_idempotent.testing.contract.base import KEY, Advance, ContractBase
+
+#: Each would meet another one if names were made by joining.
+CONFUSABLE = [
+    Identity(namespace=namespace, scope=scope, key=key)
+    for namespace, scope, key in (
+        ("a", "", "b:c"),
+        ("a", "b", "c"),
+        ("a:b", "", "c"),
+        ("a:b", "c", ""),
+        ("a", "b:c", ""),
+        ("a", "", "b%3Ac"),
+        ("a%3Ab", "", "c"),
+        ("a%253Ab", "", "c"),
+        ("a", "b%3Ac", ""),
+        ("a", "{1}", "c"),
+        ("a", "", "{1}c"),
+        ("a", "", "1"),
+        ("a", "", "01"),
+        ("a", "", '"1"'),
+        ("a", "", "1 "),
+        ("a", "1", "1"),
+        ("A", "", "1"),
+        ("a", "", "\u00e9"),
+        ("a", "", "e\u0301"),
+    )
+    if key
+]
+UNUSUAL = [
+    "x" * 255,
+    "\u20ac" * 255,
+    "\U0001f600",
+    "{}{7}",
+    "}:{",
+    "a b",
+    "%",
+    "%s%d",
+    "*?[a-z]",
+    "!leases",
+    "'; --",
+    "../..",
+]
+
+
+class IdentityContract(ContractBase):
+    """Identities and values."""
+
+    def test_identities_that_look_alike_stay_apart(self, store: Store) -> None:
+        records = [self.claim(store, identity) for identity in CONFUSABLE]
+        for identity, record in zip(CONFUSABLE, records, strict=True):
+            assert store.get(identity) == record
+        for identity in CONFUSABLE[::2]:
+            assert store.forget(identity)
+        assert self.known(store, CONFUSABLE) == records[1::2]
+
+    @pytest.mark.parametrize("key", UNUSUAL)
+    def test_any_printable_key_is_kept_as_it_is(self, store: Store, key: str) -> None:
+        identity = Identity(namespace="tasks.charge", scope=key, key=key)
+        record = self.claim(store, identity)
+        assert store.get(identity) == record
+        assert record.identity == identity
+        assert self.settle(store, record)
+
+    def test_a_swept_record_has_the_identity_that_it_was_claimed_with(
+        self, store: Store, advance: Advance
+    ) -> None:
+        for identity in CONFUSABLE:
+            self.claim(store, identity)
+        advance(self.lease_ms + 1)
+        swept = store.sweep(limit=1000).interrupted
+        assert {record.identity for record in swept} == set(CONFUSABLE)
+
+    @pytest.mark.parametrize(
+        ("content_type", "content_encoding", "body"),
+        [
+            ("application/json", "utf-8", b""),
+            ("application/json", "utf-8", b"x" * 1024 * 1024),
+            ("application/x-python-serialize", "binary", bytes(range(256))),
+            ("application/x-msgpack", "binary", b"\x00"),
+            ("application/vnd.example+json", "utf-16", "\u20ac".encode("utf-16")),
+            ("", "", b"\r\n$5\r\n"),
+        ],
+        ids=["empty", "1 MiB", "binary", "zero", "unusual type", "no type"],
+    )
+    def test_any_value_comes_back_as_it_was(
+        self, store: Store, content_type: str, content_encoding: str, body: bytes
+    ) -> None:
+        value = Stored(content_type=content_type, content_encoding=content_encoding, body=body)
+        assert self.settle(store, self.claim(store), value=value)
+        answer = self.try_claim(store)
+        assert isinstance(answer, Settled)
+        assert answer.record.value == value
+        found = store.get(KEY)
+        assert found is not None
+        assert found.value == value
+
+    @pytest.mark.parametrize("text", ["", "\u00fc@h\u00f6st:1", "x" * 1000])
+    def test_any_owner_comes_back_as_it_was(self, store: Store, text: str) -> None:
+        record = self.claim(store, task_id=text, worker=text)
+        assert (record.task_id, record.worker) == (text, text)
+        assert store.get(KEY) == record
+        assert self.settle(store, record)
+        found = store.get(KEY)
+        assert found is not None
+        assert found.task_id == text

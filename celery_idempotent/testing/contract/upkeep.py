@@ -1,0 +1,170 @@
+"""The contract of `sweep`, `prune`, `forget` and `close`: what keeps a store tidy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from celery_idempotent.records import Identity, State
+from celery_idempotent.stores.base import Store
+from celery_idempotent.testing.contract.base import (
+    KEY,
+    Advance,
+    ContractBase,
+    EndState,
+    all_at_once,
+)
+
+MANY = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(100)]
+
+
+class UpkeepContract(ContractBase):
+    """Sweeping, pruning, forgetting, closing."""
+
+    def test_a_sweep_interrupts_what_is_stale(self, store: Store, advance: Advance) -> None:
+        record = self.claim(store)
+        advance(self.lease_ms + 1)
+        report = store.sweep(limit=10)
+        (swept,) = report.interrupted
+        assert report.more is False
+        assert swept == store.get(KEY)
+        assert swept.updated_ms > record.updated_ms
+        assert swept == dataclasses.replace(
+            record,
+            state=State.INTERRUPTED,
+            crashes=1,
+            deadline_ms=None,
+            updated_ms=swept.updated_ms,
+        )
+
+    def test_a_second_sweep_finds_nothing(self, store: Store, advance: Advance) -> None:
+        self.claim(store)
+        advance(self.lease_ms + 1)
+        store.sweep(limit=10)
+        assert store.sweep(limit=10).interrupted == ()
+        assert self.claim(store).crashes == 1
+
+    def test_a_sweep_leaves_what_is_alive(self, store: Store, advance: Advance) -> None:
+        record = self.claim(store)
+        assert store.sweep(limit=10).interrupted == ()
+        advance(self.lease_ms * 0.75)
+        assert self.renew(store, record)
+        advance(self.lease_ms * 0.75)
+        report = store.sweep(limit=10)
+        assert (report.interrupted, report.more) == ((), False)
+        found = store.get(KEY)
+        assert found is not None
+        assert found.state is State.PROCESSING
+
+    def test_a_swept_record_lives_as_long_as_it_would_have(
+        self, store: Store, advance: Advance
+    ) -> None:
+        self.claim(store)
+        advance(self.lease_ms + self.keep_ms / 2)
+        store.sweep(limit=10)
+        assert store.get(KEY) is not None
+        advance(self.keep_ms / 2 + 1)
+        assert store.get(KEY) is None
+
+    def test_a_sweep_leaves_what_expired_or_was_forgotten(
+        self, store: Store, advance: Advance
+    ) -> None:
+        self.claim(store, MANY[0])
+        self.claim(store, MANY[1])
+        store.forget(MANY[1])
+        advance(self.lease_ms + self.keep_ms + 1)
+        assert store.sweep(limit=10).interrupted == ()
+        assert self.known(store, MANY[:2]) == []
+
+    def test_limited_sweeps_reach_everything_in_the_end(
+        self, store: Store, advance: Advance
+    ) -> None:
+        for name in MANY:
+            self.claim(store, name)
+        advance(self.lease_ms + 1)
+        swept: Counter[Identity] = Counter()
+        for _ in range(10 * len(MANY)):
+            report = store.sweep(limit=10)
+            assert len(report.interrupted) <= 10
+            swept.update(record.identity for record in report.interrupted)
+            if not report.more:
+                break
+        assert swept == Counter(MANY)
+
+    def test_sweeps_at_once_interrupt_each_record_once(
+        self, store: Store, advance: Advance
+    ) -> None:
+        for name in MANY:
+            self.claim(store, name)
+        advance(self.lease_ms + 1)
+        reports = all_at_once(8, lambda _: store.sweep(limit=1000))
+        swept = Counter(record.identity for report in reports for record in report.interrupted)
+        assert swept == Counter(MANY)
+        assert {record.crashes for record in self.known(store, MANY)} == {1}
+
+    def test_sweeps_and_claims_at_once_count_each_crash_once(
+        self, store: Store, advance: Advance
+    ) -> None:
+        for name in MANY:
+            self.claim(store, name)
+        advance(self.lease_ms + 1)
+
+        def do(who: int) -> None:
+            if who % 2:
+                store.sweep(limit=1000)
+            else:
+                for name in MANY:
+                    self.try_claim(store, name)
+
+        all_at_once(6, do)
+        found = Counter(
+            (record.state, record.crashes, record.attempts) for record in self.known(store, MANY)
+        )
+        assert found == {(State.PROCESSING, 1, 2): len(MANY)}
+
+    @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
+    def test_a_prune_leaves_what_is_within_its_retention(
+        self, store: Store, advance: Advance, state: EndState
+    ) -> None:
+        self.settle(store, self.claim(store), state)
+        self.claim(store, MANY[0])
+        advance(self.keep_ms / 2)
+        assert store.prune(limit=10) == 0
+        assert len(self.known(store, [KEY, MANY[0]])) == 2
+
+    def test_prunes_end(self, store: Store, advance: Advance) -> None:
+        for name in MANY[:50]:
+            self.settle(store, self.claim(store, name), State.FAILED)
+        advance(self.keep_ms + 1)
+        for _ in range(50):
+            if not store.prune(limit=10):
+                break
+        assert store.prune(limit=10) == 0
+        assert self.known(store, MANY) == []
+
+    @pytest.mark.parametrize("state", ["PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED"])
+    def test_a_forgotten_key_is_free_whatever_its_state_was(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        token = self.bring_to(store, advance, state).token
+        assert store.forget(KEY) is True
+        assert store.get(KEY) is None
+        assert store.forget(KEY) is False
+        record = self.claim(store)
+        assert record.token > token
+        assert (record.crashes, record.attempts) == (0, 1)
+
+    def test_an_unknown_key_has_no_record(self, store: Store) -> None:
+        assert store.get(KEY) is None
+        assert store.forget(KEY) is False
+
+    def test_a_closed_store_may_be_used_again(self, store: Store) -> None:
+        record = self.claim(store)
+        store.close()
+        store.close()
+        assert store.get(KEY) == record
+
+    def test_it_has_every_verb_of_a_store(self, store: Store) -> None:
+        assert isinstance(store, Store)

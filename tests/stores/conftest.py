@@ -1,0 +1,44 @@
+"""Fixtures for stores: servers of other kinds, each started once a session."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from celery_idempotent.stores.redis import RedisStore
+from tests.stores.servers import Server, cluster, redis_binary, running, valkey_binary
+
+
+@pytest.fixture
+def redis_store(redis_url: str, prefix: str) -> Iterator[RedisStore]:
+    """A store in the shared Redis."""
+    store = RedisStore(redis_url, prefix=prefix)
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def servers_directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def valkey(servers_directory: pathlib.Path) -> Iterator[Server]:
+    """A Valkey of our own."""
+    with running(valkey_binary(), servers_directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cluster_nodes(servers_directory: pathlib.Path) -> Iterator[list[Server]]:
+    """The three masters of a Redis Cluster of our own."""
+    with cluster(redis_binary(), servers_directory) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def cluster_url(cluster_nodes: list[Server]) -> str:
+    hosts = ",".join(f"127.0.0.1:{node.port}" for node in cluster_nodes)
+    return f"redis+cluster://{hosts}"

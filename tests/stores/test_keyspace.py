@@ -1,0 +1,59 @@
+"""Names in Redis tell every identity from every other, and lead back to it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.crc import key_slot
+
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import Identity
+from celery_idempotent.stores.keyspace import BUCKETS, Keyspace
+
+texts = st.text(st.sampled_from("ab%3A5:{}!\u20ac"), max_size=6) | st.text(
+    st.characters(exclude_categories=["Cs"]), max_size=30
+)
+identities = st.builds(Identity, namespace=texts, scope=texts, key=texts)
+keyspace = Keyspace("idem")
+
+
+@given(identities, identities)
+def test_two_identities_never_share_a_name(one, other):
+    assert (one == other) == (keyspace.locate(one) == keyspace.locate(other))
+
+
+@given(identities, st.sampled_from(["idem", "my:app", "a!b", "\u20ac"]))
+def test_a_name_leads_back_to_its_identity(identity, prefix):
+    space = Keyspace(prefix)
+    assert space.identity(space.locate(identity)[1]) == identity
+
+
+@given(identities)
+def test_all_that_a_script_touches_lies_in_one_slot(identity):
+    bucket, name = keyspace.locate(identity)
+    companions = {
+        keyspace.leases(bucket),
+        keyspace.failures(bucket),
+        keyspace.token(bucket),
+        b"%d" % bucket,
+    }
+    assert {key_slot(each) for each in companions} == {key_slot(name)}
+    assert 0 <= bucket < BUCKETS
+    assert name not in companions
+
+
+def test_names_are_fixed_for_ever():
+    identity = Identity(namespace="payments.charge", scope="acct_1", key="order-17")
+    assert keyspace.locate(identity) == (891, b"idem:{891}:payments.charge:acct_1:order-17")
+    odd = Identity(namespace="a:b", scope="100%", key="x:y%z")
+    assert keyspace.locate(odd)[1].partition(b"}")[2] == b":a%3Ab:100%25:x:y%z"
+    assert keyspace.leases(7) == b"idem:{7}!leases"
+    assert keyspace.failures(7) == b"idem:{7}!failures"
+    assert keyspace.token(7) == b"idem:{7}!token"
+
+
+@pytest.mark.parametrize("prefix", ["", "{", "a}b", "{x}"])
+def test_a_prefix_with_braces_is_refused(prefix):
+    with pytest.raises(StoreMisconfigured, match="braces"):
+        Keyspace(prefix)

@@ -1,0 +1,82 @@
+"""MemoryStore keeps the contract."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from celery_idempotent.records import Claimed, Identity
+from celery_idempotent.stores import Store
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock, StoreContract
+
+KEY = Identity(namespace="charge", key="order-17")
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self, clock: FakeClock) -> Store:
+        return MemoryStore(clock)
+
+    @pytest.fixture
+    def advance(self, clock: FakeClock) -> Callable[[float], None]:
+        return clock.advance
+
+
+def test_without_a_clock_it_uses_the_wall_clock():
+    store = MemoryStore()
+    before = time.time_ns() // 1_000_000
+    answer = store.claim(KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+    assert isinstance(answer, Claimed)
+    assert before <= answer.record.created_ms <= time.time_ns() // 1_000_000
+
+
+def test_a_prune_frees_memory(clock):
+    store = MemoryStore(clock)
+    for n in range(10):
+        name = Identity(namespace="charge", key=f"{n}")
+        store.claim(name, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+    clock.advance(2001)
+    assert [store.prune(limit=4) for _ in range(4)] == [4, 4, 2, 0]
+    assert repr(store) == "<MemoryStore: 0 records>"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_verb_blocks_no_child(clock):
+    store = MemoryStore(clock)
+    with store._lock:
+        # Held by this thread in the parent; in the child, by nobody who could free it.
+        reached = threading.Event()
+        thread = threading.Thread(target=lambda: _fork_and_use(store, reached))
+        thread.start()
+        assert reached.wait(10)
+        thread.join()
+
+
+def _fork_and_use(store: MemoryStore, reached: threading.Event) -> None:
+    pid = os.fork()
+    if not pid:
+        signal.alarm(5)
+        try:
+            store.claim(KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+        finally:
+            os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
+        reached.set()
+
+
+def test_a_clock_of_a_test_stands_still_until_it_is_moved():
+    clock = FakeClock(5_000)
+    assert (clock(), clock()) == (5_000, 5_000)
+    clock.advance(1.5)
+    assert clock() == 6_500

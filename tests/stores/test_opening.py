@@ -1,0 +1,243 @@
+"""A URL or an app's settings become a store, one for each app, and no password is told."""
+
+from __future__ import annotations
+
+import gc
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+from celery import Celery, current_app
+
+from celery_idempotent import stores
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured
+from celery_idempotent.records import Claimed, Identity
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.stores.redis import RedisStore
+
+KEY = Identity(namespace="charge", key="order-17")
+
+
+def open_store(url: str) -> Any:
+    return stores.open_store(url)
+
+
+def get_store(app: Celery) -> Any:
+    return stores.get_store(app)
+
+
+def new_app(**settings) -> Celery:
+    app = Celery("opening", set_as_current=False)
+    app.conf.update(settings)
+    return app
+
+
+def connection(store):
+    """Return a connection of the store, not connected."""
+    return store._link._channel._connect()
+
+
+class TestURLs:
+    @pytest.mark.parametrize(
+        ("url", "where"),
+        [
+            ("redis://", "Redis at localhost:6379"),
+            ("redis://cache.example:7000/3", "Redis at cache.example:7000"),
+            ("rediss://:secret@cache.example/3", "Redis at cache.example:6379"),
+            ("unix:///run/redis.sock?db=3", "Redis at /run/redis.sock"),
+            ("sentinel://a;b:2/main/3", "Redis master main of Sentinel at a;b:2"),
+            ("redis+cluster://u:p@a:1,b", "Redis Cluster at a:1,b"),
+            ("rediss+cluster://a:1", "Redis Cluster at a:1"),
+        ],
+    )
+    def test_a_redis_url_opens_a_redis_store(self, url, where):
+        store = open_store(url)
+        assert isinstance(store, RedisStore)
+        assert store._link.where == where
+        assert store.prefix == "idem"
+        assert "secret" not in repr(store)
+
+    def test_memory_opens_a_memory_store(self):
+        assert isinstance(open_store("memory://"), MemoryStore)
+
+    @pytest.mark.parametrize(
+        "url", ["redis://h/1", "unix:///s", "sentinel://h/main", "redis+cluster://h"]
+    )
+    def test_any_redis_url_may_name_a_prefix(self, url):
+        assert open_store(f"{url}?prefix=mine").prefix == "mine"
+
+    def test_the_parts_of_a_url_reach_the_connection(self):
+        made = connection(open_store("rediss://u:p%40@h:1/2?socket_timeout=3&ssl_cert_reqs=none"))
+        assert (made.host, made.port, made.db) == ("h", 1, 2)
+        assert (made.username, made.password, made.socket_timeout) == ("u", "p@", 3)
+        assert made.cert_reqs == ssl.CERT_NONE
+
+    @pytest.mark.parametrize("url", ["mysql://u:hunter2@h", "hunter2", "", "redis:/h"])
+    def test_an_unknown_scheme_is_told_what_is_allowed(self, url):
+        with pytest.raises(InvalidOption, match=r"redis://, .*unix://") as caught:
+            open_store(url)
+        assert "hunter2" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "redis://:hunter2#x@h:1",
+            "redis://:hunter2/x@h:y",
+            "redis://h:hunter2",
+            "redis://h?hunter=2",
+            "redis://h?socket_timeout=hunter2",
+            "sentinel://:hunter2@h",
+            "sentinel://:hunter2@/main",
+            "sentinel://h:hunter2/main",
+            "redis+cluster://",
+        ],
+    )
+    def test_a_url_that_cannot_be_read_is_refused_and_not_told(self, url):
+        with pytest.raises(InvalidOption) as caught:
+            open_store(url)
+        error: BaseException | None = caught.value
+        while error is not None:
+            assert "hunter2" not in str(error)
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+    def test_braces_in_the_prefix_are_refused(self):
+        with pytest.raises(StoreMisconfigured, match="braces"):
+            open_store("redis://h?prefix={x}")
+
+    def test_nothing_optional_is_imported_before_it_is_asked_for(self):
+        code = (
+            "import sys; import celery_idempotent.stores as s; s.open_store('memory://');"
+            "sys.exit('redis' in sys.modules or 'celery' in sys.modules)"
+        )
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+class TestApps:
+    def test_the_setting_wins(self):
+        app = new_app(idempotency_store="memory://", result_backend="redis://h")
+        assert isinstance(get_store(app), MemoryStore)
+
+    def test_the_setting_may_be_a_store(self):
+        store = MemoryStore()
+        assert get_store(new_app(idempotency_store=store)) is store
+
+    def test_the_setting_may_come_through_djangos_namespace(self):
+        app = Celery("django", set_as_current=False)
+        app.config_from_object({"CELERY_IDEMPOTENCY_STORE": "memory://"}, namespace="CELERY")
+        assert isinstance(get_store(app), MemoryStore)
+
+    def test_any_other_setting_is_refused(self):
+        with pytest.raises(InvalidOption, match="int"):
+            get_store(new_app(idempotency_store=7))
+
+    @pytest.mark.parametrize(
+        ("settings", "where", "db"),
+        [
+            ({"result_backend": "redis://a/1", "broker_url": "redis://b/2"}, "a:6379", 1),
+            ({"result_backend": "rpc://", "broker_url": "redis://b/2"}, "b:6379", 2),
+            ({"result_backend": "db+sqlite://", "broker_url": "redis://b:7//"}, "b:7", 0),
+            ({"broker_url": ["redis://b:7/3", "redis://c"]}, "b:7", 3),
+            ({"broker_url": "redis://b:7/3;redis://c"}, "b:7", 3),
+            ({"result_backend": "redis"}, "localhost:6379", 0),
+            ({"broker_url": "redis://b/1?visibility_timeout=5"}, "b:6379", 1),
+            ({"result_backend": "redis+socket:///run/r?virtual_host=4"}, "/run/r", 4),
+            ({"broker_url": "redis+socket:///run/r?virtual_host=/4"}, "/run/r", 4),
+        ],
+    )
+    def test_without_a_setting_it_is_the_apps_own_redis(self, settings, where, db):
+        store = get_store(new_app(**settings))
+        assert store._link.where == f"Redis at {where}"
+        assert connection(store).db == db
+
+    def test_an_app_without_redis_is_told_what_to_set(self):
+        app = new_app(result_backend="rpc://", broker_url="amqp://u:hunter2@h")
+        with pytest.raises(InvalidOption, match="set idempotency_store") as caught:
+            get_store(app)
+        assert "hunter2" not in str(caught.value)
+
+    def test_celerys_sentinel_is_understood(self):
+        store = get_store(
+            new_app(
+                result_backend="sentinel://:pw@a:1/2;sentinel://:pw@b:2/2",
+                result_backend_transport_options={
+                    "master_name": "main",
+                    "sentinel_kwargs": {"password": "spw"},
+                    "global_keyprefix": "shop_",
+                },
+            )
+        )
+        assert store._link.where == "Redis master main of Sentinel at a:1;b:2"
+        assert store.prefix == "shop_idem"
+
+    def test_a_sentinel_without_a_master_is_told_what_to_set(self):
+        with pytest.raises(InvalidOption, match="master_name"):
+            get_store(new_app(broker_url="sentinel://a:1"))
+
+    @pytest.mark.parametrize("kind", ["result_backend", "broker"])
+    def test_the_apps_key_prefix_starts_our_keys(self, kind):
+        url = {"broker": "broker_url"}.get(kind, kind)
+        options = {f"{kind}_transport_options": {"global_keyprefix": "shop_"}}
+        assert get_store(new_app(**{url: "redis://h"}, **options)).prefix == "shop_idem"
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {
+                "result_backend": "redis://h",
+                "redis_backend_use_ssl": {"ssl_cert_reqs": ssl.CERT_NONE},
+            },
+            {"broker_url": "redis://h", "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_NONE}},
+            {"broker_url": "rediss://h?ssl_cert_reqs=CERT_NONE"},
+        ],
+    )
+    def test_the_apps_tls_settings_hold(self, settings):
+        assert connection(get_store(new_app(**settings))).cert_reqs == ssl.CERT_NONE
+
+    def test_an_app_always_gets_the_same_store(self):
+        app = new_app(idempotency_store="memory://")
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(get_store(app))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {id(store) for store in found} == {id(get_store(app))}
+
+    def test_two_apps_never_share_a_store(self):
+        one = new_app(idempotency_store="memory://")
+        other = new_app(idempotency_store="memory://")
+        assert get_store(one) is not get_store(other)
+
+    def test_a_proxy_stands_for_its_app(self):
+        app = new_app(idempotency_store="memory://")
+        app.set_current()
+        assert get_store(current_app) is get_store(app)
+
+    def test_a_store_goes_with_its_app(self):
+        app = new_app(idempotency_store="memory://")
+        gone = weakref.ref(get_store(app))
+        app.close()
+        del app
+        gc.collect()
+        assert gone() is None
+
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+    def test_a_forked_child_has_its_parents_store(self, private_redis):
+        app = new_app(idempotency_store=private_redis.url())
+        store = get_store(app)
+        answer = store.claim(KEY, attempt=b"12345678", lease_ms=60_000, keep_ms=1)
+        assert isinstance(answer, Claimed)
+        pid = os.fork()
+        if not pid:
+            same = False
+            try:
+                same = get_store(app) is store and store.get(KEY) == answer.record
+            finally:
+                os._exit(0 if same else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,0 +1,138 @@
+"""A packed record says all that the record says, in few bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import Claimed, Identity, Record, State, Stored
+from celery_idempotent.stores.packed import pack_settled, unpack
+from celery_idempotent.stores.redis import RedisStore
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+identity = Identity(namespace="charge", key="order-17")
+values = st.builds(
+    Stored,
+    content_type=st.sampled_from(["application/json", "application/data", ""]) | texts,
+    content_encoding=st.sampled_from(["utf-8", "binary", ""]) | texts,
+    body=st.binary(max_size=300),
+)
+milliseconds = st.integers(0, 2**48 - 1)
+records = st.builds(
+    Record,
+    identity=st.just(identity),
+    state=st.sampled_from([State.COMPLETED, State.FAILED]),
+    token=st.integers(0, 2**53),
+    created_ms=milliseconds,
+    updated_ms=milliseconds,
+    crashes=st.integers(0, 255),
+    attempts=st.integers(0, 255),
+    fingerprint=st.none() | st.binary(min_size=16, max_size=16),
+    task_id=st.uuids().map(str) | st.uuids().map(lambda u: str(u).upper()) | texts,
+    value=st.none() | values,
+    replaced=st.booleans(),
+)
+
+
+def pack(record):
+    return pack_settled(record, state=record.state, value=record.value, replaced=record.replaced)
+
+
+@given(records)
+def test_a_settled_record_comes_back(record):
+    assert unpack(identity, pack(record)) == record
+
+
+@pytest.mark.redis
+@given(
+    task_id=texts | st.uuids().map(str),
+    worker=texts,
+    fingerprint=st.none() | st.binary(min_size=16, max_size=16),
+    lease_ms=st.integers(1, 2**36),
+)
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_live_record_comes_back(redis_store: RedisStore, task_id, worker, fingerprint, lease_ms):
+    answer = redis_store.claim(
+        identity,
+        attempt=os.urandom(8),
+        lease_ms=lease_ms,
+        keep_ms=60_000,
+        task_id=task_id,
+        worker=worker,
+        fingerprint=fingerprint,
+    )
+    assert isinstance(answer, Claimed)
+    record = answer.record
+    assert (record.task_id, record.worker, record.fingerprint) == (task_id, worker, fingerprint)
+    assert record.deadline_ms == record.created_ms + lease_ms
+    assert redis_store.get(identity) == record
+    interrupted = redis_store.interrupt(identity, token=record.token)
+    assert interrupted is not None
+    assert interrupted == dataclasses.replace(
+        record,
+        state=State.INTERRUPTED,
+        crashes=1,
+        deadline_ms=None,
+        updated_ms=interrupted.updated_ms,
+    )
+    assert redis_store.forget(identity)
+
+
+COMPLETED = Record(
+    identity=identity,
+    state=State.COMPLETED,
+    token=1,
+    created_ms=2,
+    updated_ms=3,
+    fingerprint=bytes(16),
+    task_id=str(uuid.UUID(int=4)),
+    value=Stored(content_type="application/json", content_encoding="utf-8", body=b"x" * 100),
+)
+
+
+def test_a_result_of_100_bytes_fits_the_allocators_class_of_160():
+    # Redis adds 4 bytes to a string of this length.
+    assert len(pack(COMPLETED)) == 156
+
+
+def test_counts_beyond_255_stay_there():
+    many = dataclasses.replace(COMPLETED, crashes=300, attempts=1000)
+    found = unpack(identity, pack(many))
+    assert (found.crashes, found.attempts) == (255, 255)
+
+
+def test_what_is_stored_stays_readable():
+    # Written by the first version; never change this line.
+    stored = bytes.fromhex(
+        "430d00000000000001000000000002000000000003000100000000000000000000000000000000"
+        "00026964013137"
+    )
+    assert unpack(identity, stored) == dataclasses.replace(
+        COMPLETED,
+        task_id="id",
+        replaced=True,
+        value=Stored(content_type="application/json", content_encoding="utf-8", body=b"17"),
+    )
+
+
+@pytest.mark.parametrize(
+    "newer",
+    [
+        b"Q" + pack(COMPLETED)[1:],
+        b"C\x80" + pack(COMPLETED)[2:],
+        b"",
+        b"C",
+        pack(dataclasses.replace(COMPLETED, task_id=""))[:41] + b"\xff{}",
+    ],
+)
+def test_what_a_newer_version_wrote_is_told_so(newer):
+    with pytest.raises(StoreMisconfigured, match="newer version"):
+        unpack(identity, newer)

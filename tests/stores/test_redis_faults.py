@@ -1,0 +1,369 @@
+"""RedisStore in trouble: lost answers, dead connections, forks, exceptions out of nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import Claimed, Held, Identity, Lease, Settled, State, Stored
+from celery_idempotent.stores.redis import RedisStore
+
+pytestmark = pytest.mark.redis
+
+KEY = Identity(namespace="charge", key="order-17")
+LEASE_MS = 60_000
+KEEP_MS = 120_000
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
+
+
+def ask(store: RedisStore, identity: Identity = KEY, **changes):
+    asked = {"attempt": os.urandom(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS}
+    return store.claim(identity, **{**asked, **changes})
+
+
+def claim(store: RedisStore, identity: Identity = KEY, **changes):
+    answer = ask(store, identity, **changes)
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def complete(store: RedisStore, record, value=VALUE):
+    return store.settle(record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+
+
+@pytest.fixture
+def store(private_redis):
+    store = RedisStore(private_redis.url())
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def proxied(redis_proxy):
+    """A store behind a proxy that can break its connections."""
+    store = RedisStore(redis_proxy.url() + "?socket_timeout=2")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def direct(private_redis):
+    client = redis.Redis.from_url(private_redis.url())
+    yield client
+    client.close()
+
+
+class TestLostAnswers:
+    @pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+    def test_a_claim_does_not_conflict_with_itself(self, redis_proxy, private_redis, silent):
+        store = RedisStore(redis_proxy.url() + "?socket_timeout=0.3")
+        mine = os.urandom(8)
+        redis_proxy.swallow_replies(b"order-17", silent=silent)
+        if silent:
+            # Nobody knows whether it arrived: the caller decides to ask again, with the same
+            # attempt.
+            with pytest.raises(StoreUnavailable):
+                claim(store, attempt=mine)
+        record = claim(store, attempt=mine)
+        assert redis_proxy.swallowed == 1
+        assert (record.attempts, record.crashes) == (1, 0)
+        assert complete(store, record)
+        store.close()
+
+    def test_a_settle_is_written_once(self, redis_proxy, proxied):
+        record = claim(proxied)
+        redis_proxy.swallow_replies(b"order-17")
+        assert complete(proxied, record)
+        assert redis_proxy.swallowed == 1
+        answer = ask(proxied)
+        assert isinstance(answer, Settled)
+        assert answer.record.value == VALUE
+
+    def test_a_renew_is_true(self, redis_proxy, proxied):
+        record = claim(proxied)
+        redis_proxy.swallow_replies(b"order-17")
+        lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+        assert proxied.renew([lease]) == [True]
+        assert redis_proxy.swallowed == 1
+
+    def test_a_release_leaves_the_key_free(self, redis_proxy, proxied):
+        record = claim(proxied)
+        redis_proxy.swallow_replies(b"order-17")
+        proxied.release(KEY, token=record.token)
+        assert redis_proxy.swallowed == 1
+        assert proxied.get(KEY) is None
+
+    def test_an_interruption_and_a_sweep_count_one_crash(self, redis_proxy, proxied):
+        record = claim(proxied)
+        redis_proxy.swallow_replies(b"order-17")
+        proxied.interrupt(KEY, token=record.token)
+        assert proxied.get(KEY).crashes == 1
+        claim(proxied, lease_ms=1)
+        time.sleep(0.01)
+        redis_proxy.swallow_replies(b"EVALSHA")
+        redis_proxy.swallow_replies(b"EVAL\r\n")
+        proxied.sweep(limit=10)
+        found = proxied.get(KEY)
+        assert (found.state, found.crashes) == (State.INTERRUPTED, 2)
+
+
+class TestConnections:
+    def test_idle_connections_that_the_server_closed_are_not_noticed(self, redis_proxy, proxied):
+        with ThreadPoolExecutor(8) as threads:
+            list(
+                threads.map(lambda n: ask(proxied, Identity(namespace="n", key=f"{n}")), range(64))
+            )
+        redis_proxy.cut()
+        assert isinstance(ask(proxied), Claimed)
+
+    def test_many_threads_survive_a_cut_at_once(self, redis_proxy, proxied):
+        def life(n):
+            for m in range(20):
+                if not n:
+                    redis_proxy.cut()
+                with contextlib.suppress(StoreUnavailable):
+                    ask(proxied, Identity(namespace="n", key=f"{n}-{m}"))
+
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(life, range(16)))
+        assert isinstance(ask(proxied), Claimed)
+
+    def test_connections_are_used_again(self, redis_proxy, proxied):
+        for _ in range(50):
+            ask(proxied)
+        assert redis_proxy.connections == 1
+
+    def test_a_server_that_is_away_makes_the_store_unavailable(self, redis_proxy, proxied):
+        record = claim(proxied)
+        redis_proxy.refuse()
+        for verb in (
+            lambda: ask(proxied),
+            lambda: complete(proxied, record),
+            lambda: proxied.get(KEY),
+            lambda: proxied.sweep(limit=10),
+            lambda: proxied.prune(limit=10),
+            lambda: proxied.release(KEY, token=record.token),
+        ):
+            with pytest.raises(StoreUnavailable, match="did not answer") as caught:
+                verb()
+            assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+        redis_proxy.heal()
+        assert complete(proxied, record)
+
+    def test_a_frozen_server_is_waited_for_no_longer_than_the_timeout(self, private_redis):
+        store = RedisStore(private_redis.url() + "?socket_timeout=0.2")
+        claim(store)
+        private_redis.freeze()
+        started = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            ask(store)
+        assert time.monotonic() - started < 2
+        private_redis.thaw()
+        assert isinstance(ask(store), Held)
+        store.close()
+
+    def test_the_timeouts_have_defaults_and_the_url_wins(self):
+        def timeouts(url):
+            store: Any = RedisStore(url)
+            connection = store._link._channel._connect()
+            return connection.socket_timeout, connection.socket_connect_timeout
+
+        assert timeouts("redis://localhost") == (5, 2)
+        assert timeouts("redis://localhost?socket_timeout=1.5") == (1.5, 2)
+
+    def test_a_restarted_server_is_found_again(self, private_redis, store):
+        claim(store)
+        private_redis.stop()
+        with pytest.raises(StoreUnavailable):
+            ask(store)
+        private_redis.start()
+        assert isinstance(ask(store), Claimed)
+
+    def test_threads_share_a_store(self, store):
+        def life(n):
+            for m in range(50):
+                identity = Identity(namespace="charge", key=f"{n}-{m}")
+                record = claim(store, identity, task_id=f"{n}-{m}")
+                value = Stored(
+                    content_type="text/plain", content_encoding="utf-8", body=b"%d-%d" % (n, m)
+                )
+                assert complete(store, record, value)
+                found = store.get(identity)
+                assert (found.task_id, found.value) == (f"{n}-{m}", value)
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(life, range(8)))
+
+
+class TestScripts:
+    def test_a_server_that_lost_the_scripts_gets_them_again(self, store, direct):
+        record = claim(store)
+        direct.script_flush()
+        lease = Lease(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
+        others = [claim(store, Identity(namespace="n", key=f"{n}")) for n in range(5)]
+        direct.script_flush()
+        leases = [
+            Lease(identity=each.identity, token=each.token, lease_ms=1, keep_ms=KEEP_MS)
+            for each in others
+        ]
+        assert store.renew([lease, *leases]) == [True] * 6
+        time.sleep(0.01)
+        direct.script_flush()
+        assert len(store.sweep(limit=10).interrupted) == 6
+        direct.script_flush()
+        assert complete(store, record)
+
+    def test_a_flush_between_claim_and_settle_loses_no_result(self, store, direct):
+        record = claim(store)
+        direct.flushall()
+        lease = Lease(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
+        assert store.renew([lease]) == [False]
+        assert complete(store, record)
+        assert store.get(KEY).value == VALUE
+
+    def test_a_flush_and_a_new_claim_refuse_the_first(self, store, direct):
+        record = claim(store)
+        direct.flushall()
+        newer = claim(store)
+        assert newer.token > record.token
+        assert not complete(store, record)
+        assert store.get(KEY) == newer
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+class TestForks:
+    def test_a_child_leaves_its_parents_connections_alone(self, store):
+        record = claim(store)
+        children = []
+        for n in range(3):
+            pid = os.fork()
+            if not pid:
+                with contextlib.suppress(BaseException):
+                    for m in range(100):
+                        claim(store, Identity(namespace="child", key=f"{n}-{m}"))
+                    store.close()
+                    os._exit(0)
+                os._exit(1)
+            children.append(pid)
+        for m in range(200):
+            identity = Identity(namespace="parent", key=f"{m}")
+            assert claim(store, identity).identity == identity
+            assert store.get(identity) is not None
+        for pid in children:
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert complete(store, record)
+        assert store._link._channel._idle
+
+
+class Interrupted(BaseException):
+    """What SoftTimeLimitExceeded and SystemExit do to a task."""
+
+
+class TestExceptionsOutOfNowhere:
+    def test_no_answer_is_ever_taken_for_another(self, store):
+        """A signal handler raises at random moments; each answer still is to its own question."""
+
+        def strike(number, frame):
+            raise Interrupted
+
+        interrupted = 0
+        randomness = random.Random(17)
+        before = signal.signal(signal.SIGALRM, strike)
+        heartbeats = self._heartbeats(store)
+        try:
+            for n in range(600):
+                identity = Identity(namespace="charge", key=f"order-{n}")
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, randomness.uniform(20e-6, 600e-6))
+                    for m in range(20):
+                        self._life(store, identity, f"{n}-{m}")
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interrupted:
+                    interrupted += 1
+                self._life(store, Identity(namespace="after", key=f"{n}"), f"{n}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            mixed_up = heartbeats()
+        assert interrupted > 300
+        assert not mixed_up
+
+    def _life(self, store, identity, text):
+        record = claim(store, identity, task_id=text)
+        assert (record.identity, record.task_id) == (identity, text)
+        found = store.get(identity)
+        assert found.task_id == text
+        assert store.release(identity, token=record.token)
+
+    def _heartbeats(self, store):
+        """Use the same connections from another thread, which no signal interrupts."""
+        done = threading.Event()
+        mixed_up = []
+
+        def beat():
+            n = 0
+            while not done.is_set():
+                n += 1
+                try:
+                    self._life(store, Identity(namespace="beat", key=f"{n}"), f"beat {n}")
+                except Exception as error:  # noqa: BLE001 - the test looks at it
+                    mixed_up.append(error)
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+
+        def stop():
+            done.set()
+            thread.join(10)
+            return mixed_up
+
+        return stop
+
+
+class TestRefusals:
+    def test_a_full_server_takes_no_new_claim_but_finishes_what_it_let_in(self, store, direct):
+        record = claim(store)
+        swept = claim(store, Identity(namespace="stale", key="1"), lease_ms=1)
+        time.sleep(0.01)
+        used = direct.info("memory")["used_memory"]
+        direct.config_set("maxmemory", used // 2)
+        direct.config_set("maxmemory-policy", "noeviction")
+        try:
+            with pytest.raises(StoreUnavailable, match=r"memory|OOM"):
+                ask(store, Identity(namespace="n", key="n"))
+            lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+            assert store.renew([lease]) == [True]
+            assert [each.token for each in store.sweep(limit=10).interrupted] == [swept.token]
+            assert complete(store, record)
+            assert store.get(KEY).value == VALUE
+        finally:
+            direct.config_set("maxmemory", 0)
+
+    def test_a_replica_makes_the_store_unavailable(self, store, direct, private_redis):
+        claim(store)
+        direct.replicaof("127.0.0.1", 1)
+        try:
+            with pytest.raises(StoreUnavailable):
+                ask(store, Identity(namespace="n", key="n"))
+        finally:
+            direct.replicaof("NO", "ONE")
+        assert isinstance(ask(store), Held)
+
+    def test_a_database_that_does_not_exist_is_a_misconfiguration(self, private_redis):
+        with pytest.raises(StoreMisconfigured):
+            RedisStore(private_redis.url(db=9999)).get(KEY)
+
+    def test_a_host_that_does_not_exist_makes_the_store_unavailable(self):
+        with pytest.raises(StoreUnavailable):
+            RedisStore("redis://nowhere.invalid:1").get(KEY)

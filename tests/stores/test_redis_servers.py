@@ -1,0 +1,378 @@
+"""RedisStore on servers of every kind, and with every parser."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import Claimed, Held, Identity, Lease, Settled, State, Stored
+from celery_idempotent.stores import open_store as open_any_store
+from celery_idempotent.stores.keyspace import BUCKETS
+from celery_idempotent.stores.redis import RedisStore
+from tests.stores.servers import Server, free_port, redis_binary, running, sentinel, valkey_binary
+from tests.support.servers import need
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.redis
+
+KEY = Identity(namespace="charge", key="order-17")
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
+LEASE_MS = 60_000
+KEEP_MS = 120_000
+
+
+def open_store(url: str) -> Any:
+    return open_any_store(url)
+
+
+def claim(store, identity=KEY, lease_ms=LEASE_MS):
+    answer = store.claim(identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS)
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def use(store):
+    """Use every verb, so that every script runs."""
+    record = claim(store)
+    assert isinstance(
+        store.claim(KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS), Held
+    )
+    lease = Lease(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
+    assert store.renew([lease]) == [True]
+    time.sleep(0.005)
+    assert [swept.identity for swept in store.sweep(limit=10).interrupted] == [KEY]
+    record = claim(store)
+    assert store.interrupt(KEY, token=record.token) is not None
+    record = claim(store)
+    assert store.release(KEY, token=record.token)
+    record = claim(store)
+    assert store.settle(record, state=State.FAILED, value=VALUE, keep_ms=1)
+    time.sleep(0.005)
+    assert store.prune(limit=10) == 1
+    record = claim(store)
+    assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+    answer = store.claim(KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+    assert isinstance(answer, Settled)
+    assert answer.record.value == VALUE
+    assert store.forget(KEY)
+    store.close()
+
+
+class TestUnixSocket:
+    @pytest.mark.parametrize("binary", [redis_binary, valkey_binary])
+    def test_a_store_uses_a_unix_socket(self, tmp_path, binary):
+        with running(
+            binary(),
+            tmp_path,
+            "--unixsocket",
+            "s",
+            "--requirepass",
+            "pw",
+            client={"password": "pw"},
+        ) as server:
+            path = tmp_path / str(server.port) / "s"
+            store = open_store(f"unix://:pw@{path}?db=3&prefix=mine")
+            use(store)
+            claim(store)
+            client = redis.Redis(unix_socket_path=str(path), password="pw", db=3)
+            assert all(name.startswith(b"mine:{") for name in client.scan_iter())
+            client.close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need(shutil.which("openssl"), "openssl")
+    directory = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+        ],
+        cwd=directory,
+        check=True,
+        capture_output=True,
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tls_server(certificates: Path, tmp_path_factory: pytest.TempPathFactory):
+    binary = redis_binary()
+    files = [
+        *("--tls-cert-file", certificates / "cert.pem", "--tls-key-file", certificates / "key.pem"),
+        *("--tls-ca-cert-file", certificates / "cert.pem", "--tls-auth-clients", "no"),
+    ]
+    directory = tmp_path_factory.mktemp("tls-server")
+    port = str(free_port())
+    with running(binary, directory, *files, "--tls-port", port) as server:
+        yield int(port), server
+
+
+class TestTLS:
+    def test_a_store_speaks_tls(self, tls_server, certificates):
+        use(
+            open_store(
+                f"rediss://localhost:{tls_server[0]}/0?ssl_ca_certs={certificates / 'cert.pem'}"
+            )
+        )
+
+    def test_celerys_way_of_writing_options_is_understood(self, tls_server):
+        use(open_store(f"rediss://127.0.0.1:{tls_server[0]}/0?ssl_cert_reqs=CERT_NONE"))
+
+    def test_an_unknown_certificate_makes_the_store_unavailable(self, tls_server):
+        store = open_store(f"rediss://localhost:{tls_server[0]}/0")
+        with pytest.raises(StoreUnavailable, match="certificate verify failed"):
+            store.get(KEY)
+
+
+@pytest.fixture(scope="module")
+def acl_server(tmp_path_factory: pytest.TempPathFactory):
+    directory = tmp_path_factory.mktemp("acl")
+    with running(redis_binary(), directory) as server:
+        server.client.acl_setuser(
+            "idem",
+            enabled=True,
+            passwords=["++s3cret:/@"],
+            keys=["idem:*"],
+            commands=[
+                f"+{command}"
+                for command in (
+                    *("evalsha", "eval", "get", "set", "del", "time"),
+                    *("zadd", "zrem", "zrangebyscore"),
+                )
+            ],
+        )
+        yield server
+
+
+class TestACL:
+    def test_these_rights_are_enough(self, acl_server: Server):
+        use(open_store(f"redis://idem:%2Bs3cret%3A%2F%40@127.0.0.1:{acl_server.port}"))
+
+    def test_a_wrong_password_is_a_misconfiguration_and_not_told(self, acl_server: Server):
+        store = open_store(f"redis://idem:hunter2@127.0.0.1:{acl_server.port}")
+        with pytest.raises(StoreMisconfigured, match="password") as caught:
+            store.get(KEY)
+        assert "hunter2" not in f"{caught.value} {store!r}"
+
+    def test_a_missing_right_is_a_misconfiguration(self, acl_server: Server):
+        store = open_store(
+            f"redis://idem:%2Bs3cret%3A%2F%40@127.0.0.1:{acl_server.port}?prefix=other"
+        )
+        with pytest.raises(StoreMisconfigured, match=r"rights|permission"):
+            store.get(KEY)
+        with pytest.raises(StoreMisconfigured, match=r"rights|permission"):
+            claim(store)
+
+    def test_a_missing_password_is_a_misconfiguration(self, tmp_path):
+        with (
+            running(
+                redis_binary(), tmp_path, "--requirepass", "pw", client={"password": "pw"}
+            ) as server,
+            pytest.raises(StoreMisconfigured),
+        ):
+            open_store(server.url).get(KEY)
+
+
+class TestParsers:
+    @pytest.mark.parametrize("protocol", [2, 3])
+    @pytest.mark.parametrize("parser", ["_RESP2Parser", "_HiredisParser"])
+    def test_a_store_works_with_either_parser(self, redis_url, prefix, parser, protocol):
+        from redis._parsers import _HiredisParser, _RESP2Parser, _RESP3Parser
+
+        if parser == "_HiredisParser":
+            pytest.importorskip("hiredis")
+            chosen: type[Any] = _HiredisParser
+        else:
+            chosen = _RESP2Parser if protocol == 2 else _RESP3Parser
+        options = {"parser_class": chosen, "protocol": protocol}
+        store: Any = RedisStore(redis_url, prefix=prefix, options=options)
+        assert type(store._link._channel._connect()._parser) is chosen
+        use(store)
+
+    @pytest.mark.parametrize("query", ["decode_responses=true", "encoding=latin-1", "protocol=3"])
+    def test_no_option_of_the_url_changes_what_is_read(self, redis_url, prefix, query):
+        use(open_store(f"{redis_url}?prefix={prefix}&{query}"))
+
+
+class TestCluster:
+    @pytest.fixture
+    def store(self, cluster_url, cluster_nodes):
+        store = open_store(cluster_url)
+        yield store
+        store.close()
+        for node in cluster_nodes:
+            node.client.flushall()
+
+    def test_records_spread_over_all_nodes(self, store, cluster_nodes):
+        for n in range(300):
+            claim(store, Identity(namespace="charge", key=f"{n}"), lease_ms=1)
+        for node in cluster_nodes:
+            assert node.client.dbsize() > 100
+        time.sleep(0.01)
+        assert len(store.sweep(limit=1000).interrupted) == 300
+
+    def test_one_address_is_enough_and_a_dead_one_does_no_harm(self, cluster_nodes):
+        port = cluster_nodes[1].port
+        use(open_store(f"redis+cluster://127.0.0.1:1,127.0.0.1:{port}"))
+
+    def test_no_address_that_answers_makes_the_store_unavailable(self):
+        with pytest.raises(StoreUnavailable):
+            open_store("redis+cluster://127.0.0.1:1,127.0.0.1:2").get(KEY)
+
+    def test_a_store_follows_a_slot_that_moves(self, store, cluster_nodes):
+        """Before, during and after the move, each verb finds its keys."""
+        record = claim(store)
+        bucket, name = store._keys.locate(KEY)
+        slot = cluster_nodes[0].client.execute_command("CLUSTER", "KEYSLOT", f"{bucket}")
+        (source,) = [
+            n for n in cluster_nodes if n.client.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot)
+        ]
+        target = next(node for node in cluster_nodes if node is not source)
+        ids = {
+            n.port: n.client.execute_command("CLUSTER", "MYID").decode() for n in (source, target)
+        }
+        target.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])
+        source.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target.port])
+        assert store.get(KEY) == record
+        keys = source.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100)
+        assert len(keys) == 3
+        source.client.migrate("127.0.0.1", target.port, keys, 0, 5000)
+        # The slot is the source's still, and asks for everything to be looked up at the target.
+        assert store.get(KEY) == record
+        lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+        assert store.renew([lease]) == [True]
+        for node in (target, source):
+            node.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])
+        assert store.renew([lease]) == [True]
+        assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        assert store.get(KEY).value == VALUE
+        assert target.client.exists(name)
+
+    def test_threads_share_a_store(self, store):
+        errors = []
+
+        def life(n):
+            try:
+                for m in range(30):
+                    identity = Identity(namespace="charge", key=f"{n}-{m}")
+                    assert store.release(identity, token=claim(store, identity).token)
+            except BaseException as error:  # noqa: BLE001 - the test looks at it
+                errors.append(error)
+
+        threads = [threading.Thread(target=life, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+
+    def test_every_bucket_can_be_reached(self, store):
+        assert store.sweep(limit=10).interrupted == ()
+        assert len(store._link._masters) == 16384
+        assert BUCKETS == 1024
+
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+    def test_a_fork_leaves_the_parents_connections_alone(self, store):
+        record = claim(store)
+        pid = os.fork()
+        if not pid:
+            found = None
+            try:
+                found = store.get(KEY)
+            finally:
+                os._exit(0 if found == record else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert store.get(KEY) == record
+
+
+@contextlib.contextmanager
+def watched(binary: str, directory: Path, master: Server, replica: Server) -> Iterator[Server]:
+    """Run a Sentinel once there is a replica: it looks for new ones only every ten seconds."""
+    wait_for(lambda: replica.client.info("replication")["master_link_status"] == "up")
+    with sentinel(binary, directory, master, "main") as watcher:
+        wait_for(lambda: watcher.client.sentinel_master("main")["num-slaves"] == 1, 15)
+        yield watcher
+
+
+class TestSentinel:
+    def test_a_store_follows_a_failover(self, tmp_path):
+        binary = redis_binary()
+        with (
+            running(binary, tmp_path) as master,
+            running(binary, tmp_path, "--replicaof", "127.0.0.1", master.port) as replica,
+            watched(binary, tmp_path, master, replica) as watcher,
+        ):
+            store = open_store(f"sentinel://127.0.0.1:1;127.0.0.1:{watcher.port}/main/2?prefix=p")
+            use(store)
+            record = claim(store)
+            wait_for(
+                lambda: (
+                    redis.Redis(port=replica.port, db=2).dbsize()
+                    == master.client.info("keyspace")["db2"]["keys"]
+                )
+            )
+            master.process.kill()
+            master.process.wait(10)
+            with pytest.raises(StoreUnavailable):
+                store.get(KEY)
+
+            def settled():
+                try:
+                    return store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+                except StoreUnavailable:
+                    return False
+
+            wait_for(settled, 20, "the failover")
+            assert replica.client.info("replication")["role"] == "master"
+            assert store.get(KEY).value == VALUE
+            store.close()
+
+    def test_a_master_that_was_demoted_is_left(self, tmp_path):
+        """A planned failover closes no connection: the answer READONLY is what tells."""
+        binary = redis_binary()
+        with (
+            running(binary, tmp_path) as master,
+            running(binary, tmp_path, "--replicaof", "127.0.0.1", master.port) as replica,
+            watched(binary, tmp_path, master, replica) as watcher,
+        ):
+            store = open_store(f"sentinel://127.0.0.1:{watcher.port}/main")
+            use(store)
+            wait_for(lambda: _failed_over(watcher), 15, "the sentinel to know its replica")
+            wait_for(
+                lambda: watcher.client.sentinel_get_master_addr_by_name("main")[1] == replica.port,
+                15,
+            )
+            # Sentinel would do this as well, some ten seconds later.
+            master.client.replicaof("127.0.0.1", replica.port)
+            claim(store)
+            assert replica.client.dbsize() > 0
+            store.close()
+
+    def test_an_unknown_master_makes_the_store_unavailable(self, tmp_path):
+        binary = redis_binary()
+        with (
+            running(binary, tmp_path) as master,
+            sentinel(binary, tmp_path, master, "main") as watcher,
+            pytest.raises(StoreUnavailable, match="other"),
+        ):
+            open_store(f"sentinel://127.0.0.1:{watcher.port}/other").get(KEY)
+
+
+def _failed_over(watcher: Server) -> bool:
+    try:
+        return bool(watcher.client.execute_command("SENTINEL", "FAILOVER", "main"))
+    except redis.ResponseError:
+        return False

@@ -1,0 +1,70 @@
+"""Effects counted from outside the code under test: a file to which tasks append and which tests read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["LEDGER_VARIABLE", "Entry", "Ledger"]
+
+#: The environment variable by which a worker learns where its ledger is.
+LEDGER_VARIABLE = "CELERY_IDEMPOTENT_TEST_LEDGER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line: who did what to which key, and when. ``time`` is the wall clock's, in seconds."""
+
+    phase: str
+    key: str
+    task_id: str
+    pid: int
+    time: float
+
+
+class Ledger:
+    """A file with one line for each effect. A line is one O_APPEND write: it is whole, or it is not there."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def from_env(cls) -> Ledger:
+        """Return the ledger that the test handed to this worker."""
+        return cls(os.environ[LEDGER_VARIABLE])
+
+    def append(self, phase: str, key: object = "", task_id: str | None = "") -> None:
+        """Note an effect of the calling process."""
+        entry = Entry(
+            phase=phase, key=str(key), task_id=task_id or "", pid=os.getpid(), time=time.time()
+        )
+        line = json.dumps(asdict(entry)).encode() + b"\n"
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+    def entries(
+        self, phase: str | None = None, key: object | None = None, task_id: str | None = None
+    ) -> list[Entry]:
+        """Return the entries in the order of their writing, all or those that match."""
+        if not self.path.exists():
+            return []
+        found = [Entry(**json.loads(line)) for line in self.path.read_bytes().splitlines()]
+        return [
+            entry
+            for entry in found
+            if (phase is None or entry.phase == phase)
+            and (key is None or entry.key == str(key))
+            and (task_id is None or entry.task_id == task_id)
+        ]
+
+    def count(
+        self, phase: str | None = None, key: object | None = None, task_id: str | None = None
+    ) -> int:
+        """Return how many entries match."""
+        return len(self.entries(phase, key, task_id))

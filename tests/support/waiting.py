@@ -1,0 +1,33 @@
+"""Waiting for a condition, never for a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["wait_for"]
+
+T = TypeVar("T")
+
+
+def wait_for(
+    condition: Callable[[], T],
+    timeout: float = 10.0,
+    what: str | Callable[[], str] = "the condition",
+    *,
+    interval: float = 0.02,
+) -> T:
+    """Return the first true value of ``condition``; fail after ``timeout`` seconds, saying ``what`` did not come.
+
+    ``what`` may be a callable, asked only at the end: ``what=lambda: f"two runs, ledger: {ledger.entries()}"``.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() >= deadline:
+            what = what() if callable(what) else what
+            raise AssertionError(f"waited {timeout:g} s in vain for {what}; last value: {value!r}")
+        time.sleep(interval)

@@ -1,0 +1,206 @@
+"""Real Celery worker processes, to be watched, killed, frozen and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+import celery_idempotent
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_for
+
+__all__ = ["Worker", "alive", "child_environment"]
+
+_READY = " ready."
+
+
+def child_environment(extra: Mapping[str, object] | None = None) -> dict[str, str]:
+    """Return the environment for a Python process that shall import what this one imports.
+
+    The package under test comes first, wherever this process has it from; `tests` and `testproject` come after it, with
+    the repository's root. The source tree therefore never stands in for the wheel.
+    """
+    package = Path(celery_idempotent.__path__[0]).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT)])}
+    environment |= {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # Root on a test machine is nothing to warn about.
+        "C_FORCE_ROOT": "1",
+    }
+    return environment | {name: str(value) for name, value in (extra or {}).items()}
+
+
+class Worker:
+    """A worker of the app in module ``app``, in a process group of its own.
+
+    ``directory`` takes its log and is where it runs; ``env`` reaches the app module; ``arguments`` go to the command
+    line. Starting returns when the worker says that it is ready.
+    """
+
+    def __init__(
+        self,
+        app: str,
+        *,
+        directory: Path,
+        name: str = "worker",
+        concurrency: int = 1,
+        pool: str = "prefork",
+        queues: Sequence[str] = (),
+        env: Mapping[str, object] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.log_path = directory / f"{name}.log"
+        self._directory = directory
+        self._environment = child_environment(env)
+        self._command = [
+            *(sys.executable, "-m", "celery", "-A", app, "worker"),
+            *(f"--pool={pool}", f"--concurrency={concurrency}", "--loglevel=INFO"),
+            *("-n", f"{name}@%h", "--without-gossip", "--without-mingle", "--without-heartbeat"),
+            *(("-Q", ",".join(queues)) if queues else ()),
+            *arguments,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the worker's main process, also after its end."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the main process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the main process ended (negative: by that signal); ``None`` while it lives."""
+        return self._process.poll() if self._process is not None else None
+
+    @property
+    def log(self) -> str:
+        """Everything that the worker wrote, over all its starts."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def start(self, *, timeout: float = 30.0, ready: bool = True) -> Worker:
+        """Start the worker (again) and, with ``ready``, wait until it is."""
+        assert not self.running, f"{self.name} runs already"
+        already = len(self.log)
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._directory,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if ready:
+            wait_for(
+                lambda: _READY in self.log[already:] or not self.running,
+                timeout,
+                lambda: f"{self.name} to be ready; its log:\n{self.tail()}",
+            )
+            assert self.running, f"{self.name} ended with {self.exit_code} at once:\n{self.tail()}"
+        return self
+
+    def tail(self, lines: int = 60) -> str:
+        """Return the end of the log."""
+        return "\n".join(self.log.splitlines()[-lines:])
+
+    def children(self) -> list[int]:
+        """Return the pids of the pool's processes, oldest first; the main process is not among them."""
+        try:
+            found = psutil.Process(self.pid).children()
+            found.sort(key=lambda each: each.create_time())
+        except psutil.NoSuchProcess:
+            return []
+        return [each.pid for each in found if alive(each.pid)]
+
+    def kill(self) -> None:
+        """End the main process and all its children with SIGKILL, as the loss of the machine would."""
+        self._signal_group(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait(timeout=10)
+
+    def kill_main(self) -> None:
+        """End the main process alone with SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait(timeout=10)
+
+    def kill_child(self, pid: int) -> None:
+        """End one process of the pool with SIGKILL, as the kernel does when memory runs out."""
+        assert pid in self.children(), f"{pid} is no child of {self.name}: {self.children()}"
+        os.kill(pid, signal.SIGKILL)
+
+    def freeze(self, pid: int | None = None) -> None:
+        """Stop one process, or the worker with all its children, so that it neither works nor dies."""
+        if pid is None:
+            self._signal_group(signal.SIGSTOP)
+        else:
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self, pid: int | None = None) -> None:
+        """End :meth:`freeze`."""
+        if pid is None:
+            self._signal_group(signal.SIGCONT)
+        else:
+            os.kill(pid, signal.SIGCONT)
+
+    def stop(self, timeout: float = 15.0) -> None:
+        """Shut down warmly: running tasks finish, for up to ``timeout`` seconds. Then kill what is left."""
+        if self.running and self._process is not None:
+            self.thaw()
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=timeout)
+        self.kill()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the main process, such as SIGTERM, SIGQUIT or SIGINT."""
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 15.0) -> int:
+        """Wait for the main process to end by itself; return its exit code."""
+        assert self._process is not None
+        return self._process.wait(timeout=timeout)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        if self._process is None:
+            return
+        # The children stay in the group after the main process has died, so ask for the group, not for the process.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+        if number is signal.SIGKILL:
+            until = time.monotonic() + 5
+            while _group_lives(self._process.pid) and time.monotonic() < until:
+                self._process.poll()
+                time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is more than a zombie that nobody has waited for."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _group_lives(group: int) -> bool:
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == group and alive(pid):
+                return True
+    return False

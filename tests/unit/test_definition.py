@@ -1,0 +1,57 @@
+"""A task that is used while another thread is still binding it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from celery import Celery, Task
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.hooks import STAMP_HEADER
+
+
+@pytest.mark.parametrize("late", [0.0, 0.05, 0.15])
+def test_the_first_publishes_of_a_process_are_all_stamped(
+    monkeypatch: pytest.MonkeyPatch, late: float
+) -> None:
+    """Celery's lazy finalize shows a half-bound task to other threads: they must not publish it unstamped."""
+    bind = Task.bind.__func__  # type: ignore[attr-defined]
+
+    def slow_bind(cls: Any, app: Any) -> Any:
+        time.sleep(0.1)
+        return bind(cls, app)
+
+    monkeypatch.setattr(Task, "bind", classmethod(slow_bind))
+    app = Celery("race", broker="memory://", backend="cache+memory://")
+    app.conf.idempotency_store = "memory://"
+    published: list[Any] = []
+
+    def send_task(*_: Any, **options: Any) -> None:
+        published.append(options["headers"])
+
+    monkeypatch.setattr(app, "send_task", send_task)
+
+    @app.task(base=IdempotentTask)
+    def work(n: int) -> int:
+        return n
+
+    errors: list[Exception] = []
+
+    def publish(pause: float) -> None:
+        time.sleep(pause)
+        try:
+            work.apply_async((1,), idempotency_key="k")
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the failure
+            errors.append(error)
+
+    threads = [threading.Thread(target=publish, args=(pause,)) for pause in (0.0, late)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert errors == []
+    assert [headers[STAMP_HEADER]["key"] for headers in published] == ["k", "k"]

@@ -1,0 +1,932 @@
+"""Keys: one operation always has one identity, and two operations never share it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import inspect
+import json
+import math
+import pickle
+import string
+import uuid
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from kombu import serialization
+
+from celery_idempotent.arguments import Parameters, compile_rule
+from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
+from celery_idempotent.keys import (
+    ALL_ARGUMENTS,
+    Identified,
+    Identifier,
+    canonical,
+    task_id_key,
+)
+from celery_idempotent.records import FINGERPRINT_BYTES, Identity
+
+SECRET = "4111-1111-1111-1111"
+TASK = "shop.charge"
+AN_ID = uuid.UUID("c0ffee00-1234-4678-9abc-def012345678")
+
+# A parameter may be called anything that Python allows.
+ignored = st.characters(codec="utf-8", exclude_categories=["C", "Z"])
+printable = st.text(ignored | st.sampled_from(' "\\[]*@,-0123456789'), max_size=40)
+part = printable | st.integers() | st.uuids()
+raw_key = st.recursive(part, lambda inner: st.lists(inner, min_size=1, max_size=4), max_leaves=6)
+in_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.datetimes(timezones=st.none() | st.timezones(), allow_imaginary=False)
+    | st.dates()
+    | st.times()
+    | st.decimals(allow_nan=False)
+    | st.uuids(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(
+            st.text() | st.integers() | st.floats() | st.booleans() | st.none(), inner
+        )
+    ),
+    max_leaves=8,
+)
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Kind(str, enum.Enum):
+    CARD = "card"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Shout(str):
+    """A str that says something else when asked, as translations and safe strings might."""
+
+    def __str__(self) -> str:
+        return self.upper()
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Money:
+    amount: int
+    currency: str = "EUR"
+
+
+class Reducible:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __json__(self) -> object:
+        return {"value": self.value}
+
+
+class Opaque:
+    """Has no canonical form, and a repr that must not show up anywhere."""
+
+    def __repr__(self) -> str:
+        return SECRET
+
+
+def charge(order_id, amount, currency="EUR", *, note=None):
+    """The task of most tests."""
+
+
+def handle(event): ...
+
+
+def of_order_id_alone(order_id):
+    return order_id
+
+
+def of_a_misspelt_name(oid, **_):
+    return oid
+
+
+def through(serializer: str, value: Any) -> Any:
+    """Send a value through the broker."""
+    content_type, encoding, body = serialization.dumps(value, serializer=serializer)
+    return serialization.loads(body, content_type, encoding, accept=[content_type])
+
+
+def identifier(function: Callable[..., Any] = charge, **options: Any) -> Identifier:
+    return Identifier(TASK, inspect.signature(function), **options)
+
+
+def identify(
+    function: Callable[..., Any], /, args: Any = (), kwargs: Any = None, **options: Any
+) -> Identified:
+    given_with_the_call = {
+        name: options.pop(f"call_{name}") for name in ("key", "scope") if f"call_{name}" in options
+    }
+    return identifier(function, **options).identify(
+        args, kwargs, task_id="id-1", **given_with_the_call
+    )
+
+
+def key_of(function: Callable[..., Any], /, args: Any = (), kwargs: Any = None, **options: Any):
+    return identify(function, args, kwargs, **options).identity.key
+
+
+def fingerprint(*args: Any, task: Callable[..., Any] = charge, **kwargs: Any) -> bytes:
+    answer = identify(task, args, kwargs, call_key="k").fingerprint
+    assert isinstance(answer, bytes)
+    return answer
+
+
+def form(value: Any) -> bytes:
+    """The fingerprint of a call with one argument."""
+    return fingerprint(value, task=handle)
+
+
+def text_or_none(raw: Any) -> str | None:
+    try:
+        return canonical(raw, task=TASK)
+    except InvalidKey:  # over-long
+        return None
+
+
+# -- canonical keys --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("order-17", "order-17"),
+        ("Größe 🚀", "Größe 🚀"),
+        (17, "17"),
+        (-1, "-1"),
+        (0, "0"),
+        ("17", '"17"'),
+        ("-0", '"-0"'),
+        ("1.0", "1.0"),
+        ("-", "-"),
+        ("17\N{FULLWIDTH DIGIT ONE}", "17\N{FULLWIDTH DIGIT ONE}"),
+        ('"17"', '"\\"17\\""'),
+        ("[1]", '"[1]"'),
+        ("*0123", '"*0123"'),
+        ("@id", '"@id"'),
+        (AN_ID, str(AN_ID)),
+        (("a", 17, AN_ID, ("ü",)), f'["a",17,"{AN_ID}",["ü"]]'),
+        (("order", ""), '["order",""]'),
+        (Kind.CARD, "card"),
+        (Level.HIGH, "3"),
+        (Shout("quiet"), "quiet"),
+        (Point(1, "2"), '[1,"2"]'),
+    ],
+)
+def test_a_key_has_one_text(raw: object, text: str):
+    assert canonical(raw, task=TASK) == text
+
+
+@given(raw_key, raw_key)
+def test_keys_that_differ_never_share_their_text(one: Any, other: Any):
+    assume(one not in ("", []) and other not in ("", []))
+    same = json.dumps(one, default=str) == json.dumps(other, default=str)
+    texts = text_or_none(one), text_or_none(other)
+    assume(None not in texts)
+    assert (texts[0] == texts[1]) is same
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("1_b-2", "3"), ("1", "2_b-3")),
+        (("a_b", "c"), ("a", "b_c")),
+        (("a", "b"), "a,b"),
+        (("a", "b"), '["a","b"]'),
+        (("a",), "a"),
+        ((("a",),), ("a",)),
+        ((1, "2"), ("1", 2)),
+        (1, "1"),
+        ("1", '"1"'),
+        ("01", 1),
+    ],
+)
+def test_the_classic_mistakes_of_joining_are_not_made(one: object, other: object):
+    assert canonical(one, task=TASK) != canonical(other, task=TASK)
+
+
+@given(raw_key.filter(lambda raw: raw not in ("", [])))
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+def test_a_key_is_the_same_on_both_sides_of_the_broker(serializer: str, raw: Any):
+    assert text_or_none(through(serializer, raw)) == text_or_none(raw)
+
+
+@pytest.mark.parametrize("raw", [Kind.CARD, Level.HIGH, Shout("quiet"), Point(1, "2"), AN_ID])
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+def test_a_subclass_counts_as_the_value_that_arrives(serializer: str, raw: Any):
+    assert canonical(through(serializer, raw), task=TASK) == canonical(raw, task=TASK)
+
+
+def test_a_uuid_equals_its_str_form():
+    assert canonical(AN_ID, task=TASK) == canonical(str(AN_ID), task=TASK)
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (True, "not bool"),
+        (None, "not NoneType"),
+        (1.5, "not float"),
+        (b"a", "not bytes"),
+        (decimal.Decimal(1), "not decimal.Decimal"),
+        ({"a": 1}, "not dict"),
+        (Colour.RED, "not .*Colour"),
+        (Opaque(), "not .*Opaque"),
+        (ALL_ARGUMENTS, "not .*AllArguments"),
+        (("a", None), "not NoneType"),
+        (("a", True), "not bool"),
+        ("", "is empty"),
+        ((), "is empty"),
+        ([], "is empty"),
+        ("a\nb", "do not print"),
+        ("a\x00", "do not print"),
+        ("17\n", "do not print"),
+        ("\ud800", "do not print"),
+        ("\N{ZERO WIDTH SPACE}", "do not print"),
+        (("a", "b\t"), "do not print"),
+        ("x" * 256, "256 characters, and 255"),
+        (("x" * 252,), "256 characters, and 255"),
+        ("@" + "x" * 253, "256 characters, and 255"),
+        (10**255, "256 characters, and 255"),
+        pytest.param(10**5000, "255 digits", id="endless"),
+    ],
+)
+def test_what_cannot_be_a_key_is_refused_with_the_task_named(raw: object, problem: str):
+    with pytest.raises(InvalidKey, match=rf"key of task {TASK} .*{problem}") as caught:
+        canonical(raw, task=TASK)
+    assert len(str(caught.value)) < 200
+    assert SECRET not in str(caught.value)
+
+
+def test_a_key_may_have_255_characters():
+    assert len(canonical("x" * 255, task=TASK)) == 255
+    assert len(canonical(("🚀" * 251,), task=TASK)) == 255
+
+
+def test_a_key_that_contains_itself_is_refused():
+    raw: list[object] = ["a"]
+    raw.append(raw)
+    with pytest.raises(InvalidKey, match="contains itself"):
+        canonical(raw, task=TASK)
+
+
+def test_a_lazy_translation_is_no_key_for_it_changes_with_the_reader():
+    functional = pytest.importorskip("django.utils.functional")
+    with pytest.raises(InvalidKey, match="not django"):
+        canonical(functional.lazystr("a"), task=TASK)
+
+
+def test_the_message_says_whether_key_or_scope_is_meant():
+    with pytest.raises(InvalidKey, match="idempotency scope of task"):
+        canonical("", what="scope", task=TASK)
+
+
+@pytest.mark.parametrize(
+    ("task_id", "nesting", "text"),
+    [
+        ("c0ffee", 0, "@c0ffee"),
+        ("c0ffee", 2, "@c0ffee+2"),
+        ("c0ffee+2", 0, "@c0ffee+2+0"),
+        ("c0ffee+", 0, "@c0ffee+"),
+    ],
+)
+def test_a_task_id_key_shows_the_id_and_its_nesting(task_id: str, nesting: int, text: str):
+    assert task_id_key(task_id, nesting) == text
+
+
+@given(st.tuples(printable, st.integers(0, 9)), st.tuples(printable, st.integers(0, 9)))
+@example(("a", 1), ("a+1", 0))
+@example(("a+1", 0), ("a+1+0", 0))
+def test_task_ids_never_share_a_key(one: tuple[str, int], other: tuple[str, int]):
+    assert (task_id_key(*one) == task_id_key(*other)) is (one == other)
+
+
+@pytest.mark.parametrize("task_id", ["x" * 300, "a\nb", "\ud800"])
+def test_any_task_id_has_a_key(task_id: str):
+    key = task_id_key(task_id)
+    assert len(key) == 66
+    assert key != task_id_key(task_id, 1)
+
+
+# -- binding ---------------------------------------------------------------------------------------
+
+_NAMES = list(string.ascii_lowercase[:6])
+
+
+@st.composite
+def functions(draw: st.DrawFn) -> Callable[..., Any]:
+    """A function with any signature, which returns its arguments."""
+    names = draw(st.permutations(_NAMES))
+    cuts = sorted(draw(st.lists(st.integers(0, 6), min_size=3, max_size=3)))
+    only, either, keyword = names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] : cuts[2]]
+    first_default = draw(st.integers(0, len(only) + len(either)))
+    parts = [f"{n}=0" if i >= first_default else n for i, n in enumerate(only + either)]
+    if only:
+        parts.insert(len(only), "/")
+    if draw(st.booleans()):
+        parts.append("*args")
+    elif keyword:
+        parts.append("*")
+    parts += [f"{name}=0" if draw(st.booleans()) else name for name in keyword]
+    if draw(st.booleans()):
+        parts.append("**kwargs")
+    namespace: dict[str, Any] = {}
+    exec(f"def function({', '.join(parts)}): return dict(locals())", namespace)
+    return namespace["function"]  # type: ignore[no-any-return]
+
+
+calls = st.tuples(
+    st.lists(st.integers(1, 9), max_size=7),
+    st.dictionaries(st.sampled_from([*_NAMES, "args", "kwargs", "z"]), st.integers(1, 9)),
+)
+
+
+@given(functions(), calls)
+def test_binding_does_what_a_call_does(function: Any, call: tuple[list[int], dict[str, int]]):
+    args, kwargs = call
+    try:
+        expected = function(*args, **kwargs)
+    except TypeError:
+        expected = None
+    bound = Parameters(inspect.signature(function)).bind(args, kwargs)
+    assert (bound is None) is (expected is None)
+    if bound is not None:
+        empty: dict[str, object] = {"args": (), "kwargs": {}}
+        got = {name: bound.get(name) or empty.get(name, 0) for name in expected}
+        assert got == expected
+        assert bound.call(function) == expected
+
+
+@given(functions(), calls)
+def test_binding_agrees_with_inspect(function: Any, call: tuple[list[int], dict[str, int]]):
+    args, kwargs = call
+    signature = inspect.signature(function)
+    only = {p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY}
+    assume(not only & kwargs.keys())  # inspect is wrong about f(1, a=2) of f(a, /, **kwargs) < 3.13
+    try:
+        expected = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        expected = None
+    bound = Parameters(signature).bind(args, kwargs)
+    assert (bound and bound.given) == expected
+
+
+def test_no_arguments_may_be_none_as_celery_has_it():
+    def defaulted(a=1): ...
+
+    bound = Parameters(inspect.signature(defaulted)).bind(None, None)
+    assert bound is not None
+    assert bound.get("a") == 1
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("o-1", 5), {}),
+        (("o-1",), {"amount": 5}),
+        ((), {"amount": 5, "order_id": "o-1"}),
+        (["o-1", 5, "USD"], None),
+    ],
+)
+def test_a_named_argument_is_the_key_however_it_is_passed(args: Any, kwargs: Any):
+    assert key_of(charge, args, kwargs, key="order_id") == "o-1"
+
+
+def test_several_names_make_a_key_in_the_order_of_the_option():
+    assert key_of(charge, ("o-1", 5), key=("currency", "order_id")) == '["EUR","o-1"]'
+    assert key_of(charge, ("o-1", 5), key=["order_id"]) == '["o-1"]'
+
+
+class Event:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [{"id": "e-1", "data": {}}, Event(id="e-1"), OrderedDict(id="e-1")],
+)
+def test_a_dotted_path_leads_through_mappings_and_attributes(event: Any):
+    nested = {"a": Event(b=event)}
+    assert key_of(handle, (event,), key="event.id", fingerprint=None) == "e-1"
+    assert key_of(handle, (nested,), key="event.a.b.id", fingerprint=None) == "e-1"
+
+
+@pytest.mark.parametrize("event", [None, {}, {"id": None}, {"Id": 1}, [], "text", Event()])
+def test_a_path_that_leads_nowhere_is_no_key(event: Any):
+    assert key_of(handle, (event,), key="event.id") == "@id-1"
+
+
+def test_a_path_never_takes_a_method_of_a_mapping_for_an_item():
+    assert key_of(handle, ({},), key="event.items") == "@id-1"
+
+
+def test_one_missing_name_of_several_is_no_key():
+    assert key_of(charge, ("o-1", 5), key=("order_id", "note")) == "@id-1"
+
+
+def test_names_are_looked_up_in_extra_keyword_arguments():
+    def task(**kwargs: Any) -> None: ...
+
+    assert key_of(task, (), {"order_id": 7}, key="order_id") == "7"
+    assert key_of(task, (), {"event": {"id": 7}}, key="event.id") == "7"
+    assert key_of(task, (), {"event": {"id": 7}}, key="kwargs.event.id") == "7"
+    assert key_of(task, (), {"other": 7}, key="order_id") == "@id-1"
+
+
+def test_extra_positional_arguments_have_a_name_too():
+    def task(*refs): ...
+
+    assert key_of(task, ("a", 1), key="refs") == '["a",1]'
+
+
+def test_a_function_gets_what_the_body_gets():
+    seen: list[Any] = []
+
+    def key(**arguments: Any) -> str:
+        seen.append(arguments)
+        return "k"
+
+    key_of(charge, ("o-1", 5), key=key)
+    assert seen == [{"order_id": "o-1", "amount": 5, "currency": "EUR", "note": None}]
+
+
+def test_a_function_gets_by_position_what_cannot_go_by_keyword():
+    def task(a, /, b=2, *, c=3, **extra): ...
+
+    def task_with_rest(a, b=2, *rest, c=3): ...
+
+    def spell(*args: Any, **kwargs: Any) -> str:
+        return f"{args} {kwargs}"
+
+    assert key_of(task, (1,), {"z": 9}, key=spell) == "(1,) {'b': 2, 'c': 3, 'z': 9}"
+    assert key_of(task_with_rest, (1,), key=spell) == "(1, 2) {'c': 3}"
+    assert key_of(task_with_rest, (1, 5, 6), key=spell) == "(1, 5, 6) {'c': 3}"
+
+
+@pytest.mark.parametrize("answer", ["k", 5, AN_ID, ("k", 1)])
+def test_a_function_may_answer_any_key(answer: Any):
+    assert key_of(charge, ("o-1", 5), key=lambda **_: answer) == canonical(answer, task=TASK)
+
+
+def test_a_function_may_answer_that_there_is_no_key():
+    assert key_of(charge, ("o-1", 5), key=lambda **_: None) == "@id-1"
+
+
+def test_a_bad_answer_of_a_function_is_an_invalid_key():
+    with pytest.raises(InvalidKey, match="not float"):
+        key_of(charge, ("o-1", 5), key=lambda **_: 1.5)
+
+
+@pytest.mark.parametrize("option", ["key", "scope", "fingerprint"])
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("orderid", "no argument 'orderid'. It has: order_id, amount, currency, note"),
+        (("order_id", "kind"), "no argument 'kind'"),
+        ("event.id", "no argument 'event'"),
+        ("", "not a name"),
+        ("order_id.", "not a name"),
+        ("order_id..x", "not a name"),
+        ((), "not tuple"),
+        ((1,), "not tuple"),
+        (5, "not int"),
+        (True, "not bool"),
+        ({"order_id"}, "not set"),
+        (of_order_id_alone, r"\(order_id=, amount=, currency=, note=\)"),
+        (of_a_misspelt_name, "'oid'"),
+    ],
+)
+def test_an_option_that_cannot_work_fails_at_definition(option: str, value: Any, problem: str):
+    with pytest.raises(InvalidOption, match=f"idempotency_{option} of task {TASK}.*{problem}"):
+        identifier(**{option: value})
+
+
+def test_a_task_without_arguments_says_so():
+    with pytest.raises(InvalidOption, match="It has: none"):
+        identifier(lambda: None, key="order_id")
+
+
+def test_a_function_that_does_not_tell_what_it_takes_is_trusted():
+    parameters = Parameters(inspect.signature(charge))
+    assert compile_rule(dict, parameters, what="idempotency_key", task=TASK) is not None
+
+
+def test_all_arguments_is_one_object_wherever_it_goes():
+    assert pickle.loads(pickle.dumps(ALL_ARGUMENTS)) is ALL_ARGUMENTS
+    assert copy.deepcopy(ALL_ARGUMENTS) is ALL_ARGUMENTS
+    assert repr(ALL_ARGUMENTS) == "ALL_ARGUMENTS"
+
+
+# -- fingerprints ----------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_does_not_depend_on_how_arguments_are_passed():
+    assert len(fingerprint("o-1", 5)) == FINGERPRINT_BYTES
+    assert {
+        fingerprint("o-1", 5),
+        fingerprint("o-1", 5, "EUR"),
+        fingerprint("o-1", amount=5),
+        fingerprint(amount=5, order_id="o-1"),
+        fingerprint(order_id="o-1", amount=5, currency="EUR", note=None),
+    } == {fingerprint("o-1", 5)}
+
+
+@given(in_json, in_json)
+def test_position_keyword_and_default_agree_for_all_values(value: Any, default: Any):
+    def task(a, b=default, *, c=default): ...
+
+    expected = fingerprint(value, task=task)
+    given_default = copy.deepcopy(default)
+    assert fingerprint(a=value, task=task) == expected
+    assert fingerprint(value, given_default, task=task) == expected
+    assert fingerprint(c=given_default, b=given_default, a=value, task=task) == expected
+
+
+def test_a_deploy_may_add_a_parameter_with_a_default():
+    def before(a, b): ...
+
+    def after(a, b, *args, c=None, d=(), **kwargs): ...
+
+    assert fingerprint(1, 2, task=before) == fingerprint(1, b=2, task=after)
+
+
+def test_other_arguments_have_another_fingerprint():
+    different = [
+        fingerprint("o-1", 5),
+        fingerprint("o-1", 6),
+        fingerprint("o-2", 5),
+        fingerprint(5, "o-1"),
+        fingerprint("o-1", 5, "USD"),
+        fingerprint("o-1", 5, note="EUR"),
+        fingerprint("o-1", None),
+    ]
+    assert len(set(different)) == len(different)
+
+
+_DISTINCT: list[Any] = [
+    *(0, 1, -1, 1.0, -0.0, 0.0, math.inf, -math.inf, math.nan, True, False, None),
+    *("", "1", "1.0", "True", "None", "null", "0x1", "nan", b"1", b"\xff", "\xff"),
+    *([], {}, [[]], [1], ["1"], [1, 2], [2, 1], [[1], 2], [1, [2]], {"a": 1}, {"a": "1"}),
+    *({"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": {"b": 2}}, {"1": 1}, {"1.0": 1}, {"None": 1}),
+    *({None: 1}, {(1,): 1}, {"[0x1]": 1}, {b"1": 1}),
+    *(decimal.Decimal(1), decimal.Decimal("1.0"), AN_ID, str(AN_ID)),
+    *(datetime.date(2020, 1, 1), datetime.datetime(2020, 1, 1), "2020-01-01"),  # noqa: DTZ001
+    datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
+    *(datetime.time(1), datetime.timedelta(1), datetime.timedelta(0, 1), [1, 0, 0]),
+    *(Colour.RED, Colour.BLUE, Money(1), Money(2), {"amount": 1, "currency": "EUR"}),
+    *(frozenset(), {1}, {1, 2}, {"1"}, "<set 0x1>"),
+]
+
+
+def test_values_that_differ_have_different_forms():
+    forms = [form(value) for value in _DISTINCT]
+    clashes = [
+        (_DISTINCT[i], _DISTINCT[j])
+        for i in range(len(forms))
+        for j in range(i)
+        if forms[i] == forms[j]
+    ]
+    assert clashes == []
+
+
+def test_what_the_broker_makes_equal_is_equal():
+    assert form((1, 2)) == form([1, 2]) == form(Point(1, 2))
+    assert form({2: "a", None: "b", True: "c", 1.5: "d"}) == form(
+        {"2": "a", "null": "b", "true": "c", "1.5": "d"}
+    )
+    assert form({1: "a"}) == form({"1": "a"})
+    assert form(Kind.CARD) == form("card")
+    assert form(Level.HIGH) == form(3)
+    assert form(Shout("quiet")) == form("quiet")
+    assert form(Reducible((1, AN_ID))) == form({"value": [1, AN_ID]})
+
+
+def test_the_order_of_dicts_sets_and_keyword_arguments_does_not_count():
+    def task(**kwargs: Any) -> None: ...
+
+    assert form({"a": 1, "b": {"c": 1, "d": 2}}) == form({"b": {"d": 2, "c": 1}, "a": 1})
+    assert form({1: "a", 10: "b", 2: "c"}) == form({2: "c", 1: "a", 10: "b"})
+    assert form({"a", "b", "c"}) == form(frozenset(["c", "b", "a"]))
+    assert fingerprint(b=1, a=2, task=task) == fingerprint(a=2, b=1, task=task)
+
+
+@given(st.lists(in_json, max_size=3), st.dictionaries(st.text(), in_json, max_size=3))
+@example([{1: "a", "1": "b"}], {})
+@example([{10: 1, 9: 2, "8": 3}], {})
+@example([{math.nan: 1, math.inf: 2}], {})
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+def test_a_fingerprint_is_the_same_on_both_sides_of_the_broker(
+    serializer: str, args: list[Any], kwargs: dict[str, Any]
+):
+    def task(*args: Any, **kwargs: Any) -> None: ...
+
+    sent_args, sent_kwargs = through(serializer, (args, kwargs))
+    assert fingerprint(*sent_args, task=task, **sent_kwargs) == fingerprint(
+        *args, task=task, **kwargs
+    )
+
+
+@pytest.mark.parametrize(
+    ("serializer", "value"),
+    [
+        ("json", Reducible([1, (2, 3)])),
+        ("json", {"deep": (Kind.CARD, Level.HIGH, Point(1, 2))}),
+        ("json", b"\xff\x00"),
+        ("json", {"__type__": "datetime", "__value__": "2020-01-01T00:00:00"}),
+        ("pickle", {"a": {1, 2}, "b": frozenset("ab"), (1, 2): Colour.RED}),
+        ("pickle", [datetime.timedelta(1, 2, 3), Money(5), Point(1, 2)]),
+        pytest.param("pickle", 10**5000, id="endless"),
+    ],
+)
+def test_special_types_have_one_form_on_both_sides_of_the_broker(serializer: str, value: Any):
+    assert form(through(serializer, value)) == form(value)
+
+
+@pytest.mark.parametrize("package", ["msgpack", "yaml"])
+def test_other_serializers_do_not_change_a_fingerprint_either(package: str):
+    pytest.importorskip(package)
+    value = {"a": (1, 2.5, "x", b"\xff", None, True), "b": [], "c": {"d": -7}}
+    assert form(through(package, value)) == form(value)
+
+
+def test_a_lazy_translation_counts_as_the_text_that_json_makes_of_it():
+    functional = pytest.importorskip("django.utils.functional")
+    assert form(functional.lazystr("a")) == form("a")
+
+
+def test_a_pydantic_model_counts_as_its_content():
+    pydantic = pytest.importorskip("pydantic")
+    model = pydantic.create_model("Order", id=(int, ...))
+    assert form(model(id=1)) == form(model(id=1)) != form(model(id=2))
+
+
+def test_an_argument_without_canonical_form_is_named_with_its_type_alone():
+    with pytest.raises(InvalidKey) as caught:
+        fingerprint("o-1", {"card": [Opaque()]})
+    message = str(caught.value)
+    assert f"task {TASK} cannot include argument amount: a value of type" in message
+    assert "Opaque has no canonical form" in message
+    assert "Set idempotency_fingerprint to the names" in message
+    assert SECRET not in message
+    assert caught.value.__context__ is None
+
+
+def test_an_argument_that_contains_itself_is_refused():
+    loop: dict[str, Any] = {}
+    loop["again"] = [loop, loop]
+    with pytest.raises(InvalidKey, match="amount: it contains itself"):
+        fingerprint("o-1", loop)
+
+
+def test_a_default_without_canonical_form_is_left_out_when_it_is_the_very_same():
+    unset = Opaque()
+
+    def task(a, b=unset): ...
+
+    assert fingerprint(1, unset, task=task) == fingerprint(1, task=task)
+    with pytest.raises(InvalidKey, match="argument b"):
+        fingerprint(1, Opaque(), task=task)
+
+
+def test_a_fingerprint_may_count_some_arguments_only():
+    def of(*args: Any, by: Any) -> Any:
+        return identify(charge, args, call_key="k", fingerprint=by).fingerprint
+
+    assert (
+        of("o-1", 5, by="amount") == of("o-2", 5, "USD", by="amount") != of("o-1", 6, by="amount")
+    )
+    assert of("o-1", 5, by=("amount", "currency")) == of("o-2", 5, "EUR", by=["currency", "amount"])
+    assert of("o-1", 5, by=("amount", "currency")) != of("o-1", 5, "USD", by=("amount", "currency"))
+    assert of({"id": 1, "at": 5}, 5, by="order_id.id") == of({"id": 1}, 5, by="order_id.id")
+    assert of(None, 5, by="order_id") is not None
+
+
+def test_a_fingerprint_may_be_made_by_a_function():
+    def of(*args: Any, by: Any) -> Any:
+        return identify(charge, args, call_key="k", fingerprint=by).fingerprint
+
+    def rounded(amount: Any, **_: Any) -> Any:
+        return round(amount), b"\xff"
+
+    assert of("o-1", 5.1, by=rounded) == of("o-1", 4.9, by=rounded) != of("o-1", 6.1, by=rounded)
+    assert of("o-1", 5, by=lambda **_: None) is None
+    with pytest.raises(InvalidKey, match="Opaque"):
+        of("o-1", 5, by=lambda **_: Opaque())
+
+
+def test_a_fingerprint_may_be_off():
+    assert identify(charge, (Opaque(), 5), call_key="k", fingerprint=None).fingerprint is None
+
+
+# -- identities ------------------------------------------------------------------------------------
+
+
+def test_without_a_rule_the_key_is_the_task_id_and_nothing_is_compared():
+    answer = identify(charge, (Opaque(), 5))
+    assert answer == Identified(Identity(namespace=TASK, key="@id-1"))
+    assert answer.by_task_id
+
+
+def test_a_replacement_has_a_task_id_key_of_its_own():
+    answer = identifier().identify(("o-1", 5), {}, task_id="id-1", nesting=1)
+    assert answer.identity.key == "@id-1+1"
+
+
+def test_all_arguments_make_a_key_that_is_a_digest():
+    key = key_of(charge, ("o-1", 5), key=ALL_ARGUMENTS)
+    assert key[0] == "*"
+    assert bytes.fromhex(key[1:]) == fingerprint("o-1", 5)
+    assert key_of(charge, (), {"amount": 5, "order_id": "o-1"}, key=ALL_ARGUMENTS) == key
+    assert key_of(charge, ("o-1", 6), key=ALL_ARGUMENTS) != key
+    assert identify(charge, ("o-1", 5), key=ALL_ARGUMENTS).fingerprint is None
+
+
+def test_all_arguments_say_what_to_do_about_one_without_canonical_form():
+    with pytest.raises(InvalidKey, match=r"argument amount.*Set idempotency_key to .* of them\.$"):
+        identify(charge, ("o-1", Opaque()), key=ALL_ARGUMENTS)
+
+
+@pytest.mark.parametrize("rule", [None, "order_id", ALL_ARGUMENTS, lambda **_: "r"])
+def test_a_key_given_with_the_call_wins_and_is_compared(rule: Any):
+    answer = identify(charge, ("o-1", 5), key=rule, call_key=AN_ID)
+    assert answer.identity.key == str(AN_ID)
+    assert answer.fingerprint == fingerprint("o-1", 5)
+    assert not answer.by_task_id
+
+
+@pytest.mark.parametrize("key", ["", 0.5, True, "a\nb"])
+def test_a_bad_key_given_with_the_call_is_refused(key: Any):
+    with pytest.raises(InvalidKey, match=f"key of task {TASK}"):
+        identify(charge, ("o-1", 5), call_key=key)
+
+
+def test_zero_is_a_key():
+    assert key_of(charge, (0, 5), key="order_id") == "0"
+    assert key_of(charge, ("o-1", 5), call_key=0) == "0"
+
+
+@pytest.mark.parametrize(
+    ("rule", "scope"),
+    [
+        (None, ""),
+        ("currency", "EUR"),
+        (("currency", "amount"), '["EUR",5]'),
+        (lambda amount, **_: amount, "5"),
+        ("note", ""),
+        ("order_id.tenant", ""),
+    ],
+)
+def test_a_scope_comes_from_the_arguments(rule: Any, scope: str):
+    assert identify(charge, ("o-1", 5), scope=rule).identity.scope == scope
+
+
+def test_a_scope_given_with_the_call_wins():
+    assert identify(charge, ("o-1", 5), scope="currency", call_scope=7).identity.scope == "7"
+
+
+@pytest.mark.parametrize("scope", ["", False, 1.5])
+def test_a_bad_scope_is_refused(scope: Any):
+    with pytest.raises(InvalidKey, match=f"scope of task {TASK}"):
+        identify(charge, (scope, 5), scope="order_id")
+
+
+def test_a_scope_of_all_arguments_makes_no_sense():
+    with pytest.raises(InvalidOption, match="idempotency_scope"):
+        identifier(scope=ALL_ARGUMENTS)
+
+
+def test_the_namespace_is_the_name_of_the_task_unless_it_is_set():
+    assert identify(charge, ("o-1", 5)).identity.namespace == TASK
+    assert identify(charge, ("o-1", 5), namespace="payments").identity.namespace == "payments"
+
+
+@pytest.mark.parametrize("namespace", ["", "x" * 256, "a\nb", 5, ["a"]])
+def test_a_bad_namespace_is_refused(namespace: Any):
+    with pytest.raises(InvalidOption, match=f"idempotency_namespace of task {TASK}"):
+        identifier(namespace=namespace)
+
+
+def test_a_task_that_requires_a_key_says_when_there_is_none():
+    for rule in (None, "note", lambda **_: None):
+        with pytest.raises(KeyMissing, match=f"Task {TASK} requires"):
+            identify(charge, ("o-1", 5), key=rule, require_key=True)
+    assert key_of(charge, ("o-1", 5), key="order_id", require_key=True) == "o-1"
+    assert key_of(charge, ("o-1", 5), call_key="k", require_key=True) == "k"
+    assert key_of(charge, ("o-1", 5), key=ALL_ARGUMENTS, require_key=True)[0] == "*"
+
+
+@pytest.mark.parametrize(
+    "options", [{"key": "order_id"}, {"key": ALL_ARGUMENTS}, {"key": "note", "require_key": True}]
+)
+def test_arguments_that_do_not_fit_are_left_for_the_task_to_refuse(options: Any):
+    assert identify(charge, (1, 2, 3, 4), scope="currency", **options) == Identified(
+        Identity(namespace=TASK, key="@id-1")
+    )
+
+
+def test_arguments_that_do_not_fit_never_pass_for_a_call_that_does():
+    unfit = identify(charge, (1, 2, 3, 4), call_key="k")
+    assert unfit.fingerprint is not None
+    assert unfit.fingerprint != fingerprint(1, 2, 3)
+    assert unfit.fingerprint != identify(charge, (1,), call_key="k").fingerprint
+
+
+def test_a_record_can_be_asked_for_by_its_raw_key():
+    task = identifier(namespace="payments")
+    assert task.identity(("a", 1), AN_ID) == Identity(
+        namespace="payments", scope=str(AN_ID), key='["a",1]'
+    )
+    assert task.identity("a") == Identity(namespace="payments", key="a")
+    with pytest.raises(InvalidKey):
+        task.identity("")
+
+
+# -- stamps ----------------------------------------------------------------------------------------
+
+
+@given(
+    raw_key.filter(lambda raw: raw not in ("", [])),
+    st.none() | printable.filter(bool),
+    st.none() | st.just(ALL_ARGUMENTS),
+)
+def test_a_stamp_survives_the_broker(key: Any, scope: Any, by: Any):
+    try:
+        answer = identify(charge, (1, 2), call_key=key, call_scope=scope, fingerprint=by)
+    except InvalidKey:
+        return
+    header = through("json", answer.to_header())
+    assert Identified.from_header(header, TASK) == answer
+
+
+def test_a_stamp_leaves_out_what_is_empty():
+    assert identify(charge, ("o-1", 5)).to_header() == {"key": "@id-1"}
+    stamp = identify(charge, ("o-1", 5), key="order_id", scope="currency").to_header()
+    assert stamp == {"key": "o-1", "scope": "EUR", "fingerprint": fingerprint("o-1", 5).hex()}
+
+
+def test_a_message_without_a_stamp_has_none():
+    assert Identified.from_header(None, TASK) is None
+
+
+def test_a_stamp_may_hold_more_than_this_version_knows():
+    answer = Identified.from_header({"key": "k", "invented": "later"}, TASK)
+    assert answer == Identified(Identity(namespace=TASK, key="k"))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        SECRET,
+        5,
+        [],
+        {},
+        {"key": ""},
+        {"key": None},
+        {"key": 17},
+        {"key": "x" * 256},
+        {"key": SECRET + "\n"},
+        {"key": ["a"]},
+        {"key": "k", "scope": None},
+        {"key": "k", "scope": 5},
+        {"key": "k", "scope": "x" * 256},
+        {"key": "k", "scope": "\x00"},
+        {"key": "k", "fingerprint": ""},
+        {"key": "k", "fingerprint": "0" * 31},
+        {"key": "k", "fingerprint": "0" * 33},
+        {"key": "k", "fingerprint": "g" * 32},
+        {"key": "k", "fingerprint": "A" * 32},
+        {"key": "k", "fingerprint": "0" * 32 + "\n"},
+        {"key": "k", "fingerprint": b"0" * 32},
+    ],
+)
+def test_a_malformed_stamp_is_refused(header: Any):
+    with pytest.raises(InvalidKey, match=f"message of {TASK}") as caught:
+        Identified.from_header(header, TASK)
+    assert SECRET not in str(caught.value)

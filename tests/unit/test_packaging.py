@@ -1,0 +1,121 @@
+"""The built wheel is what is tested, and it holds what it should."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+
+import celery_idempotent
+from tests.support.paths import ROOT
+from tests.support.workers import child_environment
+
+SOURCE = ROOT / "celery_idempotent"
+PACKAGE = Path(celery_idempotent.__path__[0])
+DISTRIBUTION = "celery-idempotent"
+
+#: Imports the package with each optional thing made impossible to import. Looking at sys.modules afterwards would prove
+#: nothing: kombu imports Django whenever it is installed.
+BLOCKED_IMPORT = """
+import sys
+for name in ("django", "prometheus_client", "redis", "rich", "hiredis"):
+    sys.modules[name] = None
+import celery_idempotent
+from celery_idempotent import *
+"""
+
+
+def need_wheel():
+    """Skip when pytest runs on the bare source tree; CI, `make test` and tox run it on the wheel."""
+    try:
+        metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        if os.environ.get("CI"):
+            pytest.fail(f"{DISTRIBUTION} is not installed, and CI is set")
+        pytest.skip(f"{DISTRIBUTION} is not installed: `make test` installs the wheel")
+
+
+def test_the_wheel_is_tested_and_not_the_source_tree():
+    need_wheel()
+    assert PACKAGE.resolve() != SOURCE
+    assert "site-packages" in PACKAGE.parts
+
+
+def test_a_worker_process_imports_the_same_package(tmp_path):
+    program = "import celery_idempotent, tests; print(*celery_idempotent.__path__)"
+    done = run(program, cwd=tmp_path)
+    assert Path(done.stdout.strip()) == PACKAGE
+
+
+def test_no_module_is_left_out_of_the_wheel():
+    need_wheel()
+    wanted = {
+        path.relative_to(SOURCE)
+        for path in SOURCE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    there = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file()}
+    assert wanted - there == set()
+
+
+def test_the_package_is_marked_as_typed():
+    assert resources.files(celery_idempotent).joinpath("py.typed").is_file()
+
+
+def test_the_scripts_of_the_store_are_in_the_package():
+    scripts = resources.files(celery_idempotent) / "stores" / "lua"
+    assert any(each.name.endswith(".lua") for each in scripts.iterdir())
+
+
+def test_the_version_is_told_once():
+    need_wheel()
+    (static,) = re.findall(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert metadata.version(DISTRIBUTION) == static
+    assert getattr(celery_idempotent, "__version__", static) == static
+
+
+def test_public_names_are_sorted_and_there():
+    names = list(celery_idempotent.__all__)
+    # As ruff sorts them: constants, then classes, then the rest.
+    assert names == sorted(
+        names, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
+    for name in names:
+        assert getattr(celery_idempotent, name) is not None
+
+
+def test_importing_the_package_imports_no_optional_dependency(tmp_path):
+    assert run(BLOCKED_IMPORT, cwd=tmp_path).stderr == ""
+
+
+def test_every_module_of_the_core_can_be_imported_alone(tmp_path):
+    optional = {"django", "testing", "cli", "metrics"}
+    names = sorted(
+        f"celery_idempotent.{path.stem}"
+        for path in PACKAGE.glob("*.py")
+        if path.stem not in optional and not path.stem.startswith("_")
+    )
+    assert names
+    importlib.invalidate_caches()
+    for name in names:
+        run(f"import {name}", cwd=tmp_path)
+
+
+def run(program, *, cwd):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=cwd,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done

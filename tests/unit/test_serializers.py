@@ -1,0 +1,266 @@
+"""Serializers: what comes back is what went in, and what cannot come back is never stored."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import os
+import pickle
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu import serialization
+from kombu.exceptions import SerializerNotInstalled
+
+from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
+from celery_idempotent.records import Stored
+from celery_idempotent.serializers import NotStored, Serializer
+
+SECRET = "4111-1111-1111-1111"
+JSON = Serializer("json")
+PICKLE = Serializer("pickle", ("json", "pickle"))
+
+exact_in_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec="utf-8"))
+    | st.binary()
+    | st.datetimes(timezones=st.none() | st.just(datetime.timezone.utc))
+    | st.dates()
+    | st.times()
+    | st.decimals(allow_nan=False)
+    | st.uuids(),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text(st.characters(codec="utf-8")).filter("__type__".__ne__), inner)
+    ),
+    max_leaves=10,
+)
+
+
+def stored(serializer: Serializer, value: object) -> Stored:
+    answer = serializer.dump(value, max_bytes=None)
+    assert isinstance(answer, Stored)
+    return answer
+
+
+class Secretive:
+    """Cannot be pickled, and says too much when it is asked why."""
+
+    def __init__(self) -> None:
+        self.handler = lambda: SECRET
+
+    def __repr__(self) -> str:
+        return SECRET
+
+    def __reduce__(self) -> Any:
+        raise ValueError(SECRET)
+
+
+class Picky(Exception):
+    """Pickles, but cannot be rebuilt: its class asks for two arguments and passes on one."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., None]]:
+    """Register a serializer with kombu until the end of the test."""
+    names = []
+
+    def register(name: str, *args: Any, **kwargs: Any) -> None:
+        serialization.register(name, *args, **kwargs)
+        names.append(name)
+
+    yield register
+    for name in names:
+        serialization.unregister(name)
+
+
+@given(exact_in_json)
+def test_json_gives_back_exactly_what_it_was_given(value: object):
+    back = JSON.load(stored(JSON, value))
+    assert back == value
+    assert type(back) is type(value)
+
+
+@given(exact_in_json)
+def test_pickle_gives_back_exactly_what_it_was_given(value: object):
+    assert PICKLE.load(stored(PICKLE, (value, {1: value}))) == (value, {1: value})
+
+
+@pytest.mark.parametrize("value", [2**4000, -1, 0, "", "\ud800", "🚀", float("inf"), None, [], {}])
+def test_json_keeps_the_odd_values_too(value: object):
+    assert JSON.load(stored(JSON, value)) == value
+
+
+def test_json_turns_tuples_into_lists_and_keys_into_strings():
+    assert JSON.load(stored(JSON, (1, {2: None}))) == [1, {"2": None}]
+
+
+def test_a_body_is_bytes_and_says_how_it_was_written():
+    assert stored(JSON, {"größe": 1}) == Stored(
+        content_type="application/json",
+        content_encoding="utf-8",
+        body=b'{"gr\\u00f6\\u00dfe": 1}',
+    )
+    assert stored(PICKLE, 1).content_type == "application/x-python-serialize"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        {1, 2},
+        {("a", "b"): 1},
+        Secretive(),
+        10**5000,
+        {"__type__": "unheard-of", "__value__": 1},
+        [{"__type__": "uuid", "__value__": {"hex": "no"}}],
+    ],
+    ids=["object", "set", "tuple key", "secretive", "endless int", "false type", "false uuid"],
+)
+def test_what_json_cannot_bring_back_is_not_stored(value: object):
+    answer = JSON.dump(value, max_bytes=None)
+    assert answer == NotStored(reason="unserializable", type_name=type(value).__qualname__)
+
+
+def test_what_contains_itself_is_not_stored():
+    value: list[object] = []
+    value.append(value)
+    assert JSON.dump(value, max_bytes=None) == NotStored(reason="unserializable", type_name="list")
+
+
+@pytest.mark.parametrize("value", [lambda: None, Secretive(), Picky("a", "b")])
+def test_what_pickle_cannot_bring_back_is_not_stored(value: object):
+    answer = PICKLE.dump(value, max_bytes=None)
+    assert isinstance(answer, NotStored)
+    assert answer.reason == "unserializable"
+    assert SECRET not in repr(answer)
+
+
+def test_a_value_may_have_as_many_bytes_as_allowed_and_no_more():
+    assert isinstance(JSON.dump("é" * 10, max_bytes=62), Stored)
+    assert JSON.dump("é" * 10, max_bytes=61) == NotStored(
+        reason="too-large", type_name="str", size=62
+    )
+    assert isinstance(JSON.dump("é" * 10, max_bytes=0), NotStored)
+
+
+def test_a_body_that_is_too_large_is_not_read_back_to_check_it():
+    assert JSON.dump({"__type__": "unheard-of", "__value__": 1}, max_bytes=5) == NotStored(
+        reason="too-large", type_name="dict", size=42
+    )
+
+
+def test_a_pickle_is_refused_unless_the_app_accepts_pickle():
+    class Trap:
+        def __reduce__(self) -> Any:
+            return os._exit, (70,)
+
+    trap = Stored(
+        content_type="application/x-python-serialize",
+        content_encoding="binary",
+        body=pickle.dumps(Trap()),
+    )
+    with pytest.raises(StoreMisconfigured, match="'pickle', which this app does not accept"):
+        JSON.load(trap)
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/data", "text/plain", "application/x-unheard-of", ""]
+)
+def test_a_type_that_nobody_asked_for_is_refused(content_type: str):
+    with pytest.raises(StoreMisconfigured):
+        JSON.load(Stored(content_type=content_type, content_encoding="utf-8", body=b"x"))
+
+
+@pytest.mark.parametrize(
+    ("serializer", "body"),
+    [
+        (JSON, SECRET.encode()),
+        (JSON, b'{"__type__": "4111-1111-1111-1111", "__value__": 1}'),
+        (JSON, b"\xff"),
+        (PICKLE, b"\x80\x04cos\nno_such_thing\n."),
+        (PICKLE, SECRET.encode()),
+    ],
+)
+def test_a_damaged_body_is_reported_without_its_content(serializer: Serializer, body: bytes):
+    content_type = stored(serializer, 1).content_type
+    with pytest.raises(ResultUnavailable, match="cannot be read") as caught:
+        serializer.load(Stored(content_type=content_type, content_encoding="utf-8", body=body))
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+
+
+def test_accept_takes_names_and_content_types():
+    by_type = Serializer("pickle", {"application/x-python-serialize"})
+    assert by_type.load(stored(by_type, (1,))) == (1,)
+
+
+def test_what_one_serializer_wrote_another_that_accepts_it_reads():
+    both = Serializer("json", ["json", "pickle"])
+    assert both.load(stored(PICKLE, (1,))) == (1,)
+
+
+def test_an_unknown_serializer_is_refused_and_the_installed_ones_are_named():
+    with pytest.raises(
+        InvalidOption, match=r"'jsno' is not installed; installed are .*json.*pickle"
+    ):
+        Serializer("jsno")
+
+
+def test_an_unknown_name_in_accept_content_is_refused():
+    with pytest.raises(InvalidOption, match="'jsno'"):
+        Serializer("json", ["json", "jsno"])
+
+
+def test_a_serializer_that_the_app_does_not_accept_is_refused():
+    with pytest.raises(InvalidOption, match=r"'pickle' .* does not accept .*accepts json"):
+        Serializer("pickle", ["json"])
+
+
+def test_a_serializer_whose_package_is_missing_is_refused(register: Callable[..., None]):
+    def missing(_: object) -> object:
+        raise SerializerNotInstalled("get it")
+
+    register("missing", missing, missing, "application/x-missing")
+    with pytest.raises(InvalidOption, match="'missing' is not installed"):
+        Serializer("missing", ["missing"])
+    register("half", str, missing, "application/x-half")
+    half = Serializer("json", ["json", "half"])
+    body = Stored(content_type="application/x-half", content_encoding="utf-8", body=b"1")
+    with pytest.raises(StoreMisconfigured, match="package is not installed"):
+        half.load(body)
+
+
+def test_a_format_that_writes_what_it_cannot_read_is_found_out(register: Callable[..., None]):
+    register("lossy", repr, int, "application/x-lossy")
+    lossy = Serializer("lossy", ["lossy"])
+    assert lossy.load(stored(lossy, 17)) == 17
+    assert isinstance(lossy.dump("a", max_bytes=None), NotStored)
+
+
+def test_msgpack_keeps_only_what_it_can_read():
+    pytest.importorskip("msgpack")
+    msgpack = Serializer("msgpack", ["msgpack"])
+    assert msgpack.load(stored(msgpack, {"a": [1, b"b", None]})) == {"a": [1, b"b", None]}
+    assert isinstance(msgpack.dump({1: "a"}, max_bytes=None), NotStored)
+    assert isinstance(msgpack.dump(2**70, max_bytes=None), NotStored)
+    assert isinstance(msgpack.dump(uuid.uuid4(), max_bytes=None), NotStored)
+
+
+def test_yaml_keeps_only_what_it_can_read():
+    pytest.importorskip("yaml")
+    yaml = Serializer("yaml", ["yaml"])
+    assert yaml.load(stored(yaml, {"a": {1, 2}})) == {"a": {1, 2}}
+    assert isinstance(yaml.dump({("a", "b"): 1}, max_bytes=None), NotStored)
+    assert isinstance(yaml.dump(decimal.Decimal(1), max_bytes=None), NotStored)
