@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from celery.signals import before_task_publish
 
-__all__ = ["KEY_HEADER", "SCOPE_HEADER", "STAMP_HEADER"]
+if TYPE_CHECKING:
+    from celery_idempotent.keys import Identified
+
+__all__ = ["KEY_HEADER", "SCOPE_HEADER", "STAMP_HEADER", "stamp", "stamp_of"]
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER = "idempotency_key"
 SCOPE_HEADER = "idempotency_scope"
 
-#: Canonical key, scope and fingerprint, computed once when the message was first published.
+#: Task id, canonical key, scope and fingerprint, computed once when the message was first published.
 STAMP_HEADER = "idempotency"
+
+
+def stamp(identified: Identified, task_id: str) -> dict[str, str]:
+    """Return the stamp of the message with this task id."""
+    return {"id": task_id, **identified.to_header()}
+
+
+def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
+    """Return the stamp of the message with this task id, or ``None``.
+
+    A task that hands its own headers on to another call (tracing does) hands on a stamp that is not the other's.
+    """
+    found = headers.get(STAMP_HEADER)
+    if isinstance(found, Mapping) and found.get("id") != task_id:
+        return None
+    return found
 
 
 @before_task_publish.connect(weak=False, dispatch_uid="celery_idempotent.carry_key")

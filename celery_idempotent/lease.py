@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import defaultdict
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -34,7 +37,16 @@ def current_claim() -> Claim | None:
 class Claim:
     """A key that this run holds: what the body of a task may know about it and do with it."""
 
-    __slots__ = ("_lease", "_record", "_store", "given_back", "lost", "replaced")
+    __slots__ = (
+        "__weakref__",
+        "_lease",
+        "_record",
+        "_store",
+        "given_back",
+        "lost",
+        "replaced",
+        "settled",
+    )
 
     def __init__(self, store: Store, record: Record, lease: Lease) -> None:
         self._store = store
@@ -46,6 +58,8 @@ class Claim:
         self.given_back = False
         #: The run hands its task id over to another task (``self.replace``).
         self.replaced = False
+        #: The end of the run is written.
+        self.settled = False
 
     def __repr__(self) -> str:
         return f"<Claim of {self._record.identity}, token {self.token}>"
@@ -115,6 +129,10 @@ class Heartbeat:
     The thread starts with the first claim and is not woken by later ones: it looks at the claims whenever the shortest
     lease seen so far could need it, so a task shorter than a third of its lease costs no renewal and no wake-up. A
     forked child starts anew, without the parent's claims.
+
+    A time limit is an exception raised at any instruction of Python code, also inside ``threading.Condition`` or
+    ``Thread.start``, which then leave their locks taken. So the run's side uses what is written in C, and nothing else;
+    and a claim whose run is gone without a word is not kept alive, for the heartbeat knows it by a weak reference.
     """
 
     def __init__(self) -> None:
@@ -123,9 +141,10 @@ class Heartbeat:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        self._wake = threading.Condition(threading.Lock())
-        self._due: dict[Claim, float] = {}
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._bell = threading.Lock()  # free: rung
+        self._due: dict[weakref.ref[Claim], float] = {}
+        self._started = False
         self._tick = float("inf")
         self._next = float("inf")
 
@@ -133,38 +152,47 @@ class Heartbeat:
         """Keep ``claim`` alive until :meth:`remove`."""
         interval = claim.lease.lease_ms / 3000
         due = time.monotonic() + interval
-        with self._wake:
-            self._due[claim] = due
+        with self._lock:
+            self._due[weakref.ref(claim)] = due
             self._tick = min(self._tick, interval)
-            if self._thread is None or not self._thread.is_alive():
-                self._next = due
-                self._thread = threading.Thread(
-                    target=self._beat, name="idempotency-heartbeat", daemon=True
-                )
-                self._thread.start()
-            elif due < self._next:
-                self._next = due
-                self._wake.notify()
+            if not self._started:
+                # In this order: struck between the two, a process may have two heartbeats, but never none.
+                _thread.start_new_thread(self._beat, ())
+                self._started = True
+            early = due < self._next
+        if early:
+            with suppress(RuntimeError):  # rung already
+                self._bell.release()
 
     def remove(self, claim: Claim) -> None:
         """Let ``claim`` go; a renewal under way may still end after this."""
-        with self._wake:
-            self._due.pop(claim, None)
+        with self._lock:
+            self._due.pop(weakref.ref(claim), None)
 
     def _beat(self) -> None:
+        threading.current_thread().name = "idempotency-heartbeat"
         while True:
-            with self._wake:
-                self._next = min(self._due.values(), default=float("inf"))
-                self._next = min(self._next, time.monotonic() + self._tick)
-                while (left := self._next - time.monotonic()) > 0:
-                    self._wake.wait(left)
+            with self._lock:
                 now = time.monotonic()
-                due = [claim for claim, at in self._due.items() if at <= now]
-            by_store: dict[Store, list[Claim]] = defaultdict(list)
-            for claim in due:
+                due = [known for known, at in self._due.items() if at <= now]
+            self._renew_all(due)
+            with self._lock:
+                soonest = min(self._due.values(), default=float("inf"))
+                self._next = min(soonest, time.monotonic() + self._tick)
+            if (left := self._next - time.monotonic()) > 0:
+                self._bell.acquire(timeout=left)
+
+    def _renew_all(self, due: list[weakref.ref[Claim]]) -> None:
+        by_store: dict[Store, list[Claim]] = defaultdict(list)
+        for known in due:
+            claim = known()
+            if claim is not None:
                 by_store[claim.store].append(claim)
-            for store, claims in by_store.items():
-                self._renew(store, claims)
+            else:
+                with self._lock:
+                    self._due.pop(known, None)
+        for store, claims in by_store.items():
+            self._renew(store, claims)
 
     def _renew(self, store: Store, claims: list[Claim]) -> None:
         """Renew ``claims``; whatever goes wrong, the thread lives on."""
@@ -176,18 +204,19 @@ class Heartbeat:
         except Exception:
             logger.exception("idempotency: could not renew %d claims", len(claims))
         now = time.monotonic()
-        with self._wake:
+        with self._lock:
             for index, claim in enumerate(claims):
-                if claim not in self._due:
+                known = weakref.ref(claim)
+                if known not in self._due:
                     continue
                 interval = claim.lease.lease_ms / 3000
                 if alive is None:
-                    self._due[claim] = now + min(interval / 3, RETRY_AFTER)
+                    self._due[known] = now + min(interval / 3, RETRY_AFTER)
                 elif alive[index]:
-                    self._due[claim] = now + interval
+                    self._due[known] = now + interval
                 else:
                     claim.lost = True
-                    del self._due[claim]
+                    del self._due[known]
                     logger.warning(
                         "idempotency: the claim of %s (token %d) is lost while its run goes on",
                         claim.record.identity,

@@ -20,8 +20,11 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from celery_idempotent import signals
@@ -60,6 +63,9 @@ _STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
 #: How long a claim tries to reach the store before the message goes back, and a release before it is left to the lease.
 CLAIM_PATIENCE = 3.0
 RELEASE_PATIENCE = 1.0
+
+#: So many failures to serialize a result (a time limit may be one) are worth another try.
+MAX_FAULTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,41 +246,43 @@ class Runner:
 
             body returns ─┬─ [signal: SoftTimeLimitExceeded] ─▶ settle again, the task succeeds
                           └─ settle ─ [signal: SystemExit] ───▶ settle once more, then leave it to the lease
+
+        For the same reason the claim becomes the current one by ``Context.run``, which leaves no claim behind.
         """
         claim = self._hold(record)
-        outcome: defaultdict[None, Any] = defaultdict(body)
-        late: BaseException | None = None
-        before = running.set(claim)
+        inside = copy_context()
+        inside.run(running.set, claim)
+        outcome: defaultdict[None, Any] = defaultdict(partial(inside.run, body))
         try:
-            try:
-                heartbeat.add(claim)
-                self._emit(signals.claimed, call, record)
-                outcome[None]
-            except BaseException as error:
-                if None not in outcome:
-                    if self._ended(call, claim, error):
-                        raise
-                    return None
-                late = error
-            finally:
-                running.reset(before)
-            if not claim.given_back:
-                settled = self._settle(
-                    call,
-                    claim,
-                    lambda: self._codec.dump_value(outcome[None]),
-                    State.COMPLETED,
-                    late,
-                )
-                if not settled and (late is None or isinstance(late, Exception)):
-                    return None
+            heartbeat.add(claim)
+            self._emit(signals.claimed, call, record)
+            outcome[None]
+            return self._returned(call, claim, outcome, None)
+        except BaseException as error:
+            if None in outcome:
+                return self._returned(call, claim, outcome, error)
+            if self._ended(call, claim, error):
+                raise
+            return None
         finally:
             heartbeat.remove(claim)
-        if late is not None:
-            self._after_the_fact(call, late)
-        return Ran(outcome[None])
 
-    def _after_the_fact(self, call: Call, late: BaseException) -> None:
+    def _returned(
+        self,
+        call: Call,
+        claim: Claim,
+        outcome: Mapping[None, Any],
+        late: BaseException | None,
+    ) -> Ran | None:
+        """Record that the body returned; ``late`` is an exception that came after that."""
+        value = outcome[None]
+        if not claim.given_back:
+            dump = partial(self._codec.dump_value, value)
+            settled = self._settle(call, claim, dump, State.COMPLETED, late)
+            if not settled and (late is None or isinstance(late, Exception)):
+                return None
+        if late is None:
+            return Ran(value)
         if not isinstance(late, Exception):
             raise late
         logger.warning(
@@ -283,6 +291,7 @@ class Runner:
             self.name,
             call.identity,
         )
+        return Ran(value)
 
     def _ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
         """Record that the body raised ``error``; ``False`` if a newer claim makes it nobody's business."""
@@ -316,7 +325,8 @@ class Runner:
                     )
                     return
             except BaseException:
-                claim.store.release(identity, token=claim.token)
+                with suppress(Exception):
+                    claim.store.release(identity, token=claim.token)
                 raise
             else:
                 self._emit(signals.released, claim.record, claim.record)
@@ -338,21 +348,26 @@ class Runner:
         leaves it one last try.
         """
         give_up = time.monotonic() + self.policy.lease_ms / 1000
-        delay = 0.0
-        while True:
+        delay, faults = 0.0, 0
+        while not claim.settled:
             try:
                 if delay:
                     time.sleep(delay * random.uniform(0.5, 1))
-                return self._settle_once(call, claim, dump(), state)
+                # A value that makes the codec fail again and again is settled without it.
+                value = dump() if faults < MAX_FAULTS else None
+                return self._settle_once(call, claim, value, state)
             except Exception as failure:  # noqa: BLE001  the store's, a time limit's, or a fault of ours
                 error = failure
+                faults += not isinstance(failure, _STORE_ERRORS)
             except BaseException:
-                self._settle_once(call, claim, dump(), state)
+                with suppress(Exception):
+                    self._settle_once(call, claim, dump(), state)
                 raise
             delay = min(delay * 2 or 0.05, 5.0)
             ending = late is not None and not isinstance(late, Exception)
             if ending or time.monotonic() + delay > give_up:
                 return self._settle_failed(call, claim, error)
+        return True
 
     def _settle_once(
         self,
@@ -369,6 +384,7 @@ class Runner:
             keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
             replaced=claim.replaced,
         )
+        claim.settled = done
         self._emit(signals.settled if done else signals.lease_lost, call, claim.record)
         if not done:
             logger.warning(

@@ -18,7 +18,7 @@ from celery_idempotent.errors import (
     IdempotencyError,
     ResultUnavailable,
 )
-from celery_idempotent.hooks import KEY_HEADER, SCOPE_HEADER, STAMP_HEADER
+from celery_idempotent.hooks import KEY_HEADER, SCOPE_HEADER, STAMP_HEADER, stamp, stamp_of
 from celery_idempotent.keys import Identified
 from celery_idempotent.lease import Claim, current_claim
 from celery_idempotent.policy import (
@@ -212,7 +212,7 @@ class IdempotentTask(TaskBase):
             InvalidKey: if the stamp is malformed, or the key cannot be used.
         """
         identifier = self._ours().identifier
-        stamped = Identified.from_header(headers.get(STAMP_HEADER), identifier.namespace)
+        stamped = Identified.from_header(stamp_of(headers, task_id), identifier.namespace)
         if stamped is not None:
             return stamped
         return identifier.identify(
@@ -330,11 +330,11 @@ def _stamp(
     explicit = (key is not None or scope is not None) and not (
         KEY_HEADER in kept or SCOPE_HEADER in kept
     )
-    if STAMP_HEADER in headers and not explicit:
+    if stamp_of(headers, task_id) is not None and not explicit:
         return task_id
     if retried is not None and not explicit:
-        stamp = Identified(retried.record.identity, retried.record.fingerprint).to_header()
-        options["headers"] = {**headers, STAMP_HEADER: stamp}
+        again = Identified(retried.record.identity, retried.record.fingerprint)
+        options["headers"] = {**headers, STAMP_HEADER: stamp(again, str(task_id))}
         return task_id
     key = headers.get(KEY_HEADER) if key is None else key
     scope = headers.get(SCOPE_HEADER) if scope is None else scope
@@ -351,5 +351,5 @@ def _stamp(
         key=key,
         scope=scope,
     )
-    options["headers"] = {**headers, STAMP_HEADER: identified.to_header()}
+    options["headers"] = {**headers, STAMP_HEADER: stamp(identified, task_id)}
     return task_id

@@ -1,0 +1,118 @@
+"""What README and docs say is run, or compared with the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import celery_idempotent
+from celery_idempotent import errors, signals
+from celery_idempotent.policy import KEY_OPTIONS, SETTINGS, Policy
+from celery_idempotent.records import State
+from tests.support.paths import ROOT
+from tests.support.servers import EmbeddedRedis
+from tests.support.workers import child_environment
+
+README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(text: str) -> list[str]:
+    """Return the Python examples of a page."""
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_example_of_the_readme_runs_once_and_answers_twice(
+    private_redis: EmbeddedRedis, start_worker: Callable[..., Any], tmp_path: Path
+) -> None:
+    definition, use = blocks(README)
+    url = "redis://localhost:6379/0"
+    assert definition.count(url) == 2
+    definition = definition.replace(url, private_redis.url())
+    body = "    return f"
+    assert body in definition
+    counted = definition.replace(body, '    open("runs", "a").write(order_id + "\\n")\n' + body)
+    (tmp_path / "shop.py").write_text(counted)
+    (tmp_path / "customer.py").write_text("from shop import charge\n\n" + use)
+
+    worker = start_worker("shop", concurrency=2)
+    environment = child_environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    subprocess.run(
+        [sys.executable, "customer.py"], cwd=tmp_path, env=environment, check=True, timeout=60
+    )
+
+    assert (tmp_path / "runs").read_text().splitlines() == ["order-17"], worker.tail()
+
+
+def test_the_contract_example_passes_as_a_test(tmp_path: Path) -> None:
+    (example,) = blocks(REFERENCE)
+    (tmp_path / "test_my_store.py").write_text(example)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "claim", "."],
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_reference_lists_every_option_and_nothing_else() -> None:
+    listed = set(re.findall(r"^\| `idempotency_(\w+)` \|", REFERENCE, flags=re.MULTILINE))
+    fields = {name.removesuffix("_ms") for name in Policy.__dataclass_fields__}
+    assert listed == fields | set(KEY_OPTIONS) | set(SETTINGS)
+
+
+def test_the_reference_tells_the_defaults_that_the_code_has() -> None:
+    policy = Policy()
+    told = dict(re.findall(r"^\| `idempotency_(\w+)` \| ([^|]+) \|", REFERENCE, re.MULTILINE))
+    assert told["lease"] == f"{policy.lease_ms // 1000} s"
+    assert told["retention"] == f"{policy.retention_ms // 3_600_000} h"
+    assert told["conflict_backoff_max"] == f"{policy.conflict_backoff_max_ms // 1000} s"
+    assert told["max_crashes"] == str(policy.max_crashes)
+    assert told["on_conflict"] == f'`"{policy.on_conflict}"`'
+    assert told["max_result_bytes"] == f"{policy.max_result_bytes // 2**20} MiB"
+    assert told["store_result"] == f"`{policy.store_result}`"
+    assert told["permanent_errors"] == f"`{policy.permanent_errors}`"
+
+
+def test_the_reference_names_every_error_and_every_signal() -> None:
+    for name in {*errors.__all__} - {"IdempotencyError"}:
+        assert f"`{name}`" in REFERENCE
+    for name in {*signals.__all__} - {"Event", "emit"}:
+        assert f"`{name}`" in REFERENCE
+
+
+def test_the_glossary_and_the_life_of_a_record_know_every_state() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    for state in State:
+        assert f"`{state.value}`" in glossary
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readme_names_the_make_targets_that_there_are() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"make (\w+) ", README):
+        if target in {"demo", "test", "bench"}:
+            assert target in targets
+
+
+def test_the_changelog_has_an_entry_for_this_version() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in changelog or f"## [{celery_idempotent.__version__}]" in changelog
