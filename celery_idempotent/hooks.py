@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from celery.signals import before_task_publish
@@ -10,7 +10,7 @@ from celery.signals import before_task_publish
 if TYPE_CHECKING:
     from celery_idempotent.keys import Identified
 
-__all__ = ["KEY_HEADER", "SCOPE_HEADER", "STAMP_HEADER", "stamp", "stamp_of"]
+__all__ = ["KEY_HEADER", "SCOPE_HEADER", "STAMP_HEADER", "leaves", "stamp", "stamp_of"]
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER = "idempotency_key"
@@ -49,3 +49,17 @@ def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
         if name in properties:
             value = properties.pop(name)
             headers.setdefault(name, value)
+
+
+def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the signatures of single tasks in a canvas."""
+    if not isinstance(signature, Mapping):
+        return
+    kwargs = signature.get("kwargs") or {}
+    if str(signature.get("task")) not in {"celery.chain", "celery.group", "celery.chord"}:
+        yield signature
+        return
+    for part in ("tasks", "header", "body"):
+        inner = kwargs.get(part)
+        for each in inner if isinstance(inner, (list, tuple)) else [inner]:
+            yield from leaves(each)

@@ -218,7 +218,7 @@ def own_settings(conf: Any) -> list[str]:
     """Return the app's settings with our prefix, lower-case, as the user set them in whatever form Celery takes."""
     prefix = (getattr(conf, "prefix", None) or "").lower()
     found = []
-    for mapping in conf.maps[:-1]:  # the last one holds Celery's defaults
+    for mapping in _set_by_user(conf):
         for name in list(mapping.keys()):
             own = str(name).lower() if prefix else str(name)
             if own.removeprefix(prefix).startswith(PREFIX):
@@ -228,5 +228,13 @@ def own_settings(conf: Any) -> list[str]:
 
 def is_explicit(conf: Any, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
+    maps = _set_by_user(conf)
+    if not maps:
+        return False
     keys = [conf._key(key) for key in conf._to_keys(name)]  # noqa: SLF001  the only way to ask
-    return any(key in mapping for mapping in conf.maps[:-1] for key in keys)
+    return any(key in mapping for mapping in maps for key in keys)
+
+
+def _set_by_user(conf: Any) -> list[Mapping[str, object]]:
+    """Return all layers of the settings but the last, which holds Celery's defaults."""
+    return list(getattr(conf, "maps", ()))[:-1]

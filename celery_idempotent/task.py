@@ -18,14 +18,14 @@ from celery_idempotent.errors import (
     IdempotencyError,
     ResultUnavailable,
 )
-from celery_idempotent.hooks import KEY_HEADER, SCOPE_HEADER, STAMP_HEADER, stamp, stamp_of
+from celery_idempotent.hooks import KEY_HEADER, SCOPE_HEADER, STAMP_HEADER, leaves, stamp, stamp_of
 from celery_idempotent.keys import Identified
 from celery_idempotent.lease import Claim, current_claim
 from celery_idempotent.policy import (
     Policy,
     is_explicit,
 )
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.runner import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.stores import get_store
 
@@ -140,7 +140,9 @@ class IdempotentTask(TaskBase):
         definition = self._defined()
         if definition is not None:
             task_id = options.get("task_id")
-            options["task_id"] = _stamp(definition, args, kwargs, task_id, options, None)
+            options["task_id"] = _stamp(
+                definition, args, kwargs, task_id, options, None, eager=True
+            )
         return super().apply(args, kwargs, *rest, **options)
 
     def _retried(
@@ -184,11 +186,12 @@ class IdempotentTask(TaskBase):
     def _call(self, request: Context, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         task_id = str(request.id)
         identified = self.identify_delivery(
-            {**(request.stamps or {}), **(request.headers or {})},
+            {**_mapping(request.stamps), **_mapping(request.headers)},
             args,
             kwargs,
             task_id=task_id,
             nesting=request.replaced_task_nesting or 0,
+            eager=bool(request.is_eager),
         )
         return Call(
             identity=identified.identity,
@@ -205,8 +208,11 @@ class IdempotentTask(TaskBase):
         *,
         task_id: str,
         nesting: int = 0,
+        eager: bool = False,
     ) -> Identified:
         """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
+
+        An eager call without a key gets a key of its own: Celery gives all steps of an eager chain one task id.
 
         Raises:
             InvalidKey: if the stamp is malformed, or the key cannot be used.
@@ -218,7 +224,7 @@ class IdempotentTask(TaskBase):
         return identifier.identify(
             args,
             kwargs,
-            task_id=task_id,
+            task_id=uuid() if eager else task_id,
             nesting=nesting,
             key=headers.get(KEY_HEADER),
             scope=headers.get(SCOPE_HEADER),
@@ -232,7 +238,13 @@ class IdempotentTask(TaskBase):
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
         claim = current_claim()
-        if claim is None or claim.record.task_id != self.request.id or self.request.is_eager:
+        if claim is None or claim.record.task_id != self.request.id:
+            return super().replace(sig)
+        definition = self._ours()
+        if any(self._is_about(part, claim.record.identity) for part in leaves(sig)):
+            # A replacement with our own key must find it free.
+            definition.runner.release(claim)
+        if claim.given_back or self.request.is_eager:
             return super().replace(sig)
         claim.replaced = True
         try:
@@ -242,6 +254,30 @@ class IdempotentTask(TaskBase):
         except BaseException:
             claim.replaced = False
             raise
+
+    def _is_about(self, sig: Mapping[str, Any], identity: Identity) -> bool:
+        """Will this signature claim the same key?"""
+        if sig.get("task") != self.name:
+            return False
+        options: dict[str, Any] = dict(sig.get("options") or {})
+        headers = _mapping(options.get("headers"))
+        identified = self._ours().identifier.identify(
+            sig.get("args"),
+            sig.get("kwargs"),
+            task_id="",
+            key=options.get(KEY_HEADER, headers.get(KEY_HEADER)),
+            scope=options.get(SCOPE_HEADER, headers.get(SCOPE_HEADER)),
+        )
+        return identified.identity == identity
+
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """Retry, as Celery does; the key is free before the retry is on its way."""
+        outcome = super().retry(*args, **kwargs)
+        # Only throw=False comes here. An eager retry is not published but run when this run is over.
+        claim = current_claim()
+        if claim is not None and self.request.is_eager and not claim.given_back:
+            self._ours().runner.release(claim)
+        return outcome
 
     # -- duplicates ----------------------------------------------------------------------------------------------------
 
@@ -317,12 +353,14 @@ def _stamp(
     task_id: str | None,
     options: dict[str, Any],
     retried: Claim | None,
+    *,
+    eager: bool = False,
 ) -> str | None:
     """Put the stamp into the headers in ``options``; return the task id, made here if the stamp needs it.
 
     A message that was stamped before (a retry, a copy that comes back) keeps its stamp, whatever its arguments.
     """
-    headers = dict(options.get("headers") or {})
+    headers = _mapping(options.get("headers"))
     kept = options.get("stamped_headers") or ()  # Celery's stamps are options, too, and stay
     take = options.get if KEY_HEADER in kept else options.pop
     key = take(KEY_HEADER, None)
@@ -346,10 +384,14 @@ def _stamp(
     identified = definition.identifier.identify(
         args,
         kwargs,
-        task_id=task_id,
+        task_id=uuid() if eager else task_id,
         nesting=options.get("replaced_task_nesting") or 0,
         key=key,
         scope=scope,
     )
     options["headers"] = {**headers, STAMP_HEADER: stamp(identified, task_id)}
     return task_id
+
+
+def _mapping(headers: object) -> dict[str, Any]:
+    return dict(headers) if isinstance(headers, Mapping) else {}

@@ -25,7 +25,7 @@ def test_the_first_publishes_of_a_process_are_all_stamped(
         return bind(cls, app)
 
     monkeypatch.setattr(Task, "bind", classmethod(slow_bind))
-    app = Celery("race", broker="memory://", backend="cache+memory://")
+    app = Celery("race", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.idempotency_store = "memory://"
     published: list[Any] = []
 
@@ -34,7 +34,7 @@ def test_the_first_publishes_of_a_process_are_all_stamped(
 
     monkeypatch.setattr(app, "send_task", send_task)
 
-    @app.task(base=IdempotentTask)
+    @app.task(base=IdempotentTask, shared=False)
     def work(n: int) -> int:
         return n
 
@@ -62,11 +62,11 @@ def test_headers_handed_on_to_another_call_do_not_hand_on_the_key() -> None:
     app.conf.update(idempotency_store="memory://", task_always_eager=True)
     runs: list[str] = []
 
-    @app.task(base=IdempotentTask, idempotency_key="name")
+    @app.task(base=IdempotentTask, idempotency_key="name", shared=False)
     def child(name: str) -> None:
         runs.append(name)
 
-    @app.task(base=IdempotentTask, idempotency_key="name", bind=True)
+    @app.task(base=IdempotentTask, idempotency_key="name", bind=True, shared=False)
     def parent(self: Any, name: str) -> None:
         for each in ("a", "b"):
             child.apply_async((each,), headers=self.request.headers)

@@ -149,15 +149,15 @@ def key_of(function: Callable[..., Any], /, args: Any = (), kwargs: Any = None, 
     return identify(function, args, kwargs, **options).identity.key
 
 
-def fingerprint(*args: Any, task: Callable[..., Any] = charge, **kwargs: Any) -> bytes:
-    answer = identify(task, args, kwargs, call_key="k").fingerprint
+def fingerprint(*args: Any, task__: Callable[..., Any] = charge, **kwargs: Any) -> bytes:
+    answer = identify(task__, args, kwargs, call_key="k").fingerprint
     assert isinstance(answer, bytes)
     return answer
 
 
 def form(value: Any) -> bytes:
     """The fingerprint of a call with one argument."""
-    return fingerprint(value, task=handle)
+    return fingerprint(value, task__=handle)
 
 
 def text_or_none(raw: Any) -> str | None:
@@ -562,11 +562,11 @@ def test_a_fingerprint_does_not_depend_on_how_arguments_are_passed():
 def test_position_keyword_and_default_agree_for_all_values(value: Any, default: Any):
     def task(a, b=default, *, c=default): ...
 
-    expected = fingerprint(value, task=task)
+    expected = fingerprint(value, task__=task)
     given_default = copy.deepcopy(default)
-    assert fingerprint(a=value, task=task) == expected
-    assert fingerprint(value, given_default, task=task) == expected
-    assert fingerprint(c=given_default, b=given_default, a=value, task=task) == expected
+    assert fingerprint(a=value, task__=task) == expected
+    assert fingerprint(value, given_default, task__=task) == expected
+    assert fingerprint(c=given_default, b=given_default, a=value, task__=task) == expected
 
 
 def test_a_deploy_may_add_a_parameter_with_a_default():
@@ -574,7 +574,7 @@ def test_a_deploy_may_add_a_parameter_with_a_default():
 
     def after(a, b, *args, c=None, d=(), **kwargs): ...
 
-    assert fingerprint(1, 2, task=before) == fingerprint(1, b=2, task=after)
+    assert fingerprint(1, 2, task__=before) == fingerprint(1, b=2, task__=after)
 
 
 def test_other_arguments_have_another_fingerprint():
@@ -634,7 +634,7 @@ def test_the_order_of_dicts_sets_and_keyword_arguments_does_not_count():
     assert form({"a": 1, "b": {"c": 1, "d": 2}}) == form({"b": {"d": 2, "c": 1}, "a": 1})
     assert form({1: "a", 10: "b", 2: "c"}) == form({2: "c", 1: "a", 10: "b"})
     assert form({"a", "b", "c"}) == form(frozenset(["c", "b", "a"]))
-    assert fingerprint(b=1, a=2, task=task) == fingerprint(a=2, b=1, task=task)
+    assert fingerprint(b=1, a=2, task__=task) == fingerprint(a=2, b=1, task__=task)
 
 
 @given(st.lists(in_json, max_size=3), st.dictionaries(st.text(), in_json, max_size=3))
@@ -648,8 +648,8 @@ def test_a_fingerprint_is_the_same_on_both_sides_of_the_broker(
     def task(*args: Any, **kwargs: Any) -> None: ...
 
     sent_args, sent_kwargs = through(serializer, (args, kwargs))
-    assert fingerprint(*sent_args, task=task, **sent_kwargs) == fingerprint(
-        *args, task=task, **kwargs
+    assert fingerprint(*sent_args, task__=task, **sent_kwargs) == fingerprint(
+        *args, task__=task, **kwargs
     )
 
 
@@ -710,9 +710,9 @@ def test_a_default_without_canonical_form_is_left_out_when_it_is_the_very_same()
 
     def task(a, b=unset): ...
 
-    assert fingerprint(1, unset, task=task) == fingerprint(1, task=task)
+    assert fingerprint(1, unset, task__=task) == fingerprint(1, task__=task)
     with pytest.raises(InvalidKey, match="argument b"):
-        fingerprint(1, Opaque(), task=task)
+        fingerprint(1, Opaque(), task__=task)
 
 
 def test_a_fingerprint_may_count_some_arguments_only():
