@@ -10,7 +10,15 @@ from celery.signals import before_task_publish
 if TYPE_CHECKING:
     from celery_idempotent.keys import Identified
 
-__all__ = ["KEY_HEADER", "SCOPE_HEADER", "STAMP_HEADER", "leaves", "stamp", "stamp_of"]
+__all__ = [
+    "KEY_HEADER",
+    "SCOPE_HEADER",
+    "STAMP_HEADER",
+    "as_mapping",
+    "leaves",
+    "stamp",
+    "stamp_of",
+]
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER = "idempotency_key"
@@ -63,3 +71,8 @@ def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:
         inner = kwargs.get(part)
         for each in inner if isinstance(inner, (list, tuple)) else [inner]:
             yield from leaves(each)
+
+
+def as_mapping(headers: object) -> dict[str, Any]:
+    """Return a copy of headers, or none where they are no mapping: Celery passes on whatever it is given."""
+    return dict(headers) if isinstance(headers, Mapping) else {}

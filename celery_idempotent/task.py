@@ -12,13 +12,19 @@ from celery import Task
 from celery.exceptions import Ignore
 from celery.utils import uuid
 
-from celery_idempotent import reaper, republish
+from celery_idempotent import publishing, reaper, republish
 from celery_idempotent.definition import Definition, define, is_celerys_own
 from celery_idempotent.errors import (
     IdempotencyError,
     ResultUnavailable,
 )
-from celery_idempotent.hooks import KEY_HEADER, SCOPE_HEADER, STAMP_HEADER, leaves, stamp, stamp_of
+from celery_idempotent.hooks import (
+    KEY_HEADER,
+    SCOPE_HEADER,
+    as_mapping,
+    leaves,
+    stamp_of,
+)
 from celery_idempotent.keys import Identified
 from celery_idempotent.lease import Claim, current_claim
 from celery_idempotent.policy import (
@@ -125,40 +131,18 @@ class IdempotentTask(TaskBase):
             InvalidKey: if the key or scope cannot be used, or is missing where one is required.
         """
         definition = self._defined()
-        if definition is not None:
-            retried = self._retried(definition, task_id, options)
-            task_id = _stamp(definition, args, kwargs, task_id, options, retried)
-            if retried is not None:
-                # Before the retry is on its way, so that it never meets its predecessor's claim.
-                definition.runner.release(retried)
-        return super().apply_async(
-            args, kwargs, task_id, producer, link, link_error, shadow, **options
-        )
+        options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
+        options |= {"link": link, "link_error": link_error}
+        if definition is None:
+            return super().apply_async(args, kwargs, **options)
+        return publishing.publish(self, definition, super().apply_async, args, kwargs, options)
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         """Run here and now, by the same protocol; takes ``idempotency_key`` and ``idempotency_scope`` too."""
         definition = self._defined()
         if definition is not None:
-            task_id = options.get("task_id")
-            options["task_id"] = _stamp(
-                definition, args, kwargs, task_id, options, None, eager=True
-            )
+            publishing.identify(definition, args, kwargs, options, eager=True)
         return super().apply(args, kwargs, *rest, **options)
-
-    def _retried(
-        self, definition: Definition, task_id: str | None, options: Mapping[str, Any]
-    ) -> Claim | None:
-        """Return the claim of the run that publishes its own retry with this call."""
-        claim = current_claim()
-        if (
-            claim is None
-            or task_id is None
-            or claim.record.task_id != task_id
-            or claim.record.identity.namespace != definition.identifier.namespace
-            or (options.get("retries") or 0) <= (self.request.retries or 0)
-        ):
-            return None
-        return claim
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +170,7 @@ class IdempotentTask(TaskBase):
     def _call(self, request: Context, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         task_id = str(request.id)
         identified = self.identify_delivery(
-            {**_mapping(request.stamps), **_mapping(request.headers)},
+            {**as_mapping(request.stamps), **as_mapping(request.headers)},
             args,
             kwargs,
             task_id=task_id,
@@ -260,7 +244,7 @@ class IdempotentTask(TaskBase):
         if sig.get("task") != self.name:
             return False
         options: dict[str, Any] = dict(sig.get("options") or {})
-        headers = _mapping(options.get("headers"))
+        headers = as_mapping(options.get("headers"))
         identified = self._ours().identifier.identify(
             sig.get("args"),
             sig.get("kwargs"),
@@ -344,54 +328,3 @@ class IdempotentTask(TaskBase):
             StoreUnavailable: if the store did not answer.
         """
         return get_store(self.app).forget(self._ours().identifier.identity(key, scope))
-
-
-def _stamp(
-    definition: Definition,
-    args: Any,
-    kwargs: Any,
-    task_id: str | None,
-    options: dict[str, Any],
-    retried: Claim | None,
-    *,
-    eager: bool = False,
-) -> str | None:
-    """Put the stamp into the headers in ``options``; return the task id, made here if the stamp needs it.
-
-    A message that was stamped before (a retry, a copy that comes back) keeps its stamp, whatever its arguments.
-    """
-    headers = _mapping(options.get("headers"))
-    kept = options.get("stamped_headers") or ()  # Celery's stamps are options, too, and stay
-    take = options.get if KEY_HEADER in kept else options.pop
-    key = take(KEY_HEADER, None)
-    scope = options.get(SCOPE_HEADER) if SCOPE_HEADER in kept else options.pop(SCOPE_HEADER, None)
-    explicit = (key is not None or scope is not None) and not (
-        KEY_HEADER in kept or SCOPE_HEADER in kept
-    )
-    if stamp_of(headers, task_id) is not None and not explicit:
-        return task_id
-    if retried is not None and not explicit:
-        again = Identified(retried.record.identity, retried.record.fingerprint)
-        options["headers"] = {**headers, STAMP_HEADER: stamp(again, str(task_id))}
-        return task_id
-    key = headers.get(KEY_HEADER) if key is None else key
-    scope = headers.get(SCOPE_HEADER) if scope is None else scope
-    if key is None and scope is None and not definition.keyed:
-        if definition.identifier.require_key:
-            definition.identifier.identify(args, kwargs, task_id="")  # raises
-        return task_id
-    task_id = task_id or uuid()
-    identified = definition.identifier.identify(
-        args,
-        kwargs,
-        task_id=uuid() if eager else task_id,
-        nesting=options.get("replaced_task_nesting") or 0,
-        key=key,
-        scope=scope,
-    )
-    options["headers"] = {**headers, STAMP_HEADER: stamp(identified, task_id)}
-    return task_id
-
-
-def _mapping(headers: object) -> dict[str, Any]:
-    return dict(headers) if isinstance(headers, Mapping) else {}
