@@ -58,7 +58,7 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
     """
     name = str(task.name)
-    check_settings(own_settings(app.conf))
+    check_settings(own_settings(app))
     options = read_options(task, app.conf.get)
     policy = Policy.from_options(options, task=name)
     about: dict[str, Any] = {key: options[key] for key in KEY_OPTIONS if key in options}

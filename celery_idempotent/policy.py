@@ -7,9 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from celery_idempotent.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from celery import Celery
 
 __all__ = [
     "SETTINGS",
@@ -129,9 +132,12 @@ def _unknown(name: str, where: str) -> str:
 
     if name[len(PREFIX) :] in SETTINGS:
         return f"{name} is a setting of the app, not an attribute of {where}."
-    known = [PREFIX + known for known in (*KEY_OPTIONS, *_CHECKS, *SETTINGS)]
-    close = get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "known are " + ", ".join(sorted(known)) + "."
+    known = [*KEY_OPTIONS, *_CHECKS, *SETTINGS]
+    close = get_close_matches(name[len(PREFIX) :], known, n=1)
+    if close:
+        hint = f"did you mean {PREFIX}{close[0]}?"
+    else:
+        hint = "known are " + ", ".join(PREFIX + each for each in sorted(known)) + "."
     return f"{name} of {where} is not an option: {hint}"
 
 
@@ -214,25 +220,34 @@ _CHECKS: Final[dict[str, Callable[[str, object], tuple[str, object]]]] = {
 assert {name.removesuffix("_ms") for name in (f.name for f in fields(Policy))} == set(_CHECKS)
 
 
-def own_settings(conf: Any) -> list[str]:
+def own_settings(app: Celery) -> list[str]:
     """Return the app's settings with our prefix, lower-case, as the user set them in whatever form Celery takes."""
+    conf = _loaded(app)
     prefix = (getattr(conf, "prefix", None) or "").lower()
     found = []
     for mapping in _set_by_user(conf):
-        for name in list(mapping.keys()):
-            own = str(name).lower() if prefix else str(name)
-            if own.removeprefix(prefix).startswith(PREFIX):
-                found.append(own.removeprefix(prefix))
+        for name in map(str, list(mapping.keys())):
+            if prefix and name.lower().startswith(prefix + PREFIX):
+                found.append(name.lower().removeprefix(prefix))
+            elif name.startswith(PREFIX):
+                found.append(name)
     return found
 
 
-def is_explicit(conf: Any, name: str) -> bool:
+def is_explicit(app: Celery, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
+    conf = _loaded(app)
     maps = _set_by_user(conf)
     if not maps:
         return False
     keys = [conf._key(key) for key in conf._to_keys(name)]  # noqa: SLF001  the only way to ask
     return any(key in mapping for mapping in maps for key in keys)
+
+
+def _loaded(app: Celery) -> Any:
+    """Return the app's settings: until one is read, ``app.conf`` is an object that knows none."""
+    app.conf.get("task_acks_late")
+    return app.conf
 
 
 def _set_by_user(conf: Any) -> list[Mapping[str, object]]:

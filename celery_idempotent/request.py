@@ -49,6 +49,8 @@ class Lost:
 class Request(CeleryRequest):
     """A delivery as the worker's main process sees it."""
 
+    _mourned = False
+
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
     ) -> Any:
@@ -67,6 +69,9 @@ class Request(CeleryRequest):
         return super().on_timeout(soft, timeout)
 
     def _child_lost(self) -> None:
+        if self._mourned:
+            return  # a hard time limit comes here twice
+        self._mourned = True
         try:
             lost = self._lost()
             if lost is not None:
@@ -74,7 +79,10 @@ class Request(CeleryRequest):
                     target=_bury, args=(lost,), name="idempotency-interrupt", daemon=True
                 )
                 undertaker.start()
-                undertaker.join(PATIENCE)
+                if gone(lost.pid):
+                    # Before the message goes back. A child that is still to be killed is not waited for:
+                    # the pool kills it only when this has returned.
+                    undertaker.join(PATIENCE)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 

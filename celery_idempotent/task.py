@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
+from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore
 from celery.utils import uuid
 
@@ -76,7 +77,7 @@ class IdempotentTask(TaskBase):
             InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
         """
         for attribute in ("acks_late", "reject_on_worker_lost"):
-            if getattr(cls, attribute) is None and not is_explicit(app.conf, f"task_{attribute}"):
+            if getattr(cls, attribute) is None and not is_explicit(app, f"task_{attribute}"):
                 setattr(cls, attribute, True)
         app = getattr(app, "_get_current_object", lambda: app)()  # not a proxy of it
         bound: Celery = super().bind(app)
@@ -277,17 +278,17 @@ class IdempotentTask(TaskBase):
 
     def _from_backend(self, request: Context, record: Record, age_ms: int) -> Any:
         """Look for a result that is not in the record where its task left it."""
-        try:
+        if isinstance(self.backend, DisabledBackend):
+            state, value = "", None
+        else:
             first = self.AsyncResult(record.task_id)
             state, value = first.state, first.result
-        except NotImplementedError:  # no result backend
-            state, value = "PENDING", None
         if state == "SUCCESS":
             return value
         if state == "FAILURE" and isinstance(value, Exception):
             raise value
         running = record.replaced or age_ms < self.idempotency_policy.lease_ms
-        if running and record.task_id != request.id:
+        if state and running and record.task_id != request.id:
             republish.conflict(self, request, record, self.idempotency_policy.lease_ms)
         raise ResultUnavailable(
             f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "

@@ -1,0 +1,103 @@
+"""Errors: one root, and each survives the ways by which Celery hands exceptions on."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+
+import pytest
+from celery import Celery
+
+import celery_idempotent
+from celery_idempotent import errors
+from celery_idempotent.errors import IdempotencyError, InProgress, InvalidKey, TooManyCrashes
+
+ALL = [
+    each
+    for each in vars(errors).values()
+    if inspect.isclass(each) and issubclass(each, IdempotencyError)
+]
+LEAVES = [each for each in ALL if each is not IdempotencyError]
+
+EXAMPLES = [
+    *[each("what is wrong with shop.charge key order-1") for each in ALL],
+    *[each() for each in ALL],
+    InProgress("held", "task-1", 12.5),
+    InProgress("held", None, 0.0),
+    TooManyCrashes("enough", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def app() -> Celery:
+    return Celery("errors", backend="cache+memory://", set_as_current=False)
+
+
+def same(error: BaseException, other: BaseException) -> None:
+    assert type(other) is type(error)
+    assert other.args == error.args
+    assert str(other) == str(error)
+    for name in ("task_id", "expires_in", "crashes"):
+        assert getattr(other, name, "") == getattr(error, name, "")
+
+
+def test_the_specified_ones_exist_and_nothing_else():
+    assert {each.__name__ for each in LEAVES} == set(
+        "KeyMissing InvalidKey FingerprintMismatch InProgress LeaseLost TooManyCrashes "
+        "ProcessingTimedOut ResultUnavailable StoreUnavailable StoreMisconfigured "
+        "InvalidOption".split()
+    )
+
+
+@pytest.mark.parametrize("error", ALL)
+def test_each_can_be_had_from_the_package(error):
+    assert getattr(celery_idempotent, error.__name__) is error
+    assert error.__name__ in errors.__all__
+
+
+def test_a_missing_key_is_an_invalid_one():
+    assert issubclass(errors.KeyMissing, InvalidKey)
+
+
+@pytest.mark.parametrize("error", ALL)
+def test_the_default_message_is_the_first_line_of_the_docstring(error):
+    message = str(error())
+    assert message == inspect.getdoc(error).splitlines()[0]
+    assert message.endswith(".") or error is errors.StoreUnavailable
+    assert str(error("mine")) == "mine"
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=repr)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_each_pickles(error, protocol):
+    same(error, pickle.loads(pickle.dumps(error, protocol)))
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=repr)
+def test_each_survives_celerys_json(app, error):
+    backend = app.backend
+    stored = json.loads(json.dumps(backend.prepare_exception(error, "json")))
+    same(error, backend.exception_to_python(stored))
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=repr)
+def test_each_survives_celerys_json_twice(app, error):
+    backend = app.backend
+    for _ in range(2):
+        stored = json.loads(json.dumps(backend.prepare_exception(error, "json")))
+        error = backend.exception_to_python(stored)
+    same(error, backend.exception_to_python(stored))
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=repr)
+def test_each_survives_celerys_pickle(app, error):
+    backend = app.backend
+    same(error, backend.exception_to_python(backend.prepare_exception(error, "pickle")))
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=repr)
+def test_each_comes_out_of_a_result_backend(app, error):
+    backend = app.backend
+    backend.store_result(f"id-{id(error)}", error, "FAILURE")
+    same(error, backend.get_result(f"id-{id(error)}"))

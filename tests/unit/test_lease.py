@@ -1,0 +1,389 @@
+"""The claim that a run holds, and the one thread that keeps all claims of a process alive."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from celery_idempotent import lease
+from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.lease import Claim, Heartbeat
+from celery_idempotent.records import Claimed, Identity, Lease, State
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
+from tests.support.waiting import wait_for
+
+
+class Store(MemoryStore):
+    """Notes when it was asked to renew what, and fails as told."""
+
+    def __init__(self, clock: Any = None) -> None:
+        super().__init__(clock)
+        self.renewals: list[tuple[float, list[str]]] = []
+        self.errors: list[Exception] = []
+
+    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        self.renewals.append((time.monotonic(), [each.identity.key for each in leases]))
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().renew(leases)
+
+    def times(self, key: str) -> list[float]:
+        return [at for at, keys in self.renewals if key in keys]
+
+
+def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int = 0) -> Claim:
+    identity = Identity(namespace="lease", scope="", key=key)
+    answer = store.claim(
+        identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=10_000, task_id="t", worker="w"
+    )
+    assert isinstance(answer, Claimed)
+    held = Lease(
+        identity=identity,
+        token=token or answer.record.token,
+        lease_ms=lease_ms,
+        keep_ms=10_000,
+    )
+    return Claim(store, answer.record, held)
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def heartbeat() -> Iterator[Heartbeat]:
+    """A heartbeat of the test's own; its thread is left with nothing to do."""
+    heartbeat = Heartbeat()
+    yield heartbeat
+    for claim in list(heartbeat._due):
+        heartbeat.remove(claim)
+
+
+@pytest.fixture
+def threads() -> Callable[[], int]:
+    """How many threads there are more than at the start."""
+    before = len(os.listdir("/proc/self/task"))
+    return lambda: len(os.listdir("/proc/self/task")) - before
+
+
+class TestClaim:
+    def test_tells_what_a_body_may_know(self):
+        store = MemoryStore()
+        claim = take(store, "order-17")
+        assert (claim.key, claim.scope, claim.crashes) == ("order-17", "", 0)
+        assert claim.token == claim.record.token > 0
+        assert repr(claim) == f"<Claim of lease key order-17, token {claim.token}>"
+
+    def test_renew_lets_the_lease_start_anew(self):
+        clock = FakeClock()
+        store = MemoryStore(clock)
+        claim = take(store, lease_ms=1000)
+        clock.advance(900)
+        claim.renew()
+        clock.advance(900)
+        claim.ensure()
+        clock.advance(900)
+        assert not store.get(claim.record.identity).stale(clock() // 1000)
+
+    @pytest.mark.parametrize("ask", [Claim.renew, Claim.ensure])
+    def test_a_claim_that_somebody_else_took_is_lost(self, ask):
+        clock = FakeClock()
+        store = MemoryStore(clock)
+        claim = take(store, lease_ms=1000)
+        clock.advance(1000)
+        take(store)
+        with pytest.raises(LeaseLost, match="key k"):
+            ask(claim)
+        assert claim.lost
+
+    @pytest.mark.parametrize("end", ["forget", "interrupt", "sweep"])
+    def test_a_claim_that_was_ended_is_lost(self, end):
+        clock = FakeClock()
+        store = MemoryStore(clock)
+        claim = take(store, lease_ms=1000)
+        identity = claim.record.identity
+        if end == "forget":
+            store.forget(identity)
+        elif end == "interrupt":
+            store.interrupt(identity, token=claim.token)
+        else:
+            clock.advance(1000)
+            assert store.sweep(limit=9).interrupted
+        with pytest.raises(LeaseLost):
+            claim.ensure()
+
+    def test_a_lost_claim_stays_lost_without_asking(self, store: Store):
+        claim = take(store)
+        claim.lost = True
+        with pytest.raises(LeaseLost):
+            claim.ensure()
+        assert store.renewals == []
+
+    def test_a_store_that_does_not_answer_is_not_a_lost_claim(self, store: Store):
+        claim = take(store)
+        store.errors = [StoreUnavailable("away")]
+        with pytest.raises(StoreUnavailable):
+            claim.ensure()
+        assert not claim.lost
+        claim.ensure()
+
+
+class TestHeartbeat:
+    def test_an_import_starts_no_thread(self):
+        import subprocess
+        import sys
+
+        from tests.support.workers import child_environment
+
+        code = (
+            "import threading, celery_idempotent, celery_idempotent.task;"
+            "print([t.name for t in threading.enumerate()], len(__import__('os').listdir('/proc/self/task')))"
+        )
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert out.split() == ["['MainThread']", "1"]
+
+    def test_the_first_claim_starts_the_one_thread(self, heartbeat, store, threads):
+        assert threads() == 0
+        claims = [take(store, str(n), lease_ms=60_000) for n in range(100)]
+        for claim in claims:
+            heartbeat.add(claim)
+        assert threads() == 1
+        for claim in claims:
+            heartbeat.remove(claim)
+        heartbeat.add(claims[0])
+        assert threads() == 1
+
+    def test_claims_from_many_threads_share_it(self, heartbeat, store, threads):
+        def run(n: int) -> None:
+            claim = take(store, str(n), lease_ms=60_000)
+            heartbeat.add(claim)
+            heartbeat.remove(claim)
+
+        workers = [threading.Thread(target=run, args=(n,)) for n in range(50)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert threads() == 1
+
+    def test_a_claim_is_renewed_at_a_third_of_its_lease(self, heartbeat, store):
+        claim = take(store, lease_ms=600)
+        start = time.monotonic()
+        heartbeat.add(claim)
+        wait_for(lambda: len(store.renewals) >= 3, what="three renewals", interval=0.005)
+        beats = [at - start for at in store.times("k")][:3]
+        # Never early; late as the machine may be, but not by a whole beat.
+        assert beats[0] >= 0.199
+        assert beats[1] - beats[0] >= 0.199
+        assert beats[2] < 3 * 0.2 + 0.2
+        assert store.get(claim.record.identity).state is State.PROCESSING
+
+    def test_a_renewed_claim_outlives_its_lease(self, heartbeat, store):
+        claim = take(store, lease_ms=300)
+        heartbeat.add(claim)
+        deadline = claim.record.deadline_ms
+        wait_for(
+            lambda: store.get(claim.record.identity).deadline_ms > deadline + 600,
+            what="the lease to be two leases longer",
+        )
+        assert not claim.lost
+        claim.ensure()
+
+    def test_a_task_shorter_than_a_third_of_its_lease_costs_no_renewal(self, heartbeat, store):
+        for n in range(300):
+            claim = take(store, str(n), lease_ms=3000)
+            heartbeat.add(claim)
+            heartbeat.remove(claim)
+        keeper = take(store, "keeper", lease_ms=300)
+        heartbeat.add(keeper)
+        wait_for(lambda: len(store.times("keeper")) >= 2, what="beats", interval=0.005)
+        assert {key for _, keys in store.renewals for key in keys} == {"keeper"}
+
+    def test_a_shorter_lease_is_not_kept_waiting_by_a_longer_one(self, heartbeat, store):
+        heartbeat.add(take(store, "long", lease_ms=600_000))
+        wait_for(lambda: heartbeat._next < float("inf"), what="the thread to wait")
+        start = time.monotonic()
+        heartbeat.add(take(store, "short", lease_ms=300))
+        wait_for(lambda: store.times("short"), 5, "the short one's renewal", interval=0.005)
+        assert 0.099 <= store.times("short")[0] - start < 0.3
+        assert store.times("long") == []
+
+    def test_claims_of_one_store_that_are_due_are_renewed_in_one_call(self, heartbeat, store):
+        for n in range(20):
+            heartbeat.add(take(store, str(n), lease_ms=600))
+        wait_for(lambda: len(store.times("19")) >= 2, what="beats", interval=0.005)
+        assert len(store.renewals) < 20
+
+    def test_each_store_is_asked_for_its_own(self, heartbeat):
+        stores = [Store(), Store()]
+        for n, each in enumerate(stores):
+            heartbeat.add(take(each, str(n)))
+        wait_for(lambda: all(each.renewals for each in stores), what="both to be asked")
+        assert [set(each.renewals[0][1]) for each in stores] == [{"0"}, {"1"}]
+
+    def test_a_removed_claim_is_not_renewed(self, heartbeat, store):
+        gone, kept = take(store, "gone"), take(store, "kept")
+        heartbeat.add(gone)
+        heartbeat.add(kept)
+        heartbeat.remove(gone)
+        wait_for(lambda: len(store.times("kept")) >= 2, what="beats", interval=0.005)
+        assert store.times("gone") == []
+        heartbeat.remove(gone)  # twice is once
+
+    def test_a_lost_claim_is_flagged_and_not_asked_for_again(self, heartbeat, store, caplog):
+        lost, kept = take(store, "lost"), take(store, "kept")
+        store.forget(lost.record.identity)
+        heartbeat.add(lost)
+        heartbeat.add(kept)
+        wait_for(lambda: lost.lost, what="the loss to be noticed")
+        before = len(store.times("kept"))
+        wait_for(lambda: len(store.times("kept")) >= before + 2, what="beats", interval=0.005)
+        assert len(store.times("lost")) == 1
+        assert not kept.lost
+        assert f"lease key lost (token {lost.token}) is lost while its run goes on" in caplog.text
+
+    @pytest.mark.parametrize(
+        "error", [StoreUnavailable, StoreMisconfigured, ConnectionError, RuntimeError, KeyError]
+    )
+    def test_it_survives_whatever_the_store_raises(self, heartbeat, store, error, caplog):
+        claim = take(store)
+        store.errors = [error("away"), error("away")]
+        heartbeat.add(claim)
+        wait_for(lambda: len(store.renewals) >= 4, what="renewals after the errors")
+        assert not claim.lost
+        assert "could not renew 1 claims" in caplog.text
+        claim.ensure()
+
+    def test_a_failed_renewal_is_tried_again_before_the_lease_is_over(self, heartbeat, store):
+        claim = take(store, lease_ms=900)
+        store.errors = [StoreUnavailable("away")]
+        heartbeat.add(claim)
+        wait_for(lambda: len(store.renewals) >= 2, what="the second try", interval=0.005)
+        first, second = store.times("k")[:2]
+        assert second - first < 0.29, "it waited for the next beat"
+
+    def test_one_store_that_is_away_does_not_stop_the_others(self, heartbeat):
+        away, there = Store(), Store()
+        away.errors = [StoreUnavailable("away")] * 1000
+        heartbeat.add(take(away, "a"))
+        claim = take(there, "b")
+        heartbeat.add(claim)
+        wait_for(lambda: len(there.renewals) >= 3, what="its beats")
+        assert not claim.lost
+
+    def test_the_thread_does_not_keep_a_process_from_ending(self):
+        import subprocess
+        import sys
+
+        from tests.support.workers import child_environment
+
+        code = (
+            "from celery_idempotent.lease import heartbeat;"
+            "from celery_idempotent.stores.memory import MemoryStore;"
+            "from tests.unit.test_lease import take;"
+            "heartbeat.add(take(MemoryStore(), lease_ms=60_000)); print('added')"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+        assert ended.stdout == "added\n"
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+class TestFork:
+    def in_child(self, function: Callable[[], object]) -> str:
+        """Fork, and return what the function returned there, as text."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(write, str(function()).encode())
+            except BaseException as error:  # noqa: BLE001  the parent shall see it
+                os.write(write, repr(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as stream:
+            text = stream.read()
+        os.waitpid(pid, 0)
+        return text
+
+    def test_a_child_starts_without_the_claims_of_its_parent(self, heartbeat, store):
+        heartbeat.add(take(store))
+        assert self.in_child(lambda: len(heartbeat._due)) == "0"
+        assert len(heartbeat._due) == 1
+
+    def test_a_child_starts_a_thread_of_its_own(self, heartbeat, store):
+        heartbeat.add(take(store))
+
+        def child() -> str:
+            before = len(os.listdir("/proc/self/task"))
+            claim = take(MemoryStore(), "child's", lease_ms=300)
+            deadline = claim.record.deadline_ms
+            heartbeat.add(claim)
+            wait_for(
+                lambda: claim.store.get(claim.record.identity).deadline_ms > deadline,
+                what="the child's own renewal",
+            )
+            return f"{before} {len(os.listdir('/proc/self/task'))}"
+
+        assert self.in_child(child) == "1 2"
+
+    def test_a_fork_at_any_moment_leaves_no_lock_behind(self, heartbeat, store):
+        """Other threads of the parent may be inside the heartbeat at the moment of the fork."""
+        stop = threading.Event()
+
+        def busy() -> None:
+            claim = take(Store(), lease_ms=60_000)
+            while not stop.is_set():
+                heartbeat.add(claim)
+                heartbeat.remove(claim)
+
+        threads = [threading.Thread(target=busy, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+
+        def child() -> str:
+            claim = take(MemoryStore(), lease_ms=60_000)
+            done = threading.Event()
+
+            def use() -> None:
+                heartbeat.add(claim)
+                heartbeat.remove(claim)
+                done.set()
+
+            threading.Thread(target=use, daemon=True).start()
+            return "free" if done.wait(5) else "locked"
+
+        try:
+            assert {self.in_child(child) for _ in range(20)} == {"free"}
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+    def test_the_heartbeat_of_the_package_is_fork_safe_as_well(self, store):
+        claim = take(store, lease_ms=60_000)
+        lease.heartbeat.add(claim)
+        try:
+            assert self.in_child(lambda: claim in lease.heartbeat._due) == "False"
+        finally:
+            lease.heartbeat.remove(claim)

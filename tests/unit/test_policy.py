@@ -1,0 +1,412 @@
+"""Options: what a task's attributes and its app's settings become, and what is refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.policy import Policy, is_explicit, milliseconds, own_settings
+
+DAY = 86_400_000
+
+
+def make_app(**settings: Any) -> Celery:
+    app = Celery("policies", broker="memory://", set_as_current=False)
+    app.conf.update({"idempotency_store": "memory://", **settings})
+    return app
+
+
+def define(app: Celery | None = None, **options: Any) -> IdempotentTask:
+    """Define a task, as a module would, and use it for the first time."""
+    app = app or make_app()
+
+    def charge(order_id: str = "", amount: int = 0) -> None: ...
+
+    task = app.task(name="shop.charge", base=IdempotentTask, shared=False, **options)(charge)
+    assert task.idempotency_policy is not None
+    return task  # type: ignore[no-any-return]
+
+
+def nothing() -> None: ...
+
+
+def policy(app: Celery | None = None, **options: Any) -> Policy:
+    return define(app, **options).idempotency_policy
+
+
+class TestDefaults:
+    def test_are_those_of_the_documentation(self):
+        assert policy() == Policy(
+            lease_ms=60_000,
+            retention_ms=DAY,
+            failure_retention_ms=None,
+            on_conflict="retry",
+            conflict_backoff_max_ms=60_000,
+            permanent_errors=(),
+            max_crashes=3,
+            store_result=True,
+            max_result_bytes=1_048_576,
+            serializer=None,
+        )
+
+    def test_failures_are_kept_as_long_as_results(self):
+        assert policy(idempotency_retention=10).failed_keep_ms == 10_000
+        assert policy(idempotency_failure_retention=5).failed_keep_ms == 5_000
+
+    def test_without_retention_a_mark_is_kept_for_one_lease(self):
+        found = policy(idempotency_retention=0, idempotency_lease=7)
+        assert (found.settled_keep_ms, found.failed_keep_ms, found.keep_ms) == (7000, 7000, 7000)
+
+    def test_an_unfinished_record_outlives_its_lease_by_the_longest_of_all(self):
+        found = policy(
+            idempotency_retention=10, idempotency_failure_retention=20, idempotency_lease=30
+        )
+        assert found.keep_ms == 30_000
+        found = policy(idempotency_retention=10, idempotency_failure_retention=90)
+        assert found.keep_ms == 90_000
+
+    def test_a_policy_is_frozen(self):
+        with pytest.raises(AttributeError):
+            policy().lease_ms = 1  # type: ignore[misc]
+
+
+GOOD = [
+    ("lease", 30, "lease_ms", 30_000),
+    ("lease", 0.5, "lease_ms", 500),
+    ("lease", 0.1, "lease_ms", 100),
+    ("lease", timedelta(minutes=2), "lease_ms", 120_000),
+    ("retention", 0, "retention_ms", 0),
+    ("retention", timedelta(days=7), "retention_ms", 7 * DAY),
+    ("retention", 0.0001, "retention_ms", 1),
+    ("failure_retention", None, "failure_retention_ms", None),
+    ("failure_retention", 0, "failure_retention_ms", 0),
+    ("failure_retention", 60, "failure_retention_ms", 60_000),
+    ("on_conflict", "raise", "on_conflict", "raise"),
+    ("on_conflict", "retry", "on_conflict", "retry"),
+    ("conflict_backoff_max", 5, "conflict_backoff_max_ms", 5000),
+    ("permanent_errors", (ValueError, KeyError), "permanent_errors", (ValueError, KeyError)),
+    ("permanent_errors", [ValueError], "permanent_errors", (ValueError,)),
+    ("permanent_errors", ValueError, "permanent_errors", (ValueError,)),
+    ("permanent_errors", (), "permanent_errors", ()),
+    ("max_crashes", 0, "max_crashes", 0),
+    ("max_crashes", 100, "max_crashes", 100),
+    ("store_result", False, "store_result", False),
+    ("max_result_bytes", 0, "max_result_bytes", 0),
+    ("serializer", "json", "serializer", "json"),
+    ("serializer", None, "serializer", None),
+]
+
+BAD = [
+    ("lease", 0, "at least 0.1 seconds"),
+    ("lease", 0.09, "at least 0.1 seconds"),
+    ("lease", -1, "between 0 and ten years"),
+    ("lease", float("inf"), "between 0 and ten years"),
+    ("lease", float("nan"), "between 0 and ten years"),
+    ("lease", "60", "seconds or a timedelta"),
+    ("lease", True, "seconds or a timedelta"),
+    ("lease", None, "seconds or a timedelta"),
+    ("lease", Decimal(3), "seconds or a timedelta"),
+    ("lease", timedelta(days=4000), "between 0 and ten years"),
+    ("lease", timedelta(seconds=-1), "between 0 and ten years"),
+    ("retention", -0.001, "between 0 and ten years"),
+    ("retention", None, "seconds or a timedelta"),
+    ("retention", [], "seconds or a timedelta"),
+    ("failure_retention", "never", "seconds or a timedelta"),
+    ("failure_retention", -1, "between 0 and ten years"),
+    ("on_conflict", "wat", "'retry', 'raise'"),
+    ("on_conflict", None, "'retry', 'raise'"),
+    ("on_conflict", ["retry"], "'retry', 'raise'"),
+    ("conflict_backoff_max", 0, "at least 0.1 seconds"),
+    ("permanent_errors", ("ValueError",), "exception types"),
+    ("permanent_errors", (ValueError("x"),), "exception types"),
+    ("permanent_errors", (SystemExit,), "exception types"),
+    ("permanent_errors", BaseException, "exception types"),
+    ("permanent_errors", None, "exception types"),
+    ("max_crashes", -1, "whole number from 0"),
+    ("max_crashes", 1.5, "whole number from 0"),
+    ("max_crashes", True, "whole number from 0"),
+    ("max_crashes", "3", "whole number from 0"),
+    ("max_crashes", None, "whole number from 0"),
+    ("store_result", "no", "True or False"),
+    ("store_result", 0, "True or False"),
+    ("max_result_bytes", -1, "whole number from 0"),
+    ("max_result_bytes", None, "whole number from 0"),
+    ("serializer", 1, "name of a kombu serializer"),
+    ("serializer", "nonsense", "is not installed"),
+    ("serializer", "pickle", "does not accept"),
+]
+
+
+class TestValues:
+    @pytest.mark.parametrize(("option", "value", "field", "expected"), GOOD)
+    @pytest.mark.parametrize("where", ["attribute", "setting"])
+    def test_good_ones(self, option, value, field, expected, where):
+        name = f"idempotency_{option}"
+        if where == "attribute":
+            found = policy(**{name: value})
+        else:
+            found = policy(make_app(**{name: value}))
+        assert getattr(found, field) == expected
+        assert type(getattr(found, field)) is type(expected)
+
+    @pytest.mark.parametrize(("option", "value", "message"), BAD)
+    @pytest.mark.parametrize("where", ["attribute", "setting"])
+    def test_bad_ones_fail_at_definition_and_say_what_is_allowed(
+        self, option, value, message, where
+    ):
+        name = f"idempotency_{option}"
+        with pytest.raises(InvalidOption, match=message) as caught:
+            if where == "attribute":
+                define(**{name: value})
+            else:
+                define(make_app(**{name: value}))
+        assert name in str(caught.value)
+
+    def test_a_task_is_named_with_its_bad_value(self):
+        with pytest.raises(InvalidOption, match=r"idempotency_lease of task shop\.charge takes"):
+            define(idempotency_lease="long")
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [(0, 0), (0.0000001, 1), (1.0001, 1001), (timedelta(microseconds=1), 1), (2, 2000)],
+    )
+    def test_times_are_never_rounded_down_to_nothing(self, value, expected):
+        assert milliseconds(value) == expected
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("wrong", "meant"),
+        [
+            ("idempotency_leese", "idempotency_lease"),
+            ("idempotency_keys", "idempotency_key"),
+            ("idempotency_retentions", "idempotency_retention"),
+            ("idempotency_permanent_error", "idempotency_permanent_errors"),
+        ],
+    )
+    def test_an_unknown_attribute_fails_with_the_one_that_was_meant(self, wrong, meant):
+        with pytest.raises(InvalidOption, match=rf"{wrong} .*did you mean {meant}\?"):
+            define(**{wrong: 1})
+
+    def test_an_attribute_like_nothing_known_fails_with_all_that_are(self):
+        with pytest.raises(InvalidOption, match=r"known are .*idempotency_lease.*"):
+            define(idempotency_xyzzy=1)
+
+    def test_an_unknown_setting_fails_with_the_one_that_was_meant(self):
+        with pytest.raises(InvalidOption, match=r"of the app .*did you mean idempotency_lease\?"):
+            define(make_app(idempotency_leese=3))
+
+    @pytest.mark.parametrize("name", ["idempotency_store", "idempotency_sweep_interval"])
+    def test_a_setting_of_the_app_is_no_attribute_of_a_task(self, name):
+        with pytest.raises(InvalidOption, match=f"{name} is a setting of the app"):
+            define(**{name: "memory://"})
+
+    def test_an_attribute_that_a_base_class_brings_is_checked_too(self):
+        class Base(IdempotentTask):
+            abstract = True
+            idempotency_leese = 5
+
+        app = make_app()
+        task = app.task(name="t", base=Base, shared=False)(nothing)
+        with pytest.raises(InvalidOption, match="idempotency_lease"):
+            task.idempotency_policy  # noqa: B018
+
+    def test_the_methods_of_a_task_are_no_options(self):
+        task = define()
+        assert callable(task.idempotency_record)
+        assert callable(task.idempotency_forget)
+
+    def test_settings_of_others_are_nothing_to_us(self):
+        define(make_app(idempotent=1, idempotencykey=2, result_expires=3))
+
+
+class TestPrecedence:
+    def test_an_attribute_wins_over_a_setting(self):
+        app = make_app(idempotency_lease=10, idempotency_retention=20)
+        found = policy(app, idempotency_lease=30)
+        assert (found.lease_ms, found.retention_ms) == (30_000, 20_000)
+
+    def test_an_attribute_of_a_base_class_wins_over_a_setting(self):
+        class Base(IdempotentTask):
+            abstract = True
+            idempotency_lease = 40
+
+        app = make_app(idempotency_lease=10)
+        task = app.task(name="t", base=Base, shared=False)(nothing)
+        assert task.idempotency_policy.lease_ms == 40_000
+
+    def test_a_task_wins_over_its_base_class(self):
+        class Base(IdempotentTask):
+            abstract = True
+            idempotency_lease = 40
+
+        app = make_app()
+        task = app.task(name="t", base=Base, shared=False, idempotency_lease=50)(nothing)
+        assert task.idempotency_policy.lease_ms == 50_000
+
+    def test_key_options_are_settings_as_well(self):
+        app = make_app(idempotency_key=ALL_ARGUMENTS, idempotency_namespace="all.of.it")
+        task = define(app)
+        identified = task.identify_delivery({}, ["order-1"], {}, task_id="id")
+        assert identified.identity.namespace == "all.of.it"
+        assert identified.identity.key.startswith("*")
+
+    def test_a_namespaced_setting_is_found(self):
+        app = Celery("django", broker="memory://", set_as_current=False)
+        app.config_from_object(
+            SimpleNamespace(
+                CELERY_IDEMPOTENCY_LEASE=45,
+                CELERY_IDEMPOTENCY_STORE="memory://",
+                CELERY_TASK_ALWAYS_EAGER=True,
+                IDEMPOTENCY_UNRELATED=1,
+            ),
+            namespace="CELERY",
+        )
+        assert policy(app).lease_ms == 45_000
+
+    def test_an_unknown_namespaced_setting_is_found_out(self):
+        app = Celery("django", broker="memory://", set_as_current=False)
+        app.config_from_object(SimpleNamespace(CELERY_IDEMPOTENCY_LEESE=45), namespace="CELERY")
+        with pytest.raises(InvalidOption, match="did you mean idempotency_lease"):
+            define(app)
+
+    def test_an_annotation_counts_as_an_attribute(self):
+        app = make_app(task_annotations={"*": {"acks_late": False}})
+        assert define(app).acks_late is False
+
+
+class TestFunctions:
+    def test_a_function_as_an_option_is_not_bound_to_the_task(self):
+        task = define(
+            idempotency_key=lambda order_id, amount: f"{order_id}/{amount}",
+            idempotency_scope=lambda order_id, **_: f"of {order_id}",
+            idempotency_fingerprint=lambda order_id, **_: order_id,
+        )
+        identified = task.identify_delivery({}, ["o", 5], {}, task_id="id")
+        assert (identified.identity.key, identified.identity.scope) == ("o/5", "of o")
+        assert identified.fingerprint is not None
+
+    def test_a_staticmethod_of_a_class_based_task_as_well(self):
+        class Charge(IdempotentTask):
+            name = "shop.charge"
+
+            @staticmethod
+            def idempotency_key(order_id: str) -> str:
+                return f"<{order_id}>"
+
+            def run(self, order_id: str) -> None: ...
+
+        app = make_app()
+        task = app.register_task(Charge())
+        assert task.identify_delivery({}, ["o"], {}, task_id="id").identity.key == "<o>"
+
+    def test_a_plain_function_in_the_class_body_as_well(self):
+        def key_of(order_id: str) -> str:
+            return f"<{order_id}>"
+
+        class Charge(IdempotentTask):
+            name = "shop.charge"
+            idempotency_key = key_of
+
+            def run(self, order_id: str) -> None: ...
+
+        app = make_app()
+        task = app.register_task(Charge())
+        assert task.identify_delivery({}, ["o"], {}, task_id="id").identity.key == "<o>"
+
+
+def loaded(app: Celery) -> Any:
+    """Return the settings of an app once something read one of them."""
+    app.conf.get("broker_url")
+    return app.conf
+
+
+class TestWhatTheUserSet:
+    """Reading Celery's settings in every form that Celery takes."""
+
+    def test_nothing_set_is_nothing_found(self):
+        app = Celery("empty", set_as_current=False)
+        assert own_settings(loaded(app)) == []
+        assert not is_explicit(loaded(app), "task_acks_late")
+
+    @pytest.mark.parametrize("value", [True, False])
+    def test_a_setting_by_attribute_update_or_keyword(self, value):
+        by_attribute = Celery("a", set_as_current=False)
+        by_attribute.conf.task_acks_late = value
+        by_update = Celery("b", set_as_current=False)
+        by_update.conf.update(task_acks_late=value, idempotency_lease=3)
+        by_keyword = Celery("c", set_as_current=False, task_acks_late=value, idempotency_lease=3)
+        for app in (by_attribute, by_update, by_keyword):
+            assert is_explicit(loaded(app), "task_acks_late")
+            assert not is_explicit(loaded(app), "task_reject_on_worker_lost")
+        for app in (by_update, by_keyword):
+            assert "idempotency_lease" in own_settings(loaded(app))
+
+    @pytest.mark.parametrize("old", [False, True])
+    def test_a_config_object(self, old):
+        app = Celery("d", set_as_current=False)
+        name = "CELERY_ACKS_LATE" if old else "task_acks_late"
+        app.config_from_object(SimpleNamespace(**{name: False}))
+        assert is_explicit(loaded(app), "task_acks_late")
+        assert not is_explicit(loaded(app), "task_reject_on_worker_lost")
+
+    def test_a_namespaced_config_object(self):
+        app = Celery("e", set_as_current=False)
+        app.config_from_object(
+            SimpleNamespace(
+                CELERY_TASK_ACKS_LATE=False, CELERY_IDEMPOTENCY_LEASE=3, IDEMPOTENCY_X=1
+            ),
+            namespace="CELERY",
+        )
+        assert is_explicit(loaded(app), "task_acks_late")
+        assert own_settings(loaded(app)) == ["idempotency_lease"]
+
+    def test_a_namespaced_config_in_a_dict(self):
+        app = Celery("f", set_as_current=False)
+        app.config_from_object({"CELERY_TASK_ACKS_LATE": True}, namespace="CELERY")
+        assert is_explicit(loaded(app), "task_acks_late")
+
+    def test_a_setting_made_after_the_config_object(self):
+        app = Celery("g", set_as_current=False)
+        app.config_from_object(SimpleNamespace(CELERY_IDEMPOTENCY_LEASE=3), namespace="CELERY")
+        app.conf.idempotency_retention = 4
+        assert sorted(own_settings(loaded(app))) == ["idempotency_lease", "idempotency_retention"]
+        assert policy(app).retention_ms == 4000
+
+
+class TestAcks:
+    def test_are_late_and_lost_messages_come_back(self):
+        task = define()
+        assert task.acks_late is True
+        assert task.reject_on_worker_lost is True
+
+    def test_an_attribute_of_the_task_wins(self):
+        task = define(acks_late=False, reject_on_worker_lost=False)
+        assert task.acks_late is False
+        assert task.reject_on_worker_lost is False
+
+    @pytest.mark.parametrize("value", [True, False])
+    def test_an_explicit_setting_wins(self, value):
+        task = define(make_app(task_acks_late=value, task_reject_on_worker_lost=value))
+        assert task.acks_late is value
+        assert task.reject_on_worker_lost is value
+
+    def test_an_explicit_setting_that_is_celerys_default_wins_as_well(self):
+        app = Celery("h", set_as_current=False)
+        app.config_from_object(SimpleNamespace(CELERY_TASK_ACKS_LATE=False), namespace="CELERY")
+        app.conf.idempotency_store = "memory://"
+        task = define(app)
+        assert task.acks_late is False
+        assert task.reject_on_worker_lost is True
+
+    def test_they_are_the_apps_own_business(self):
+        early = define(make_app(task_acks_late=False))
+        late = define(make_app())
+        assert (early.acks_late, late.acks_late) == (False, True)

@@ -1,0 +1,282 @@
+"""The sweep registers itself, once for each app, and leaves what the user set alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Celery, Task
+from celery.schedules import crontab
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.errors import InvalidOption, StoreUnavailable
+from celery_idempotent.reaper import SWEEP, install, sweep
+from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
+from tests.support.workers import child_environment
+
+
+def make_app(store: Any = "memory://", **settings: Any) -> Celery:
+    app = Celery("reaper", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store=store, **settings)
+    return app
+
+
+def define(app: Celery, name: str = "work", **options: Any) -> Any:
+    def work() -> None: ...
+
+    return app.task(name=name, base=IdempotentTask, shared=False, **options)(work)
+
+
+class TestRegistration:
+    def test_an_idempotent_task_brings_the_sweep_and_its_schedule(self):
+        app = make_app()
+        define(app)
+        app.finalize()
+        assert SWEEP in app.tasks
+        entry = app.conf.beat_schedule[SWEEP]
+        assert (entry["task"], entry["schedule"]) == (SWEEP, 30)
+        # A tick that nobody took is of no use once the next one is due.
+        assert 0 < entry["options"]["expires"] <= 30
+
+    def test_an_app_without_idempotent_tasks_gets_nothing(self):
+        app = make_app()
+        app.task(name="plain", shared=False)(lambda_free)
+        app.finalize()
+        assert SWEEP not in app.tasks
+        assert SWEEP not in app.conf.beat_schedule
+
+    def test_many_tasks_bring_it_once(self, recwarn):
+        app = make_app()
+        for n in range(5):
+            define(app, f"work{n}")
+        app.finalize()
+        first = app.tasks[SWEEP]
+        define(app, "late")
+        assert app.tasks[SWEEP] is first
+        assert len([name for name in app.tasks if "sweep" in name]) == 1
+        assert [str(w.message) for w in recwarn if "already registered" in str(w.message)] == []
+
+    def test_a_task_defined_after_finalize_brings_it_too(self):
+        app = make_app()
+        app.finalize()
+        define(app)
+        assert SWEEP in app.tasks
+        assert SWEEP in app.conf.beat_schedule
+
+    def test_every_app_has_its_own(self, recwarn):
+        first, second = make_app(), make_app(idempotency_sweep_interval=5)
+        define(first)
+        define(second)
+        assert first.tasks[SWEEP] is not second.tasks[SWEEP]
+        assert first.tasks[SWEEP].app is first
+        assert first.conf.beat_schedule[SWEEP]["schedule"] == 30
+        assert second.conf.beat_schedule[SWEEP]["schedule"] == 5
+        assert [str(w.message) for w in recwarn if "already registered" in str(w.message)] == []
+
+    def test_an_app_that_came_later_is_not_given_it(self):
+        define(make_app()).idempotency_policy  # noqa: B018
+        other = Celery("other", broker="memory://", set_as_current=False)
+        other.finalize()
+        assert SWEEP not in other.tasks
+
+    def test_threads_that_define_at_once_bring_it_once(self):
+        app = make_app()
+        app.finalize()
+        start = threading.Barrier(8)
+
+        def run(n: int) -> None:
+            start.wait()
+            define(app, f"work{n}").idempotency_policy  # noqa: B018
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert list(app.conf.beat_schedule) == [SWEEP]
+
+    def test_it_is_a_plain_task_also_where_all_tasks_are_idempotent(self):
+        app = Celery(
+            "all",
+            broker="memory://",
+            backend="cache+memory://",
+            task_cls="celery_idempotent:IdempotentTask",
+            set_as_current=False,
+        )
+        app.conf.idempotency_store = "memory://"
+        app.task(name="work", shared=False)(lambda_free)
+        app.finalize()
+        assert not isinstance(app.tasks[SWEEP], IdempotentTask)
+        assert isinstance(app.tasks[SWEEP], Task)
+        assert app.tasks[SWEEP].acks_late is False
+
+
+class TestSchedule:
+    def test_an_entry_of_the_users_own_is_kept(self):
+        mine = {"task": SWEEP, "schedule": crontab(minute="*/5"), "args": (100,)}
+        app = make_app(beat_schedule={SWEEP: mine, "other": {"task": "x", "schedule": 1}})
+        define(app)
+        app.finalize()
+        assert app.conf.beat_schedule == {SWEEP: mine, "other": {"task": "x", "schedule": 1}}
+
+    def test_other_entries_are_kept_and_the_users_dict_is_not_changed(self):
+        mine = {"other": {"task": "x", "schedule": 1}}
+        app = make_app(beat_schedule=mine)
+        define(app)
+        app.finalize()
+        assert set(app.conf.beat_schedule) == {"other", SWEEP}
+        assert set(mine) == {"other"}
+
+    def test_a_namespaced_schedule_is_kept(self):
+        app = make_app()
+        app.config_from_object(
+            {"CELERY_BEAT_SCHEDULE": {"other": {"task": "x", "schedule": 1}}}, namespace="CELERY"
+        )
+        define(app)
+        app.finalize()
+        assert set(app.conf.beat_schedule) == {"other", SWEEP}
+
+    def test_none_switches_the_schedule_off_and_leaves_the_task(self):
+        app = make_app(idempotency_sweep_interval=None)
+        define(app)
+        app.finalize()
+        assert SWEEP in app.tasks
+        assert app.conf.beat_schedule == {}
+
+    @pytest.mark.parametrize(
+        ("value", "seconds"), [(5, 5), (0.5, 0.5), (timedelta(minutes=2), 120)]
+    )
+    def test_seconds_or_a_timedelta(self, value, seconds):
+        app = make_app(idempotency_sweep_interval=value)
+        define(app)
+        app.finalize()
+        assert app.conf.beat_schedule[SWEEP]["schedule"] == seconds
+
+    @pytest.mark.parametrize("value", [0, 0.01, -1, "30", True, crontab(), float("nan")])
+    def test_anything_else_is_refused_when_a_task_is_defined(self, value):
+        app = make_app(idempotency_sweep_interval=value)
+        with pytest.raises(InvalidOption, match=r"idempotency_sweep_interval .*None"):
+            define(app).idempotency_policy  # noqa: B018
+
+    def test_beat_has_it_in_a_process_of_its_own(self, tmp_path):
+        (tmp_path / "proj.py").write_text(
+            "from celery import Celery\n"
+            "from celery_idempotent import IdempotentTask\n"
+            "app = Celery('proj', broker='memory://', backend='cache+memory://')\n"
+            "app.conf.idempotency_store = 'memory://'\n"
+            "@app.task(base=IdempotentTask)\n"
+            "def work(): ...\n"
+        )
+        code = (
+            "from celery.apps.beat import Beat; from proj import app;"
+            "beat = Beat(app=app, quiet=True, schedule='s');"
+            "beat.init_loader();"
+            "from celery.beat import Scheduler; s = Scheduler(app); print(sorted(s.schedule))"
+        )
+        environment = child_environment()
+        environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
+        out = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert SWEEP in out
+
+
+class TestSweep:
+    @pytest.fixture
+    def clock(self) -> FakeClock:
+        return FakeClock()
+
+    @pytest.fixture
+    def store(self, clock: FakeClock) -> MemoryStore:
+        return MemoryStore(clock)
+
+    def hold(self, store: MemoryStore, key: str, lease_ms: int = 1000) -> Identity:
+        identity = Identity(namespace="work", key=key)
+        answer = store.claim(
+            identity,
+            attempt=os.urandom(8),
+            lease_ms=lease_ms,
+            keep_ms=100_000,
+            task_id="t",
+            worker="host:1",
+        )
+        assert isinstance(answer, Claimed)
+        return identity
+
+    def test_interrupts_what_is_stale_and_nothing_else(self, store, clock, caplog):
+        stale, alive = self.hold(store, "stale"), self.hold(store, "alive", 10_000)
+        clock.advance(1000)
+        report = sweep(make_app(store))
+        assert {k: report[k] for k in ("interrupted", "pruned", "more")} == {
+            "interrupted": 1,
+            "pruned": 0,
+            "more": False,
+        }
+        assert store.get(stale).state is State.INTERRUPTED
+        assert store.get(alive).state is State.PROCESSING
+        assert "work key stale was stale and is interrupted: t@host:1 did not come back (crash 1)" in (
+            caplog.text
+        )
+
+    def test_prunes_what_is_past_its_retention(self, store, clock):
+        self.hold(store, "old")
+        clock.advance(200_000)
+        assert sweep(make_app(store))["pruned"] == 1
+
+    def test_is_bounded_and_says_that_there_is_more(self, store, clock):
+        for n in range(5):
+            self.hold(store, str(n))
+        clock.advance(1000)
+        app = make_app(store)
+        reports = [sweep(app, limit=2) for _ in range(3)]
+        assert [report["interrupted"] for report in reports] == [2, 2, 1]
+        assert [report["more"] for report in reports] == [True, True, False]
+
+    def test_the_task_returns_the_counts_as_plain_data(self, store, clock):
+        self.hold(store, "stale")
+        clock.advance(1000)
+        app = make_app(store)
+        define(app)
+        result = app.tasks[SWEEP].apply()
+        assert result.get()["interrupted"] == 1
+        assert app.tasks[SWEEP].apply(kwargs={"limit": 1}).get()["interrupted"] == 0
+
+    def test_a_store_that_is_away_is_an_error_and_the_next_sweep_does_the_work(
+        self, store, clock, monkeypatch
+    ):
+        app = make_app(store)
+        stale = self.hold(store, "stale")
+        clock.advance(1000)
+        with monkeypatch.context() as patch, pytest.raises(StoreUnavailable):
+
+            def away(*_: object, **__: object) -> None:
+                raise StoreUnavailable("away")
+
+            patch.setattr(store, "sweep", away)
+            sweep(app)
+        assert sweep(app)["interrupted"] == 1
+        assert store.get(stale).crashes == 1
+
+
+def lambda_free() -> None: ...
+
+
+def test_installing_twice_is_installing_once():
+    app = make_app()
+    app.finalize()
+    install(app)
+    task = app.tasks[SWEEP]
+    install(app)
+    assert app.tasks[SWEEP] is task

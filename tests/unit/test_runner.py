@@ -1,0 +1,1022 @@
+"""The protocol around a run: claim, run, settle, release, replay, and nothing twice."""
+
+from __future__ import annotations
+
+import logging
+import opcode
+import random
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any, ClassVar
+
+import pytest
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+
+from celery_idempotent import lease, runner, signals
+from celery_idempotent.errors import (
+    FingerprintMismatch,
+    StoreMisconfigured,
+    StoreUnavailable,
+    TooManyCrashes,
+)
+from celery_idempotent.lease import current_claim
+from celery_idempotent.policy import Policy
+from celery_idempotent.records import Claimed, Identity, Record, State, Stored
+from celery_idempotent.runner import Call, Conflict, Ran, Replay, Runner, StoreFailed
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.testing import FakeClock
+
+IDENTITY = Identity(namespace="shop.charge", key="order-17")
+SIGNALS = {name: each for name, each in vars(signals).items() if isinstance(each, signals.Signal)}
+
+
+class TextCodec:
+    """Stores anything as its repr."""
+
+    def dump_value(self, value: Any) -> Stored | None:
+        return Stored(
+            content_type="text/plain", content_encoding="utf-8", body=repr(value).encode()
+        )
+
+    dump_error = dump_value
+
+
+class FlakyStore:
+    """A store whose verbs fail as told: before they reach it, or after, when only the answer is lost."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.calls: list[str] = []
+        self.attempts: list[bytes] = []
+        self._plans: dict[str, list[tuple[str, type[BaseException]]]] = {}
+        self._always: dict[str, type[BaseException]] = {}
+
+    def fail(self, verb: str, *errors: type[BaseException], when: str = "before") -> None:
+        self._plans.setdefault(verb, []).extend((when, error) for error in errors)
+
+    def fail_always(self, verb: str, error: type[BaseException]) -> None:
+        self._always[verb] = error
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        method = getattr(self._store, verb)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(verb)
+            if "attempt" in kwargs:
+                self.attempts.append(kwargs["attempt"])
+            plan = self._plans.get(verb)
+            when, error = plan.pop(0) if plan else ("before", self._always.get(verb))
+            if error is not None and when == "before":
+                raise error("on purpose")
+            answer = method(*args, **kwargs)
+            if error is not None:
+                raise error("on purpose")
+            return answer
+
+        return call
+
+
+class FakeTime:
+    """Stands in for the module ``time``: sleeping moves the clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.sleeps: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def memory(clock: FakeClock) -> MemoryStore:
+    return MemoryStore(clock)
+
+
+@pytest.fixture
+def store(memory: MemoryStore) -> FlakyStore:
+    return FlakyStore(memory)
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(runner, "time", fake)
+    return fake
+
+
+@pytest.fixture
+def events() -> Iterator[list[tuple[str, signals.Event]]]:
+    """The names and events of all signals in the order of their sending."""
+    seen: list[tuple[str, signals.Event]] = []
+    with listening(lambda name, event: seen.append((name, event))):
+        yield seen
+
+
+@contextmanager
+def listening(tell: Callable[[str, signals.Event], object]) -> Iterator[None]:
+    receivers = {}
+    for name, each in SIGNALS.items():
+
+        def receive(sender: object, event: signals.Event, name: str = name, **_: object) -> None:
+            tell(name, event)
+
+        each.connect(receive, weak=False)
+        receivers[name] = receive
+    try:
+        yield
+    finally:
+        for name, each in SIGNALS.items():
+            each.disconnect(receivers[name])
+
+
+@pytest.fixture
+def execute(store: FlakyStore) -> Callable[..., Any]:
+    """Execute a body: ``execute(body)``, with another call, policy, codec or store if need be."""
+
+    def execute(
+        body: Callable[[], Any],
+        *,
+        call: Call | None = None,
+        codec: Any = None,
+        store: Any = store,
+        **policy: Any,
+    ) -> Any:
+        return make_runner(store, codec=codec, **policy).execute(call or a_call(), body)
+
+    return execute
+
+
+def make_runner(store: Any, *, codec: Any = None, **policy: Any) -> Runner:
+    return Runner(
+        "shop.charge",
+        policy=Policy(**policy),
+        store=lambda: store,
+        codec=codec or TextCodec(),
+        sender=lambda: "sender",
+    )
+
+
+def a_call(
+    task_id: str = "t1",
+    *,
+    fingerprint: bytes | None = None,
+    identity: Identity = IDENTITY,
+) -> Call:
+    return Call(identity=identity, fingerprint=fingerprint, task_id=task_id, worker="host:1")
+
+
+def claim(store: Any, task_id: str = "other", *, lease_ms: int = 60_000) -> Record:
+    answer = store.claim(
+        IDENTITY,
+        attempt=random.randbytes(8),
+        lease_ms=lease_ms,
+        keep_ms=1000_000,
+        task_id=task_id,
+        worker="other:2",
+    )
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def settle(store: Any, record: Record, body: bytes = b"'theirs'") -> None:
+    value = Stored(content_type="text/plain", content_encoding="utf-8", body=body)
+    assert store.settle(record, state=State.COMPLETED, value=value, keep_ms=1000_000)
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def body() -> Any:
+        raise error
+
+    return body
+
+
+def never() -> Any:
+    pytest.fail("the body ran")
+
+
+def names(events: list[tuple[str, signals.Event]]) -> list[str]:
+    return [name for name, _ in events]
+
+
+class TestRunning:
+    def test_a_value_completes_the_record_and_is_returned(self, execute, memory, events):
+        assert execute(lambda: 42) == Ran(42)
+        record = memory.get(IDENTITY)
+        assert record.state is State.COMPLETED
+        assert record.value.body == b"42"
+        assert record.task_id == "t1"
+        assert names(events) == ["claimed", "settled"]
+
+    def test_it_takes_two_calls_of_the_store(self, execute, store):
+        execute(lambda: None)
+        assert store.calls == ["claim", "settle"]
+
+    def test_the_claim_is_known_inside_the_run_and_nowhere_else(self, execute):
+        seen = []
+        assert current_claim() is None
+        execute(lambda: seen.append(current_claim()))
+        (known,) = seen
+        assert (known.key, known.scope, known.crashes) == ("order-17", "", 0)
+        assert current_claim() is None
+
+    def test_the_claim_is_forgotten_after_a_failure_too(self, execute):
+        with pytest.raises(ValueError):
+            execute(raising(ValueError()))
+        assert current_claim() is None
+        assert not lease.heartbeat._due
+
+    def test_a_run_inside_a_run_has_a_claim_of_its_own(self, execute):
+        inner = a_call(identity=Identity(namespace="shop.mail", key="1"))
+        seen = []
+
+        def outer() -> None:
+            execute(lambda: seen.append(current_claim().key), call=inner)
+            seen.append(current_claim().key)
+
+        execute(outer)
+        assert seen == ["1", "order-17"]
+
+    def test_the_heartbeat_has_the_claim_while_the_run_lasts(self, execute):
+        def body() -> bool:
+            return weakref.ref(current_claim()) in lease.heartbeat._due
+
+        assert execute(body) == Ran(True)
+        assert not lease.heartbeat._due
+
+    def test_the_record_is_kept_for_the_retention(self, execute, memory, clock):
+        execute(lambda: 1, retention_ms=5000)
+        clock.advance(4999)
+        assert memory.get(IDENTITY) is not None
+        clock.advance(1)
+        assert memory.get(IDENTITY) is None
+
+    def test_without_retention_the_mark_is_kept_for_one_lease(self, execute, memory, clock):
+        execute(lambda: 1, retention_ms=0, lease_ms=7000)
+        clock.advance(6999)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+        clock.advance(1)
+        assert memory.get(IDENTITY) is None
+
+
+class TestEndings:
+    """Every row of the table of SPEC §4."""
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ValueError("x"),
+            Retry("later"),
+            Ignore(),
+            Reject("no"),
+            SoftTimeLimitExceeded(),
+            SystemExit(1),
+            KeyboardInterrupt(),
+            type("GreenletExit", (BaseException,), {})(),
+            StopIteration(),
+            GeneratorExit(),
+            StoreUnavailable("the body's own"),
+            MemoryError(),
+            RecursionError(),
+        ],
+        ids=lambda error: type(error).__name__,
+    )
+    def test_an_exception_gives_the_key_back_and_goes_on(self, execute, memory, events, error):
+        with pytest.raises(type(error)) as caught:
+            execute(raising(error))
+        assert caught.value is error
+        assert memory.get(IDENTITY) is None
+        assert names(events) == ["claimed", "released"]
+        assert execute(lambda: "again") == Ran("again")
+
+    def test_a_permanent_error_fails_the_record_and_goes_on(self, execute, memory, events):
+        error = KeyError("no such order")
+        with pytest.raises(KeyError) as caught:
+            execute(raising(error), permanent_errors=(ValueError, LookupError))
+        assert caught.value is error
+        record = memory.get(IDENTITY)
+        assert record.state is State.FAILED
+        assert record.value.body == b"KeyError('no such order')"
+        assert names(events) == ["claimed", "settled"]
+        assert execute(never) == Replay(record, 0)
+
+    def test_a_permanent_error_is_kept_for_the_retention_of_failures(self, execute, memory, clock):
+        with pytest.raises(ValueError):
+            execute(
+                raising(ValueError()), permanent_errors=(ValueError,), failure_retention_ms=3000
+            )
+        clock.advance(2999)
+        assert memory.get(IDENTITY) is not None
+        clock.advance(1)
+        assert memory.get(IDENTITY) is None
+
+    def test_a_replaced_task_completes_the_record_as_replaced(self, execute, memory):
+        def body() -> None:
+            current_claim().replaced = True
+            raise Ignore("replaced")
+
+        with pytest.raises(Ignore):
+            execute(body)
+        record = memory.get(IDENTITY)
+        assert (record.state, record.replaced, record.value) == (State.COMPLETED, True, None)
+
+    def test_a_key_given_back_before_a_retry_is_not_touched_again(self, execute, memory, store):
+        theirs = []
+
+        def body() -> None:
+            make_runner(store).release(current_claim())
+            theirs.append(claim(memory, "the retry"))
+            raise Retry("published")
+
+        with pytest.raises(Retry):
+            execute(body)
+        assert memory.get(IDENTITY) == theirs[0]
+        assert store.calls == ["claim", "release"]
+
+    def test_a_value_after_the_key_was_given_back_is_not_recorded(self, execute, memory, store):
+        def body() -> str:
+            make_runner(store).release(current_claim())
+            return "swallowed its own Retry"
+
+        assert execute(body) == Ran("swallowed its own Retry")
+        assert memory.get(IDENTITY) is None
+        assert "settle" not in store.calls
+
+    def test_a_release_finds_its_own_token_only(self, execute, memory, clock):
+        theirs = []
+
+        def body() -> None:
+            clock.advance(1001)
+            theirs.append(claim(memory))
+            raise ValueError
+
+        with pytest.raises(ValueError):
+            execute(body, lease_ms=1000)
+        assert memory.get(IDENTITY) == theirs[0]
+
+
+class TestDuplicates:
+    def test_a_settled_record_answers(self, execute, memory, clock, events):
+        execute(lambda: 42)
+        clock.advance(3000)
+        assert execute(never, call=a_call("t2")) == Replay(memory.get(IDENTITY), 3000)
+        assert names(events) == ["claimed", "settled", "replayed"]
+        assert events[-1][1].task_id == "t2"
+        assert events[-1][1].record.task_id == "t1"
+
+    def test_a_live_claim_is_a_conflict(self, execute, memory, clock, events):
+        theirs = claim(memory, lease_ms=5000)
+        clock.advance(2000)
+        assert execute(never) == Conflict(theirs, 3000)
+        assert names(events) == ["conflicted"]
+
+    def test_a_conflict_from_inside_the_run_is_seen_as_one(self, execute):
+        assert isinstance(execute(lambda: execute(never)).value, Conflict)
+
+    def test_other_arguments_are_refused(self, execute, memory, events):
+        execute(lambda: 42, call=a_call(fingerprint=b"a" * 16))
+        with pytest.raises(FingerprintMismatch, match="key order-17 belongs to task t1"):
+            execute(never, call=a_call("t2", fingerprint=b"b" * 16))
+        assert names(events) == ["claimed", "settled", "mismatched"]
+        assert memory.get(IDENTITY).task_id == "t1"
+
+    @pytest.mark.parametrize("fingerprint", [b"a" * 16, None])
+    def test_an_equal_or_missing_fingerprint_is_no_mismatch(self, execute, fingerprint):
+        execute(lambda: 42, call=a_call(fingerprint=b"a" * 16))
+        assert isinstance(execute(never, call=a_call("t2", fingerprint=fingerprint)), Replay)
+
+    def test_a_stale_claim_is_taken_over_and_counts_a_crash(self, execute, memory, clock):
+        claim(memory, lease_ms=1000)
+        clock.advance(1000)
+        assert execute(lambda: current_claim().crashes) == Ran(1)
+
+    def test_an_interrupted_record_runs_again(self, execute, memory):
+        theirs = claim(memory)
+        memory.interrupt(IDENTITY, token=theirs.token)
+        assert execute(lambda: current_claim().crashes) == Ran(1)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+
+
+class TestPoison:
+    def crash(self, memory: MemoryStore, times: int) -> None:
+        for _ in range(times):
+            memory.interrupt(IDENTITY, token=claim(memory).token)
+
+    def test_as_many_crashes_as_allowed_still_run(self, execute, memory):
+        self.crash(memory, 3)
+        assert execute(lambda: "ran") == Ran("ran")
+
+    def test_one_more_fails_it_without_a_run(self, execute, memory, events, caplog):
+        self.crash(memory, 4)
+        answer = execute(never)
+        assert isinstance(answer, Replay)
+        assert answer.record.state is State.FAILED
+        assert answer.record.value.body.startswith(b"TooManyCrashes(")
+        assert names(events) == ["settled", "replayed"]
+        assert "4 runs of shop.charge key order-17 ended in a crash" in caplog.text
+
+    def test_without_allowance_the_first_crash_is_the_last(self, execute, memory):
+        self.crash(memory, 1)
+        assert execute(never, max_crashes=0).record.state is State.FAILED
+
+    def test_the_stored_error_tells_how_many(self, execute, memory):
+        errors = []
+
+        class Codec(TextCodec):
+            def dump_error(self, error: BaseException) -> Stored | None:
+                errors.append(error)
+                return super().dump_value(error)
+
+        self.crash(memory, 5)
+        execute(never, codec=Codec())
+        assert isinstance(errors[0], TooManyCrashes)
+        assert errors[0].crashes == 5
+
+
+class TestLostLease:
+    def test_the_late_result_is_dropped_and_the_winner_answers(
+        self, execute, memory, clock, events, caplog
+    ):
+        def body() -> str:
+            clock.advance(1001)
+            settle(memory, claim(memory, "winner"))
+            return "late"
+
+        answer = execute(body, lease_ms=1000)
+        assert isinstance(answer, Replay)
+        assert answer.record.value.body == b"'theirs'"
+        assert answer.record.task_id == "winner"
+        assert names(events) == ["claimed", "lease_lost", "replayed"]
+        assert "its result is dropped" in caplog.text
+
+    def test_the_late_result_meets_a_holder_as_any_duplicate(self, execute, memory, clock):
+        theirs = []
+
+        def body() -> str:
+            clock.advance(1001)
+            theirs.append(claim(memory, lease_ms=5000))
+            return "late"
+
+        assert execute(body, lease_ms=1000) == Conflict(theirs[0], 5000)
+        assert not lease.heartbeat._due
+
+    def test_a_late_permanent_error_gives_way_to_the_winner_too(self, execute, memory, clock):
+        def body() -> None:
+            clock.advance(1001)
+            settle(memory, claim(memory))
+            raise ValueError
+
+        answer = execute(body, lease_ms=1000, permanent_errors=(ValueError,))
+        assert answer.record.value.body == b"'theirs'"
+
+    def test_a_lease_that_merely_ran_out_is_settled(self, execute, memory, clock):
+        assert execute(lambda: clock.advance(10_000), lease_ms=1000) == Ran(None)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+
+    def test_a_swept_claim_is_settled_all_the_same(self, execute, memory, clock):
+        def body() -> str:
+            clock.advance(1001)
+            assert memory.sweep(limit=10).interrupted
+            return "late but alone"
+
+        assert execute(body, lease_ms=1000) == Ran("late but alone")
+        record = memory.get(IDENTITY)
+        assert (record.state, record.crashes) == (State.COMPLETED, 1)
+
+    def test_a_forgotten_record_is_settled_anew(self, execute, memory):
+        assert execute(lambda: memory.forget(IDENTITY)) == Ran(True)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+
+    def test_a_winner_that_failed_leaves_the_key_and_the_late_result_takes_it(
+        self, execute, memory, clock
+    ):
+        def body() -> str:
+            clock.advance(1001)
+            memory.release(IDENTITY, token=claim(memory).token)
+            return "late"
+
+        assert execute(body, lease_ms=1000) == Ran("late")
+
+
+class TestStoreFailures:
+    def test_before_the_claim_nothing_runs(self, execute, store, events, fake_time):
+        store.fail_always("claim", StoreUnavailable)
+        answer = execute(never)
+        assert isinstance(answer, StoreFailed)
+        assert isinstance(answer.error, StoreUnavailable)
+        assert names(events) == ["store_failed"]
+        assert events[0][1].error is answer.error
+        assert 1 < fake_time.now - 1000 <= runner.CLAIM_PATIENCE
+        assert len(store.calls) > 3
+
+    def test_a_claim_is_repeated_as_the_same_attempt(self, execute, store, fake_time):
+        store.fail("claim", StoreUnavailable, StoreUnavailable)
+        assert execute(lambda: 1) == Ran(1)
+        assert len(store.attempts) == 3
+        assert len(set(store.attempts)) == 1
+
+    def test_a_claim_whose_answer_was_lost_does_not_meet_itself(
+        self, execute, store, memory, fake_time
+    ):
+        store.fail("claim", StoreUnavailable, when="after")
+        assert execute(lambda: current_claim().crashes) == Ran(0)
+        assert memory.get(IDENTITY).attempts == 1
+
+    def test_every_call_is_an_attempt_of_its_own(self, execute, store):
+        for key in "ab":
+            execute(lambda: 1, call=a_call(identity=Identity(namespace="n", key=key)))
+        assert len(set(store.attempts)) == 2
+
+    def test_a_misconfigured_store_is_not_asked_again(self, execute, store, events, fake_time):
+        store.fail_always("claim", StoreMisconfigured)
+        assert isinstance(execute(never).error, StoreMisconfigured)
+        assert store.calls == ["claim"]
+        assert names(events) == ["store_failed"]
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
+    def test_a_signal_during_the_claim_leaves_no_claim(self, execute, store, memory, when, error):
+        store.fail("claim", error, when=when)
+        with pytest.raises(error):
+            execute(never)
+        assert memory.get(IDENTITY) is None
+        assert len(set(store.attempts)) == 1
+
+    def test_a_signal_during_the_claim_leaves_the_claims_of_others(self, execute, store, memory):
+        theirs = claim(memory)
+        store.fail("claim", SoftTimeLimitExceeded)
+        with pytest.raises(SoftTimeLimitExceeded):
+            execute(never)
+        assert memory.get(IDENTITY) == theirs
+
+    def test_a_signal_during_the_claim_of_a_dead_store_is_still_the_signal(self, execute, store):
+        store.fail("claim", SystemExit)
+        store.fail_always("claim", StoreUnavailable)
+        with pytest.raises(SystemExit):
+            execute(never)
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_a_settle_is_repeated(self, execute, store, memory, events, fake_time, when):
+        store.fail("settle", *[StoreUnavailable] * 5, when=when)
+        assert execute(lambda: 1) == Ran(1)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+        assert names(events) == ["claimed", "settled"]
+        assert fake_time.sleeps
+
+    def test_a_settle_is_repeated_for_at_least_a_lease(
+        self, execute, store, memory, events, fake_time, caplog
+    ):
+        store.fail_always("settle", StoreUnavailable)
+        assert execute(lambda: 1, lease_ms=20_000) == Ran(1)
+        assert 15 <= fake_time.now - 1000 <= 25
+        assert names(events) == ["claimed", "settle_failed"]
+        assert isinstance(events[-1][1].error, StoreUnavailable)
+        assert [r.levelno for r in caplog.records] == [logging.CRITICAL]
+        assert memory.get(IDENTITY).state is State.PROCESSING
+        assert not lease.heartbeat._due
+
+    def test_a_settle_backs_off(self, execute, store, fake_time):
+        store.fail_always("settle", StoreUnavailable)
+        execute(lambda: 1, lease_ms=60_000)
+        assert fake_time.sleeps[0] <= 0.05
+        assert max(fake_time.sleeps) <= 5
+        assert 10 < len(fake_time.sleeps) < 40
+
+    def test_a_settle_refused_by_the_configuration_is_repeated_as_well(
+        self, execute, store, memory, fake_time
+    ):
+        store.fail("settle", StoreMisconfigured)
+        execute(lambda: 1)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_a_soft_limit_during_the_settle_does_not_end_it(
+        self, execute, store, memory, fake_time, when
+    ):
+        store.fail("settle", SoftTimeLimitExceeded, when=when)
+        assert execute(lambda: 1) == Ran(1)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_an_exit_during_the_settle_leaves_it_one_more_try(self, execute, store, memory, when):
+        store.fail("settle", SystemExit, when=when)
+        with pytest.raises(SystemExit):
+            execute(lambda: 1)
+        assert memory.get(IDENTITY).state is State.COMPLETED
+        assert store.calls == ["claim", "settle", "settle"]
+
+    def test_an_exit_while_the_store_is_away_leaves_the_key_to_its_lease(
+        self, execute, store, memory, fake_time
+    ):
+        store.fail("settle", StoreUnavailable, SystemExit)
+        store.fail_always("settle", StoreUnavailable)
+        with pytest.raises(SystemExit):
+            execute(lambda: 1)
+        assert memory.get(IDENTITY).state is State.PROCESSING
+        assert "release" not in store.calls
+
+    def test_a_release_is_repeated_for_a_while(self, execute, store, memory, fake_time):
+        store.fail("release", StoreUnavailable, StoreUnavailable)
+        with pytest.raises(ValueError):
+            execute(raising(ValueError()))
+        assert memory.get(IDENTITY) is None
+
+    def test_a_release_whose_answer_was_lost_is_done(self, execute, store, memory, fake_time):
+        store.fail("release", StoreUnavailable, when="after")
+        with pytest.raises(ValueError):
+            execute(raising(ValueError()))
+        assert memory.get(IDENTITY) is None
+
+    def test_a_release_that_cannot_be_had_is_left_to_the_lease(
+        self, execute, store, memory, events, fake_time, caplog
+    ):
+        store.fail_always("release", StoreUnavailable)
+        with pytest.raises(ValueError):
+            execute(raising(ValueError()))
+        assert fake_time.now - 1000 <= runner.RELEASE_PATIENCE
+        assert memory.get(IDENTITY).state is State.PROCESSING
+        assert names(events) == ["claimed"]
+        assert "could not release shop.charge key order-17" in caplog.text
+
+    def test_a_process_that_is_being_ended_does_not_wait_to_release(
+        self, execute, store, fake_time
+    ):
+        store.fail_always("release", StoreUnavailable)
+        with pytest.raises(SystemExit):
+            execute(raising(SystemExit(1)))
+        assert fake_time.sleeps == []
+        assert store.calls == ["claim", "release"]
+
+    def test_an_exit_during_the_release_tries_it_once_more(self, execute, store, memory):
+        store.fail("release", SystemExit)
+        with pytest.raises(SystemExit):
+            execute(raising(ValueError()))
+        assert memory.get(IDENTITY) is None
+
+
+class TestCodecFaults:
+    class Broken(TextCodec):
+        """Fails so often, then works."""
+
+        def __init__(self, times: int) -> None:
+            self.times = times
+
+        def dump_value(self, value: Any) -> Stored | None:
+            self.times -= 1
+            if self.times >= 0:
+                raise RuntimeError("a fault of ours")
+            return super().dump_value(value)
+
+        dump_error = dump_value
+
+    def test_a_signal_in_the_codec_costs_no_value(self, execute, memory, fake_time):
+        execute(lambda: 42, codec=self.Broken(1))
+        assert memory.get(IDENTITY).value.body == b"42"
+
+    def test_a_codec_that_always_fails_does_not_keep_the_record_from_completing(
+        self, execute, memory, fake_time
+    ):
+        assert execute(lambda: 42, codec=self.Broken(10**9)) == Ran(42)
+        record = memory.get(IDENTITY)
+        assert (record.state, record.value) == (State.COMPLETED, None)
+        assert fake_time.now - 1000 < 5, "the worker was blocked for a lease"
+
+    def test_an_exception_that_cannot_be_stored_still_fails_the_record(
+        self, execute, memory, fake_time
+    ):
+        with pytest.raises(ValueError):
+            execute(raising(ValueError()), codec=self.Broken(10**9), permanent_errors=(ValueError,))
+        record = memory.get(IDENTITY)
+        assert (record.state, record.value) == (State.FAILED, None)
+        assert fake_time.now - 1000 < 5, "the worker was blocked for a lease"
+
+
+class TestSignals:
+    def test_a_receiver_that_raises_changes_nothing(self, execute, memory):
+        def explode(name: str, event: signals.Event) -> None:
+            raise RuntimeError(name)
+
+        with listening(explode):
+            assert execute(lambda: 1) == Ran(1)
+            assert isinstance(execute(never), Replay)
+            with pytest.raises(ValueError):
+                execute(raising(ValueError()), call=a_call(identity=replace(IDENTITY, key="other")))
+        assert memory.get(IDENTITY).state is State.COMPLETED
+
+    def test_an_event_tells_task_identity_and_record(self, execute, memory, events):
+        execute(lambda: 1)
+        (_, event), _ = events
+        assert (event.task, event.task_id, event.identity) == ("shop.charge", "t1", IDENTITY)
+        assert event.record.state is State.PROCESSING
+
+
+# -- signals that strike anywhere --------------------------------------------------------------------------------------
+
+
+class Strike(Exception):
+    """Raised by a "signal handler"; an Exception, as SoftTimeLimitExceeded is."""
+
+
+class Striker:
+    """Raises at the n-th point where the interpreter would run a signal handler.
+
+    CPython looks for signals when it enters a function, after a call and when it jumps back (from 3.11; before, in more
+    places still). A trace function that raises is, for the code, the same as a signal handler that raises; and it
+    strikes the same point each time.
+    """
+
+    _CALLS: ClassVar = {code for name, code in opcode.opmap.items() if name.startswith("CALL")}
+    _JUMPS: ClassVar = {
+        code for name, code in opcode.opmap.items() if name.startswith("JUMP_BACKWARD")
+    }
+    _AFTER: ClassVar = _CALLS | _JUMPS | {opcode.opmap.get("JUMP_ABSOLUTE", -1)}
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.left = at
+        self.error = error
+        self.struck = ""
+        self._last: dict[FrameType, int] = {}
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            return function()
+        finally:
+            sys.settrace(before)
+            self._last.clear()
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        foreign = "hypothesis" in frame.f_code.co_filename  # it listens to the garbage collector
+        if self.struck or foreign or frame.f_code.co_filename == __file__:
+            return None
+        if event == "call":
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+            self._maybe_strike(frame)
+        elif event == "opcode":
+            last = self._last.get(frame)
+            self._last[frame] = frame.f_code.co_code[frame.f_lasti]
+            if last in self._AFTER:
+                self._maybe_strike(frame)
+        return self._trace
+
+    def _maybe_strike(self, frame: FrameType) -> None:
+        self.left -= 1
+        if self.left < 0:
+            code = frame.f_code
+            self.struck = f"{code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {code.co_name}"
+            raise self.error
+
+
+class Hangs(BaseException):
+    """Raised in a main thread that waits in vain."""
+
+
+class Rescue:
+    """Frees the main thread from a wait that does not end: ``arm()`` before each round, ``disarm()`` after it."""
+
+    def __init__(self, seconds: float = 1.0) -> None:
+        self._seconds = seconds
+        self._until = float("inf")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Rescue:
+        self._before = signal.signal(signal.SIGUSR2, self._raise)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        signal.signal(signal.SIGUSR2, self._before)
+
+    def arm(self) -> None:
+        self._until = time.monotonic() + self._seconds
+
+    def disarm(self) -> None:
+        self._until = float("inf")
+
+    def _raise(self, *_: object) -> None:
+        if self._until != float("inf"):
+            self.arm()  # what comes after may wait as well
+            raise Hangs
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            if time.monotonic() > self._until:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+
+
+def start(heartbeat: lease.Heartbeat) -> None:
+    """Have the thread started, as the first claim of a process does."""
+    make = Runner.__new__(Runner)
+    make.policy = Policy()
+    make._store = MemoryStore
+    other = make._hold(claim(MemoryStore()))
+    heartbeat.add(other)
+    heartbeat.remove(other)
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What came of a run that a signal struck ``at`` some place."""
+
+    at: str
+    ran: bool
+    state: State | None
+    raised: BaseException | None
+    result: object
+    renewed: bool
+    current: bool
+
+    def __str__(self) -> str:
+        ran = "ran" if self.ran else "did not run"
+        return f"{self.at}: {ran}, is {self.state}, gave {self.raised or self.result!r}"
+
+
+def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
+    """Run one body once for every place at which a signal can strike."""
+    with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
+        monkeypatch.setattr(runner, "time", FakeTime())
+        heartbeat = None
+        at = 0
+        while True:
+            if heartbeat is None:
+                heartbeat = lease.Heartbeat()
+                monkeypatch.setattr(runner, "heartbeat", heartbeat)
+                start(heartbeat)
+            store = MemoryStore()
+            effects: list[int] = []
+            striker = Striker(at, error())
+            # A body without a bytecode of its own: the effect and the end of run() are one.
+            run = partial(make_runner(store).execute, a_call(), partial(effects.append, 1))
+            raised: BaseException | None = None
+            result = None
+            rescue.arm()
+            try:
+                result = striker.run(run)
+                with heartbeat._lock:  # whoever comes next needs it
+                    pass
+            except BaseException as caught:  # noqa: BLE001  signals, and what they break
+                raised = caught
+            rescue.disarm()
+            if not striker.struck:
+                assert at > 100, "the striker does not strike"
+                return
+            record = store.get(IDENTITY)
+            yield End(
+                at=striker.struck,
+                ran=bool(effects),
+                state=record.state if record else None,
+                raised=raised,
+                result=result,
+                renewed=bool(heartbeat._due),
+                current=current_claim() is not None,
+            )
+            lease.running.set(None)
+            heartbeat._due.clear()
+            if isinstance(raised, Hangs):
+                heartbeat = None
+            at += 1
+
+
+@pytest.fixture(scope="module")
+def soft() -> list[End]:
+    return list(strike_everywhere(Strike))
+
+
+@pytest.fixture(scope="module")
+def hard() -> list[End]:
+    return list(strike_everywhere(SystemExit))
+
+
+class TestStrikes:
+    def expect(self, ends: list[End], right: Callable[[End], bool]) -> None:
+        wrong = [str(end) for end in ends if not right(end)]
+        assert not wrong, "\n".join(wrong)
+
+    def test_the_places_lie_before_and_after_the_run(self, soft):
+        assert sum(not end.ran for end in soft) > 30
+        assert sum(end.ran for end in soft) > 30
+
+    def test_a_soft_limit_that_strikes_after_the_run_leaves_it_completed(self, soft):
+        self.expect(soft, lambda end: not end.ran or end.state is State.COMPLETED)
+
+    def test_an_exit_that_strikes_after_the_run_never_releases_it(self, hard):
+        self.expect(
+            hard, lambda end: not end.ran or end.state in (State.COMPLETED, State.PROCESSING)
+        )
+
+    def test_what_strikes_before_the_run_completes_nothing(self, soft, hard):
+        self.expect(soft + hard, lambda end: end.ran or end.state in (None, State.PROCESSING))
+
+    def test_a_soft_limit_is_raised_or_the_value_returned(self, soft):
+        self.expect(soft, lambda end: end.result == Ran(None) or isinstance(end.raised, Strike))
+
+    def test_an_exit_is_never_swallowed(self, hard):
+        self.expect(hard, lambda end: isinstance(end.raised, SystemExit))
+
+    def test_no_strike_makes_the_next_run_wait_for_ever(self, soft, hard):
+        self.expect(soft + hard, lambda end: not isinstance(end.raised, Hangs))
+
+    def test_no_strike_leaves_a_claim_to_be_renewed_for_ever(self, soft, hard):
+        # One that is settled or released is dropped at its next renewal.
+        self.expect(soft + hard, lambda end: not (end.renewed and end.state is State.PROCESSING))
+
+    def test_no_strike_leaves_the_claim_behind_as_the_current_one(self, soft):
+        self.expect(soft, lambda end: not end.current)
+
+
+@pytest.mark.timeout(60, method="thread")  # the timer is ours
+# Where it strikes a destructor or a callback of the garbage collector, Python swallows the exception and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+class TestTimers:
+    """The same with real signals, at random microseconds around the end of run()."""
+
+    ROUNDS = 300
+
+    @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+    def any_store(self, request: pytest.FixtureRequest) -> Iterator[Any]:
+        if request.param == "memory":
+            yield MemoryStore()
+        else:
+            url, prefix = (request.getfixturevalue(name) for name in ("redis_url", "prefix"))
+            store = RedisStore(url, prefix=prefix)
+            yield store
+            store.close()
+
+    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
+    def test_a_signal_around_the_end_of_run_never_gives_the_key_back(
+        self, any_store, error, monkeypatch
+    ):
+        def strike(*_: object) -> None:
+            raise error
+
+        heartbeat = lease.Heartbeat()
+        monkeypatch.setattr(runner, "heartbeat", heartbeat)
+        start(heartbeat)
+        run = make_runner(any_store).execute
+        typical = self.duration(run, "warm-up")
+        before = signal.signal(signal.SIGALRM, strike)
+        struck = 0
+        try:
+            with Rescue() as rescue:
+                for n in range(self.ROUNDS):
+                    effects: list[int] = []
+                    identity = Identity(namespace="shop.charge", key=f"{error.__name__}-{n}")
+                    call = a_call(identity=identity)
+                    rescue.arm()
+                    try:
+                        try:
+                            delay = random.uniform(1e-6, 1.2 * typical)
+                            signal.setitimer(signal.ITIMER_REAL, delay)
+                            run(call, partial(effects.append, n))
+                        finally:
+                            signal.setitimer(signal.ITIMER_REAL, 0)  # or struck right here
+                    except error:
+                        struck += 1
+                    except Hangs:
+                        pytest.fail(f"round {n} hangs, struck by itself or the one before")
+                    rescue.disarm()
+                    record = any_store.get(identity)
+                    state = record.state if record else None
+                    if effects and error is SystemExit:
+                        assert state in (State.COMPLETED, State.PROCESSING), f"round {n}"
+                    elif effects:
+                        assert state is State.COMPLETED, f"round {n}"
+                    else:
+                        assert state in (None, State.PROCESSING), f"round {n}"
+                    if state is not State.PROCESSING:
+                        run(call, partial(effects.append, n))  # whoever asks next
+                        assert len(effects) == 1, f"round {n}"
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert struck > self.ROUNDS / 20, "the timer hardly ever struck inside a run"
+
+    def duration(self, run: Callable[..., Any], key: str) -> float:
+        took = []
+        for n in range(20):
+            identity = Identity(namespace="shop.charge", key=f"{key}-{random.random()}-{n}")
+            start = time.perf_counter()
+            run(a_call(identity=identity), lambda: None)
+            took.append(time.perf_counter() - start)
+        return sorted(took)[len(took) // 2]

@@ -1,0 +1,242 @@
+"""Signals: one an outcome, each with one frozen event, and no receiver changes anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, reaper, signals
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.signals import Event
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
+
+Seen = list[tuple[str, Any, Event]]
+
+NAMES = [name for name in signals.__all__ if isinstance(getattr(signals, name), signals.Signal)]
+
+
+@pytest.fixture(params=["noting", "raising"])
+def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
+    """All signals: name, sender, event; with one more receiver that raises, or without."""
+    seen: Seen = []
+    receivers: list[tuple[str, Callable[..., None]]] = []
+    for name in NAMES:
+
+        def note(sender: object, event: Event, name: str = name, **_: object) -> None:
+            seen.append((name, sender, event))
+
+        def explode(**_: object) -> None:
+            raise RuntimeError("a receiver's own trouble")
+
+        receivers += [(name, note)] if request.param == "noting" else [(name, explode), (name, note)]
+    for name, receiver in receivers:
+        getattr(signals, name).connect(receiver, weak=False)
+    yield seen
+    for name, receiver in receivers:
+        getattr(signals, name).disconnect(receiver)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def store(clock: FakeClock) -> MemoryStore:
+    return MemoryStore(clock)
+
+
+@pytest.fixture
+def app(store: MemoryStore) -> Celery:
+    app = Celery("signals", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store=store, task_eager_propagates=True)
+    return app
+
+
+@pytest.fixture
+def task(app: Celery) -> Any:
+    @app.task(
+        name="shop.charge",
+        base=IdempotentTask,
+        shared=False,
+        bind=True,
+        idempotency_key="order_id",
+        idempotency_permanent_errors=(KeyError,),
+        idempotency_fingerprint=("order_id",),
+        idempotency_lease=5,
+    )
+    def charge(self: Any, order_id: str, then: Callable[[], object] = lambda: None) -> object:
+        return then()
+
+    charge.idempotency_policy  # noqa: B018  finalizes the app
+    return charge
+
+
+def identity(key: str) -> Identity:
+    return Identity(namespace="shop.charge", key=key)
+
+
+def outcomes(seen: Seen) -> list[str]:
+    return [name for name, _, _ in seen]
+
+
+def fail(error: BaseException) -> Callable[[], object]:
+    def then() -> object:
+        raise error
+
+    return then
+
+
+def test_there_is_one_for_each_outcome():
+    assert set(NAMES) == set(
+        "claimed replayed conflicted mismatched settled released interrupted lease_lost swept "
+        "settle_failed store_failed".split()
+    )
+
+
+def test_an_event_is_frozen_and_has_no_dict():
+    event = Event(task="shop.charge")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        event.task = "another"  # type: ignore[misc]
+    assert not hasattr(event, "__dict__")
+
+
+def test_a_run_tells_claimed_and_settled(task, seen, store):
+    result = task.apply(("o",), task_id="t1")
+    assert result.get() is None
+    assert outcomes(seen) == ["claimed", "settled"]
+    for _, sender, event in seen:
+        assert sender is task
+        assert (event.task, event.task_id) == ("shop.charge", "t1")
+        assert event.identity == identity("o")
+        assert event.record.token == store.get(identity("o")).token
+        assert event.error is None
+
+
+def test_a_duplicate_tells_replayed_with_the_first_ones_record(task, seen):
+    task.apply(("o",), task_id="t1")
+    task.apply(("o",), task_id="t2").get()
+    name, _, event = seen[-1]
+    assert (name, event.task_id, event.record.task_id) == ("replayed", "t2", "t1")
+    assert event.record.state is State.COMPLETED
+
+
+def test_a_failure_tells_released(task, seen):
+    with pytest.raises(ValueError):
+        task.apply(("o", fail(ValueError())))
+    assert outcomes(seen) == ["claimed", "released"]
+
+
+def test_a_permanent_failure_tells_settled_and_its_duplicate_replayed(task, seen):
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            task.apply(("o", fail(KeyError("gone"))))
+    assert outcomes(seen) == ["claimed", "settled", "replayed"]
+
+
+def test_a_conflict_tells_conflicted_with_the_holders_record(task, seen, store):
+    theirs = hold(store, "o")
+    task.apply(("o",), throw=False)
+    assert outcomes(seen) == ["conflicted"]
+    assert seen[0][2].record == theirs
+
+
+def test_other_arguments_tell_mismatched(app, seen):
+    @app.task(name="pay", base=IdempotentTask, shared=False, idempotency_key="a")
+    def pay(a: int, b: int) -> None: ...
+
+    pay.apply((1, 2))
+    with pytest.raises(FingerprintMismatch):
+        pay.apply((1, 3))
+    assert outcomes(seen) == ["claimed", "settled", "mismatched"]
+
+
+def test_a_lost_lease_tells_lease_lost_then_what_the_duplicate_meets(task, seen, store, clock):
+    def then() -> None:
+        clock.advance(5000)
+        record = hold(store, "o")
+        store.settle(record, state=State.FAILED, value=None, keep_ms=10_000)
+
+    task.apply(("o", then), throw=False)
+    assert outcomes(seen) == ["claimed", "lease_lost", "replayed"]
+    assert seen[1][2].record.token < store.get(identity("o")).token
+
+
+def test_a_store_that_is_away_tells_store_failed_with_the_error(task, seen, monkeypatch):
+    error = StoreUnavailable("away")
+
+    def claim(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("celery_idempotent.runner.CLAIM_PATIENCE", 0.1)
+    monkeypatch.setattr(MemoryStore, "claim", claim)
+    with pytest.raises(StoreUnavailable):
+        task.apply(("o",))
+    assert outcomes(seen) == ["store_failed"]
+    assert seen[0][2].error is error
+    assert seen[0][2].record is None
+
+
+def test_a_settle_that_cannot_be_had_tells_settle_failed(app, seen, monkeypatch):
+    error = StoreUnavailable("away")
+
+    def settle(*_: object, **__: object) -> None:
+        raise error
+
+    @app.task(name="short", base=IdempotentTask, shared=False, idempotency_lease=0.2)
+    def short() -> str:
+        return "done"
+
+    monkeypatch.setattr(MemoryStore, "settle", settle)
+    assert short.apply().get() == "done"
+    assert outcomes(seen) == ["claimed", "settle_failed"]
+    assert seen[1][2].error is error
+    assert seen[1][2].record is not None
+
+
+def test_a_sweep_tells_interrupted_for_each_and_swept_once(task, app, seen, store, clock):
+    for key in ("a", "b"):
+        hold(store, key)
+    clock.advance(60_000)
+    report = reaper.sweep(app)
+    assert report["interrupted"] == 2
+    assert sorted(outcomes(seen)) == ["interrupted", "interrupted", "swept"]
+    name, _, event = seen[-1]
+    assert (name, event.task, event.count) == ("swept", reaper.SWEEP, 2)
+    interrupted = {event.identity.key: event for name, _, event in seen if name == "interrupted"}
+    assert set(interrupted) == {"a", "b"}
+    assert interrupted["a"].record.state is State.INTERRUPTED
+    assert interrupted["a"].task == "shop.charge"
+
+
+def test_without_receivers_nothing_is_built(task, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an event was built for nobody")
+
+    monkeypatch.setattr("celery_idempotent.runner.Event", refuse)
+    task.apply(("o",)).get()
+    task.apply(("o",)).get()
+
+
+def hold(store: MemoryStore, key: str) -> Any:
+    answer = store.claim(
+        identity(key),
+        attempt=os.urandom(8),
+        lease_ms=30_000,
+        keep_ms=90_000,
+        task_id="other",
+        worker="another-host:1",
+    )
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def test_the_store_of_the_app_is_the_one_of_the_setting(app, store):
+    assert get_store(app) is store
