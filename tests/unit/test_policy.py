@@ -322,19 +322,13 @@ class TestFunctions:
         assert task.identify_delivery({}, ["o"], {}, task_id="id").identity.key == "<o>"
 
 
-def loaded(app: Celery) -> Any:
-    """Return the settings of an app once something read one of them."""
-    app.conf.get("broker_url")
-    return app.conf
-
-
 class TestWhatTheUserSet:
     """Reading Celery's settings in every form that Celery takes."""
 
     def test_nothing_set_is_nothing_found(self):
         app = Celery("empty", set_as_current=False)
-        assert own_settings(loaded(app)) == []
-        assert not is_explicit(loaded(app), "task_acks_late")
+        assert own_settings(app) == []
+        assert not is_explicit(app, "task_acks_late")
 
     @pytest.mark.parametrize("value", [True, False])
     def test_a_setting_by_attribute_update_or_keyword(self, value):
@@ -344,18 +338,18 @@ class TestWhatTheUserSet:
         by_update.conf.update(task_acks_late=value, idempotency_lease=3)
         by_keyword = Celery("c", set_as_current=False, task_acks_late=value, idempotency_lease=3)
         for app in (by_attribute, by_update, by_keyword):
-            assert is_explicit(loaded(app), "task_acks_late")
-            assert not is_explicit(loaded(app), "task_reject_on_worker_lost")
+            assert is_explicit(app, "task_acks_late")
+            assert not is_explicit(app, "task_reject_on_worker_lost")
         for app in (by_update, by_keyword):
-            assert "idempotency_lease" in own_settings(loaded(app))
+            assert "idempotency_lease" in own_settings(app)
 
     @pytest.mark.parametrize("old", [False, True])
     def test_a_config_object(self, old):
         app = Celery("d", set_as_current=False)
         name = "CELERY_ACKS_LATE" if old else "task_acks_late"
         app.config_from_object(SimpleNamespace(**{name: False}))
-        assert is_explicit(loaded(app), "task_acks_late")
-        assert not is_explicit(loaded(app), "task_reject_on_worker_lost")
+        assert is_explicit(app, "task_acks_late")
+        assert not is_explicit(app, "task_reject_on_worker_lost")
 
     def test_a_namespaced_config_object(self):
         app = Celery("e", set_as_current=False)
@@ -365,19 +359,19 @@ class TestWhatTheUserSet:
             ),
             namespace="CELERY",
         )
-        assert is_explicit(loaded(app), "task_acks_late")
-        assert own_settings(loaded(app)) == ["idempotency_lease"]
+        assert is_explicit(app, "task_acks_late")
+        assert own_settings(app) == ["idempotency_lease"]
 
     def test_a_namespaced_config_in_a_dict(self):
         app = Celery("f", set_as_current=False)
         app.config_from_object({"CELERY_TASK_ACKS_LATE": True}, namespace="CELERY")
-        assert is_explicit(loaded(app), "task_acks_late")
+        assert is_explicit(app, "task_acks_late")
 
     def test_a_setting_made_after_the_config_object(self):
         app = Celery("g", set_as_current=False)
         app.config_from_object(SimpleNamespace(CELERY_IDEMPOTENCY_LEASE=3), namespace="CELERY")
         app.conf.idempotency_retention = 4
-        assert sorted(own_settings(loaded(app))) == ["idempotency_lease", "idempotency_retention"]
+        assert sorted(own_settings(app)) == ["idempotency_lease", "idempotency_retention"]
         assert policy(app).retention_ms == 4000
 
 
