@@ -180,11 +180,14 @@ class Runner:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
         attempt = os.urandom(ATTEMPT_BYTES)
         give_up = time.monotonic() + CLAIM_PATIENCE
-        delay = 0.05
+        delay = 0.0
         while True:
             try:
+                if delay:
+                    time.sleep(delay * random.uniform(0.5, 1))
                 return self._claim_once(call, attempt)
             except StoreUnavailable:
+                delay = delay * 2 or 0.05
                 if time.monotonic() + delay > give_up:
                     raise
             except StoreMisconfigured:
@@ -193,8 +196,6 @@ class Runner:
                 # A time limit or SIGTERM while the answer was on its way: the key may be ours already.
                 self._abandon(call, attempt)
                 raise
-            time.sleep(delay * random.uniform(0.5, 1))
-            delay *= 2
 
     def _claim_once(self, call: Call, attempt: bytes) -> Answer:
         return self._store().claim(
@@ -312,11 +313,15 @@ class Runner:
         claim.given_back = True
         identity = claim.record.identity
         give_up = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
-        delay = 0.05
+        delay = 0.0
         while True:
             try:
+                if delay:
+                    time.sleep(delay)
                 claim.store.release(identity, token=claim.token)
+                break
             except _STORE_ERRORS as error:
+                delay = delay * 2 or 0.05
                 if time.monotonic() + delay > give_up:
                     logger.warning(
                         "idempotency: could not release %s, its lease will end it: %s",
@@ -328,11 +333,7 @@ class Runner:
                 with suppress(Exception):
                     claim.store.release(identity, token=claim.token)
                 raise
-            else:
-                self._emit(signals.released, claim.record, claim.record)
-                return
-            time.sleep(delay)
-            delay *= 2
+        self._emit(signals.released, claim.record, claim.record)
 
     def _settle(
         self,

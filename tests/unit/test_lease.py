@@ -62,8 +62,7 @@ def heartbeat() -> Iterator[Heartbeat]:
     """A heartbeat of the test's own; its thread is left with nothing to do."""
     heartbeat = Heartbeat()
     yield heartbeat
-    for claim in list(heartbeat._due):
-        heartbeat.remove(claim)
+    heartbeat._due.clear()
 
 
 @pytest.fixture
@@ -213,24 +212,27 @@ class TestHeartbeat:
         assert {key for _, keys in store.renewals for key in keys} == {"keeper"}
 
     def test_a_shorter_lease_is_not_kept_waiting_by_a_longer_one(self, heartbeat, store):
-        heartbeat.add(take(store, "long", lease_ms=600_000))
+        long, short = take(store, "long", lease_ms=600_000), take(store, "short", lease_ms=300)
+        heartbeat.add(long)
         wait_for(lambda: heartbeat._next < float("inf"), what="the thread to wait")
         start = time.monotonic()
-        heartbeat.add(take(store, "short", lease_ms=300))
+        heartbeat.add(short)
         wait_for(lambda: store.times("short"), 5, "the short one's renewal", interval=0.005)
         assert 0.099 <= store.times("short")[0] - start < 0.3
         assert store.times("long") == []
 
     def test_claims_of_one_store_that_are_due_are_renewed_in_one_call(self, heartbeat, store):
-        for n in range(20):
-            heartbeat.add(take(store, str(n), lease_ms=600))
+        claims = [take(store, str(n), lease_ms=600) for n in range(20)]
+        for claim in claims:
+            heartbeat.add(claim)
         wait_for(lambda: len(store.times("19")) >= 2, what="beats", interval=0.005)
         assert len(store.renewals) < 20
 
     def test_each_store_is_asked_for_its_own(self, heartbeat):
         stores = [Store(), Store()]
-        for n, each in enumerate(stores):
-            heartbeat.add(take(each, str(n)))
+        claims = [take(each, str(n)) for n, each in enumerate(stores)]
+        for claim in claims:
+            heartbeat.add(claim)
         wait_for(lambda: all(each.renewals for each in stores), what="both to be asked")
         assert [set(each.renewals[0][1]) for each in stores] == [{"0"}, {"1"}]
 
@@ -242,6 +244,15 @@ class TestHeartbeat:
         wait_for(lambda: len(store.times("kept")) >= 2, what="beats", interval=0.005)
         assert store.times("gone") == []
         heartbeat.remove(gone)  # twice is once
+
+    def test_a_claim_that_was_dropped_without_a_word_is_not_kept_alive(self, heartbeat, store):
+        dropped, kept = take(store, "dropped"), take(store, "kept")
+        heartbeat.add(dropped)
+        heartbeat.add(kept)
+        del dropped
+        wait_for(lambda: len(store.times("kept")) >= 3, what="beats", interval=0.005)
+        assert store.times("dropped") == []
+        assert len(heartbeat._due) == 1
 
     def test_a_lost_claim_is_flagged_and_not_asked_for_again(self, heartbeat, store, caplog):
         lost, kept = take(store, "lost"), take(store, "kept")
@@ -278,8 +289,8 @@ class TestHeartbeat:
     def test_one_store_that_is_away_does_not_stop_the_others(self, heartbeat):
         away, there = Store(), Store()
         away.errors = [StoreUnavailable("away")] * 1000
-        heartbeat.add(take(away, "a"))
-        claim = take(there, "b")
+        first, claim = take(away, "a"), take(there, "b")
+        heartbeat.add(first)
         heartbeat.add(claim)
         wait_for(lambda: len(there.renewals) >= 3, what="its beats")
         assert not claim.lost
@@ -294,7 +305,7 @@ class TestHeartbeat:
             "from celery_idempotent.lease import heartbeat;"
             "from celery_idempotent.stores.memory import MemoryStore;"
             "from tests.unit.test_lease import take;"
-            "heartbeat.add(take(MemoryStore(), lease_ms=60_000)); print('added')"
+            "claim = take(MemoryStore(), lease_ms=60_000); heartbeat.add(claim); print('added')"
         )
         ended = subprocess.run(
             [sys.executable, "-c", code],
@@ -327,12 +338,14 @@ class TestFork:
         return text
 
     def test_a_child_starts_without_the_claims_of_its_parent(self, heartbeat, store):
-        heartbeat.add(take(store))
+        claim = take(store)
+        heartbeat.add(claim)
         assert self.in_child(lambda: len(heartbeat._due)) == "0"
         assert len(heartbeat._due) == 1
 
     def test_a_child_starts_a_thread_of_its_own(self, heartbeat, store):
-        heartbeat.add(take(store))
+        parents = take(store)
+        heartbeat.add(parents)
 
         def child() -> str:
             before = len(os.listdir("/proc/self/task"))
@@ -384,6 +397,6 @@ class TestFork:
         claim = take(store, lease_ms=60_000)
         lease.heartbeat.add(claim)
         try:
-            assert self.in_child(lambda: claim in lease.heartbeat._due) == "False"
+            assert self.in_child(lambda: len(lease.heartbeat._due)) == "0"
         finally:
             lease.heartbeat.remove(claim)

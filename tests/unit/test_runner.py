@@ -877,7 +877,8 @@ def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
                 with heartbeat._lock:  # whoever comes next needs it
                     pass
             except BaseException as caught:  # noqa: BLE001  signals, and what they break
-                raised = caught
+                raised = caught.with_traceback(None)  # its frames hold the claim
+                raised.__context__ = None
             rescue.disarm()
             if not striker.struck:
                 assert at > 100, "the striker does not strike"
@@ -889,7 +890,7 @@ def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
                 state=record.state if record else None,
                 raised=raised,
                 result=result,
-                renewed=bool(heartbeat._due),
+                renewed=any(known() is not None for known in heartbeat._due),
                 current=current_claim() is not None,
             )
             lease.running.set(None)

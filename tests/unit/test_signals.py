@@ -108,12 +108,12 @@ def test_an_event_is_frozen_and_has_no_dict():
     assert not hasattr(event, "__dict__")
 
 
-def test_a_run_tells_claimed_and_settled(task, seen, store):
+def test_a_run_tells_claimed_and_settled(app, task, seen, store):
     result = task.apply(("o",), task_id="t1")
     assert result.get() is None
     assert outcomes(seen) == ["claimed", "settled"]
     for _, sender, event in seen:
-        assert sender is task
+        assert sender is app.tasks["shop.charge"]
         assert (event.task, event.task_id) == ("shop.charge", "t1")
         assert event.identity == identity("o")
         assert event.record.token == store.get(identity("o")).token
