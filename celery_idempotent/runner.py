@@ -186,7 +186,7 @@ class Runner:
                 if delay:
                     time.sleep(delay * random.uniform(0.5, 1))
                 return self._claim_once(call, attempt)
-            except StoreUnavailable:
+            except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
                 delay = delay * 2 or 0.05
                 if time.monotonic() + delay > give_up:
                     raise
