@@ -20,6 +20,7 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import signals
+from celery_idempotent.hooks import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
@@ -94,7 +95,7 @@ class Request(CeleryRequest):
         headers = self.request_dict
         args, kwargs, _ = self._payload  # type: ignore[attr-defined]
         identified = task.identify_delivery(
-            headers,
+            {**as_mapping(headers.get("stamps")), **headers},
             args,
             kwargs,
             task_id=self.id,

@@ -1,0 +1,394 @@
+"""What the worker's main process does when a child of its pool is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from billiard.einfo import ExceptionInfo
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, WorkerLostError
+
+from celery_idempotent import IdempotentTask, request, signals
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import Claimed, Identity, Record, State
+from celery_idempotent.request import gone
+from celery_idempotent.stores.memory import MemoryStore
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that sleeps, and is not waited for while the test runs."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class TestGone:
+    def test_a_living_child_is_not(self, child):
+        assert not gone(child.pid)
+
+    def test_we_are_not(self):
+        assert not gone(os.getpid())
+
+    def test_a_stopped_child_is_not(self, child):
+        os.kill(child.pid, signal.SIGSTOP)
+        assert not gone(child.pid)
+
+    def test_a_dead_child_is_before_it_was_waited_for_and_can_still_be(self, child):
+        child.send_signal(signal.SIGKILL)
+        wait_for(lambda: gone(child.pid), what="the death to be seen")
+        assert gone(child.pid)
+        # It was looked at, not taken from whoever waits for it.
+        assert os.waitpid(child.pid, 0)[1] == signal.SIGKILL
+        child.returncode = -signal.SIGKILL
+
+    def test_a_child_that_was_waited_for_is(self, child):
+        child.kill()
+        child.wait()
+        assert gone(child.pid)
+
+    def test_a_living_process_of_somebody_else_is_not(self):
+        assert not gone(os.getppid())
+        assert not gone(1)
+
+    def test_a_process_that_we_may_not_signal_is_not(self, monkeypatch):
+        def refuse(pid: int, number: int) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(request.os, "kill", refuse)
+        assert not gone(os.getppid())
+
+    def test_without_waitid_a_process_is_asked_for_by_a_signal(self, child, monkeypatch):
+        monkeypatch.delattr(request.os, "waitid")
+        assert not gone(child.pid)
+        child.kill()
+        child.wait()
+        assert gone(child.pid)
+
+
+class Reply:
+    """A message as the consumer hands it over; notes how it was answered."""
+
+    def __init__(self) -> None:
+        self.answers: list[str] = []
+        self.delivery_info: dict[str, Any] = {}
+        self.properties: dict[str, Any] = {}
+        self.headers: dict[str, Any] = {}
+        self.body: Any = None
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def app(store: MemoryStore) -> Celery:
+    app = Celery("request", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store=store, idempotency_lease=20)
+    return app
+
+
+@pytest.fixture
+def task(app: Celery) -> Any:
+    @app.task(name="work", base=IdempotentTask, shared=False, idempotency_key="key")
+    def work(key: str) -> None: ...
+
+    work.idempotency_policy  # noqa: B018
+    return app.tasks["work"]
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(app: Celery, task: Any) -> Make:
+    """Make a request as the consumer does, started in the child with this pid."""
+
+    def make(pid: int | None, *, key: str = "k", task_id: str = "t1", **headers: Any) -> Any:
+        from celery.worker.request import create_request_cls
+
+        cls = create_request_cls(
+            request.Request, task, SimpleNamespace(apply_async=None), "here", None
+        )
+        message = Reply()
+        made = cls(
+            message,
+            app=app,
+            task=task,
+            decoded=True,
+            body=[[key], {}, {}],
+            headers={"id": task_id, "task": "work", **headers},
+            on_ack=lambda *_: message.answers.append("ack"),
+            on_reject=lambda *_: message.answers.append("reject"),
+        )
+        if pid is not None:
+            made.worker_pid = pid
+            made.time_start = time.monotonic()
+        made.answers = message.answers
+        return made
+
+    return make
+
+
+def identity(key: str = "k") -> Identity:
+    return Identity(namespace="work", key=key)
+
+
+def hold(store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: str = "t1") -> Record:
+    answer = store.claim(
+        identity(key),
+        attempt=os.urandom(8),
+        lease_ms=20_000,
+        keep_ms=60_000,
+        task_id=task_id,
+        worker=task.worker_name(pid),
+    )
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def undertakers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "idempotency-interrupt"]
+
+
+@pytest.fixture(autouse=True)
+def _no_undertaker_left() -> Iterator[None]:
+    yield
+    wait_for(lambda: not undertakers(), 25, "every undertaker to end")
+
+
+@pytest.fixture
+def dead() -> int:
+    """The pid of a process that was."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def einfo(error: BaseException) -> Any:
+    try:
+        raise error
+    except type(error):
+        return ExceptionInfo()
+
+
+LOSSES = [
+    WorkerLostError("signal 9"),
+    Terminated(15),
+    TimeLimitExceeded(5),
+    SystemExit(1),
+]
+
+
+class TestLostChild:
+    @pytest.mark.parametrize("error", LOSSES, ids=lambda error: type(error).__name__)
+    def test_its_claim_is_interrupted_before_the_message_goes_back(
+        self, make, store, task, dead, error
+    ):
+        hold(store, task, dead)
+        lost = make(dead)
+        lost._on_reject = lambda *_: lost.answers.append(store.get(identity()).state)
+        lost.on_failure(einfo(error))
+        record = store.get(identity())
+        assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
+        assert set(lost.answers) <= {"ack", State.INTERRUPTED}
+
+    def test_a_lost_one_is_rejected_after_that(self, make, store, task, dead):
+        hold(store, task, dead)
+        lost = make(dead)
+        lost._on_reject = lambda *_: lost.answers.append(store.get(identity()).state)
+        lost.on_failure(einfo(WorkerLostError("signal 9")))
+        assert lost.answers == [State.INTERRUPTED]
+
+    def test_the_signal_tells_of_it(self, make, store, task, dead):
+        seen: list[Any] = []
+
+        def note(sender: Any, event: signals.Event, **_: Any) -> None:
+            seen.append((sender, event))
+
+        signals.interrupted.connect(note, weak=False)
+        try:
+            hold(store, task, dead)
+            make(dead).on_failure(einfo(WorkerLostError()))
+        finally:
+            signals.interrupted.disconnect(note)
+        ((sender, event),) = seen
+        assert sender is task
+        assert (event.task, event.task_id, event.identity) == ("work", "t1", identity())
+        assert event.record.state is State.INTERRUPTED
+
+    @pytest.mark.parametrize(
+        "error", [ValueError("x"), Ignore(), Reject("x", requeue=True)], ids=lambda e: type(e).__name__
+    )
+    def test_any_other_failure_is_no_loss(self, make, store, task, dead, error):
+        before = hold(store, task, dead)
+        make(dead).on_failure(einfo(error))
+        assert store.get(identity()) == before
+
+    def test_a_hard_limit_interrupts_once_the_child_is_dead(self, make, store, task, child):
+        before = hold(store, task, child.pid)
+        lost = make(child.pid)
+        lost.on_timeout(soft=False, timeout=5)
+        lost.on_failure(einfo(TimeLimitExceeded(5)))
+        assert store.get(identity()) == before
+        child.kill()
+        wait_for(
+            lambda: store.get(identity()).state is State.INTERRUPTED, 5, "the claim to be free"
+        )
+        wait_for(lambda: not undertakers(), what="the undertakers to end")
+        assert store.get(identity()).crashes == 1
+
+    def test_a_soft_limit_is_no_loss(self, make, store, task, dead):
+        before = hold(store, task, dead)
+        make(dead).on_timeout(soft=True, timeout=5)
+        assert store.get(identity()) == before
+        assert not undertakers()
+
+    def test_the_main_process_does_not_wait_for_a_child_that_it_is_yet_to_kill(
+        self, make, store, task, child, monkeypatch
+    ):
+        monkeypatch.setattr(request, "PATIENCE", 5)
+        hold(store, task, child.pid)
+        lost = make(child.pid)
+        start = time.monotonic()
+        lost.on_failure(einfo(TimeLimitExceeded(5)))
+        lost.on_timeout(soft=False, timeout=5)
+        assert time.monotonic() - start < 1
+        child.kill()
+
+    def test_the_main_process_waits_for_a_slow_store_no_longer_than_its_patience(
+        self, make, store, task, dead, monkeypatch
+    ):
+        release = threading.Event()
+        get = store.get
+
+        def slow(identity: Identity) -> Any:
+            release.wait(10)
+            return get(identity)
+
+        monkeypatch.setattr(store, "get", slow)
+        lost = make(dead)
+        start = time.monotonic()
+        lost.on_failure(einfo(WorkerLostError()))
+        assert time.monotonic() - start < 1
+        assert lost.answers == ["reject"]
+        release.set()
+
+    def test_a_store_that_is_away_is_logged_and_the_message_goes_back(
+        self, make, store, task, dead, monkeypatch, caplog
+    ):
+        def away(identity: Identity) -> Any:
+            raise StoreUnavailable("away")
+
+        monkeypatch.setattr(store, "get", away)
+        lost = make(dead)
+        lost.on_failure(einfo(WorkerLostError()))
+        assert lost.answers == ["reject"]
+        assert "could not interrupt work key k, its lease will end it: away" in caplog.text
+
+    def test_a_message_that_cannot_be_read_is_logged_and_goes_back(
+        self, make, store, task, dead, caplog
+    ):
+        lost = make(dead, idempotency="nonsense")
+        lost.on_failure(einfo(WorkerLostError()))
+        assert lost.answers == ["reject"]
+
+    def test_an_undertaker_gives_up_after_a_lease(self, make, store, task, child, monkeypatch):
+        monkeypatch.setattr(
+            request, "time", SimpleNamespace(monotonic=fast_clock(), sleep=lambda _: None)
+        )
+        before = hold(store, task, child.pid)
+        make(child.pid).on_timeout(soft=False, timeout=5)
+        wait_for(lambda: not undertakers(), what="the undertaker to give up")
+        assert store.get(identity()) == before
+
+
+def fast_clock() -> Callable[[], float]:
+    """A clock on which every look takes a second."""
+    now = [0.0]
+
+    def monotonic() -> float:
+        now[0] += 1
+        return now[0]
+
+    return monotonic
+
+
+class TestWhoseClaim:
+    """Only the claim of this message in this child, never one of somebody else."""
+
+    def lose(self, lost: Any) -> None:
+        lost.on_failure(einfo(WorkerLostError()))
+        wait_for(lambda: not undertakers(), what="the undertaker to end")
+
+    def test_of_another_process_stays(self, make, store, task, dead):
+        before = hold(store, task, dead + 1)
+        self.lose(make(dead))
+        assert store.get(identity()) == before
+
+    def test_of_the_same_pid_on_another_machine_stays(self, make, store, task, dead, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(task), "worker_name", staticmethod(lambda pid: f"elsewhere:{pid}"))
+            before = hold(store, task, dead)
+        self.lose(make(dead))
+        assert store.get(identity()) == before
+
+    def test_of_another_task_id_in_the_same_process_stays(self, make, store, task, dead):
+        before = hold(store, task, dead, task_id="t2")
+        self.lose(make(dead))
+        assert store.get(identity()) == before
+
+    def test_of_another_key_stays(self, make, store, task, dead):
+        before = hold(store, task, dead, key="other")
+        self.lose(make(dead))
+        assert store.get(identity("other")) == before
+
+    def test_a_settled_record_stays(self, make, store, task, dead):
+        record = hold(store, task, dead)
+        store.settle(record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        self.lose(make(dead))
+        assert store.get(identity()).state is State.COMPLETED
+
+    def test_without_a_record_nothing_is_done(self, make, store, dead):
+        self.lose(make(dead))
+        assert store.get(identity()) is None
+
+    def test_a_request_that_was_never_started_asks_for_nothing(self, make, store, task, monkeypatch):
+        monkeypatch.setattr(store, "get", pytest.fail)
+        lost = make(None)
+        lost.on_failure(einfo(WorkerLostError()))
+        assert not undertakers()
+
+    def test_a_pool_without_processes_has_no_lost_child(self, make, store, task, monkeypatch):
+        monkeypatch.setattr(store, "get", pytest.fail)
+        make(os.getpid()).on_failure(einfo(WorkerLostError()))
+        assert not undertakers()
+
+    def test_the_stamp_of_the_message_tells_the_key(self, make, store, task, dead):
+        hold(store, task, dead, key="stamped")
+        stamp = {"id": "t1", "key": "stamped"}
+        self.lose(make(dead, idempotency=stamp))
+        assert store.get(identity("stamped")).state is State.INTERRUPTED
+
+    def test_the_key_that_a_foreign_publisher_gave_tells_it_as_well(self, make, store, task, dead):
+        hold(store, task, dead, key="foreign")
+        self.lose(make(dead, idempotency_key="foreign"))
+        assert store.get(identity("foreign")).state is State.INTERRUPTED
+
+    def test_a_key_among_celerys_stamps_tells_it_as_well(self, make, store, task, dead):
+        hold(store, task, dead, key="stamps")
+        stamps = {"stamps": {"idempotency_key": "stamps"}, "stamped_headers": ["idempotency_key"]}
+        self.lose(make(dead, **stamps))
+        assert store.get(identity("stamps")).state is State.INTERRUPTED
