@@ -43,11 +43,19 @@ def same(error: BaseException, other: BaseException) -> None:
 
 
 def test_the_specified_ones_exist_and_nothing_else():
-    assert {each.__name__ for each in LEAVES} == set(
-        "KeyMissing InvalidKey FingerprintMismatch InProgress LeaseLost TooManyCrashes "
-        "ProcessingTimedOut ResultUnavailable StoreUnavailable StoreMisconfigured "
-        "InvalidOption".split()
-    )
+    assert {each.__name__ for each in LEAVES} == {
+        "KeyMissing",
+        "InvalidKey",
+        "FingerprintMismatch",
+        "InProgress",
+        "LeaseLost",
+        "TooManyCrashes",
+        "ProcessingTimedOut",
+        "ResultUnavailable",
+        "StoreUnavailable",
+        "StoreMisconfigured",
+        "InvalidOption",
+    }
 
 
 @pytest.mark.parametrize("error", ALL)

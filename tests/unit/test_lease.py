@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,8 +69,13 @@ def heartbeat() -> Iterator[Heartbeat]:
 @pytest.fixture
 def threads() -> Callable[[], int]:
     """How many threads there are more than at the start."""
-    before = len(os.listdir("/proc/self/task"))
-    return lambda: len(os.listdir("/proc/self/task")) - before
+    before = count_threads()
+    return lambda: count_threads() - before
+
+
+def count_threads() -> int:
+    """Count the threads of this process, known to Python or not."""
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 class TestClaim:
@@ -348,7 +354,7 @@ class TestFork:
         heartbeat.add(parents)
 
         def child() -> str:
-            before = len(os.listdir("/proc/self/task"))
+            before = count_threads()
             claim = take(MemoryStore(), "child's", lease_ms=300)
             deadline = claim.record.deadline_ms
             heartbeat.add(claim)
@@ -356,7 +362,7 @@ class TestFork:
                 lambda: claim.store.get(claim.record.identity).deadline_ms > deadline,
                 what="the child's own renewal",
             )
-            return f"{before} {len(os.listdir('/proc/self/task'))}"
+            return f"{before} {count_threads()}"
 
         assert self.in_child(child) == "1 2"
 

@@ -144,15 +144,19 @@ BAD = [
 ]
 
 
+def set_by(where: str, name: str, value: Any) -> IdempotentTask:
+    """Define a task with an option as its attribute, or as a setting of its app."""
+    if where == "attribute":
+        return define(**{name: value})
+    return define(make_app(**{name: value}))
+
+
 class TestValues:
     @pytest.mark.parametrize(("option", "value", "field", "expected"), GOOD)
     @pytest.mark.parametrize("where", ["attribute", "setting"])
     def test_good_ones(self, option, value, field, expected, where):
         name = f"idempotency_{option}"
-        if where == "attribute":
-            found = policy(**{name: value})
-        else:
-            found = policy(make_app(**{name: value}))
+        found = set_by(where, name, value).idempotency_policy
         assert getattr(found, field) == expected
         assert type(getattr(found, field)) is type(expected)
 
@@ -163,10 +167,7 @@ class TestValues:
     ):
         name = f"idempotency_{option}"
         with pytest.raises(InvalidOption, match=message) as caught:
-            if where == "attribute":
-                define(**{name: value})
-            else:
-                define(make_app(**{name: value}))
+            set_by(where, name, value)
         assert name in str(caught.value)
 
     def test_a_task_is_named_with_its_bad_value(self):

@@ -226,8 +226,9 @@ class TestSweep:
         }
         assert store.get(stale).state is State.INTERRUPTED
         assert store.get(alive).state is State.PROCESSING
-        assert "work key stale was stale and is interrupted: t@host:1 did not come back (crash 1)" in (
-            caplog.text
+        assert (
+            "work key stale was stale and is interrupted: t@host:1 did not come back (crash 1)"
+            in (caplog.text)
         )
 
     def test_prunes_what_is_past_its_retention(self, store, clock):
@@ -259,13 +260,14 @@ class TestSweep:
         app = make_app(store)
         stale = self.hold(store, "stale")
         clock.advance(1000)
-        with monkeypatch.context() as patch, pytest.raises(StoreUnavailable):
 
-            def away(*_: object, **__: object) -> None:
-                raise StoreUnavailable("away")
+        def away(*_: object, **__: object) -> None:
+            raise StoreUnavailable("away")
 
+        with monkeypatch.context() as patch:
             patch.setattr(store, "sweep", away)
-            sweep(app)
+            with pytest.raises(StoreUnavailable):
+                sweep(app)
         assert sweep(app)["interrupted"] == 1
         assert store.get(stale).crashes == 1
 

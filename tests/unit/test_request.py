@@ -230,7 +230,9 @@ class TestLostChild:
         assert event.record.state is State.INTERRUPTED
 
     @pytest.mark.parametrize(
-        "error", [ValueError("x"), Ignore(), Reject("x", requeue=True)], ids=lambda e: type(e).__name__
+        "error",
+        [ValueError("x"), Ignore(), Reject("x", requeue=True)],
+        ids=lambda e: type(e).__name__,
     )
     def test_any_other_failure_is_no_loss(self, make, store, task, dead, error):
         before = hold(store, task, dead)
@@ -365,7 +367,9 @@ class TestWhoseClaim:
         self.lose(make(dead))
         assert store.get(identity()) is None
 
-    def test_a_request_that_was_never_started_asks_for_nothing(self, make, store, task, monkeypatch):
+    def test_a_request_that_was_never_started_asks_for_nothing(
+        self, make, store, task, monkeypatch
+    ):
         monkeypatch.setattr(store, "get", pytest.fail)
         lost = make(None)
         lost.on_failure(einfo(WorkerLostError()))

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.utils.dispatch import Signal
 
 from celery_idempotent import lease, runner, signals
 from celery_idempotent.errors import (
@@ -27,7 +29,6 @@ from celery_idempotent.errors import (
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.lease import current_claim
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import Claimed, Identity, Record, State, Stored
 from celery_idempotent.runner import Call, Conflict, Ran, Replay, Runner, StoreFailed
@@ -36,7 +37,11 @@ from celery_idempotent.stores.redis import RedisStore
 from celery_idempotent.testing import FakeClock
 
 IDENTITY = Identity(namespace="shop.charge", key="order-17")
-SIGNALS = {name: each for name, each in vars(signals).items() if isinstance(each, signals.Signal)}
+SIGNALS = {name: each for name, each in vars(signals).items() if isinstance(each, Signal)}
+
+
+def current_claim() -> Any:
+    return lease.current_claim()
 
 
 class TextCodec:
@@ -201,6 +206,11 @@ def settle(store: Any, record: Record, body: bytes = b"'theirs'") -> None:
     assert store.settle(record, state=State.COMPLETED, value=value, keep_ms=1000_000)
 
 
+def text_of(record: Record) -> bytes:
+    assert record.value is not None
+    return record.value.body
+
+
 def raising(error: BaseException) -> Callable[[], Any]:
     def body() -> Any:
         raise error
@@ -242,6 +252,12 @@ class TestRunning:
             execute(raising(ValueError()))
         assert current_claim() is None
         assert not lease.heartbeat._due
+
+    def test_context_variables_that_the_body_sets_stay_set(self, execute):
+        """As with celery.Task: logging and tracing set them in run() and read them in on_success."""
+        variable: ContextVar[str] = ContextVar("request", default="unset")
+        execute(lambda: variable.set("by the body"))
+        assert variable.get() == "by the body"
 
     def test_a_run_inside_a_run_has_a_claim_of_its_own(self, execute):
         inner = a_call(identity=Identity(namespace="shop.mail", key="1"))
@@ -428,7 +444,7 @@ class TestPoison:
         answer = execute(never)
         assert isinstance(answer, Replay)
         assert answer.record.state is State.FAILED
-        assert answer.record.value.body.startswith(b"TooManyCrashes(")
+        assert text_of(answer.record).startswith(b"TooManyCrashes(")
         assert names(events) == ["settled", "replayed"]
         assert "4 runs of shop.charge key order-17 ended in a crash" in caplog.text
 
@@ -461,7 +477,7 @@ class TestLostLease:
 
         answer = execute(body, lease_ms=1000)
         assert isinstance(answer, Replay)
-        assert answer.record.value.body == b"'theirs'"
+        assert text_of(answer.record) == b"'theirs'"
         assert answer.record.task_id == "winner"
         assert names(events) == ["claimed", "lease_lost", "replayed"]
         assert "its result is dropped" in caplog.text

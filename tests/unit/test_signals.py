@@ -35,7 +35,9 @@ def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
         def explode(**_: object) -> None:
             raise RuntimeError("a receiver's own trouble")
 
-        receivers += [(name, note)] if request.param == "noting" else [(name, explode), (name, note)]
+        receivers += (
+            [(name, note)] if request.param == "noting" else [(name, explode), (name, note)]
+        )
     for name, receiver in receivers:
         getattr(signals, name).connect(receiver, weak=False)
     yield seen
@@ -95,10 +97,19 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 
 def test_there_is_one_for_each_outcome():
-    assert set(NAMES) == set(
-        "claimed replayed conflicted mismatched settled released interrupted lease_lost swept "
-        "settle_failed store_failed".split()
-    )
+    assert set(NAMES) == {
+        "claimed",
+        "replayed",
+        "conflicted",
+        "mismatched",
+        "settled",
+        "released",
+        "interrupted",
+        "lease_lost",
+        "swept",
+        "settle_failed",
+        "store_failed",
+    }
 
 
 def test_an_event_is_frozen_and_has_no_dict():

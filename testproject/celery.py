@@ -1,0 +1,15 @@
+"""The Celery app, configured by Django's settings (everything that begins with ``CELERY_``)."""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+
+__all__ = ["app"]
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "testproject.settings")
+
+app = Celery("testproject")
+app.config_from_object("django.conf:settings", namespace="CELERY")
+app.autodiscover_tasks()

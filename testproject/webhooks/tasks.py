@@ -1,0 +1,79 @@
+"""The same work twice: as an ``IdempotentTask`` and as Celery's own ``Task``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import Task
+from django.db import OperationalError, transaction
+from django.db.models import F
+from django.dispatch import Signal
+
+from celery_idempotent import IdempotentTask
+from testproject.celery import app
+from testproject.webhooks.models import EventCounter, Kind, LedgerEntry, Run
+
+__all__ = ["about_to_write", "record_delivery", "record_delivery_plain"]
+
+#: Sent inside each run, between its start and its write, with ``run=``: where a larger receiver
+#: does its work (asks GitHub's API, renders a page). The demo listens and makes it take its time.
+about_to_write = Signal()
+
+# A locked SQLite file passes; anything else is for a person to look at.
+_WHEN_LOCKED: dict[str, Any] = {
+    "autoretry_for": (OperationalError,),
+    "retry_backoff": 1,
+    "max_retries": 5,
+}
+
+
+@app.task(
+    bind=True,
+    base=IdempotentTask,
+    idempotency_key="delivery_id",
+    ignore_result=True,
+    **_WHEN_LOCKED,
+)
+def record_delivery(self: Task[Any, Any], delivery_id: str, event: str, action: str = "") -> int:
+    """Enter a delivery into the ledger, however often it is delivered, redelivered or killed."""
+    return _record(Kind.IDEMPOTENT, self, delivery_id, event, action)
+
+
+@app.task(
+    bind=True,
+    base=Task,
+    # What Celery's documentation advises so that nothing is lost. Nothing is; but see the ledger.
+    acks_late=True,
+    reject_on_worker_lost=True,
+    ignore_result=True,
+    **_WHEN_LOCKED,
+)
+def record_delivery_plain(
+    self: Task[Any, Any], delivery_id: str, event: str, action: str = ""
+) -> int:
+    """Enter a delivery into the ledger."""
+    return _record(Kind.PLAIN, self, delivery_id, event, action)
+
+
+def _record(kind: Kind, task: Task[Any, Any], delivery_id: str, event: str, action: str) -> int:
+    task_id = str(task.request.id)
+    pid = os.getpid()
+    run = Run.objects.create(kind=kind, delivery_id=delivery_id, task_id=task_id, pid=pid)
+    about_to_write.send(sender=task, run=run)
+    with transaction.atomic():
+        entry = LedgerEntry.objects.create(
+            kind=kind,
+            delivery_id=delivery_id,
+            event=event,
+            action=action,
+            run=run,
+            task_id=task_id,
+            pid=pid,
+        )
+        counter, created = EventCounter.objects.get_or_create(
+            kind=kind, event=event, defaults={"count": 1}
+        )
+        if not created:
+            EventCounter.objects.filter(pk=counter.pk).update(count=F("count") + 1)
+    return entry.pk

@@ -1,0 +1,512 @@
+"""The webhook receiver answers as it says, enters each delivery once, and the demo's parts do their work."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import hmac
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.paths import ROOT
+from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from django.http import HttpResponse
+    from django.test import Client
+
+pytest.importorskip("django")
+
+URL = "/webhooks/github/"
+DELIVERY = "72d3162e-cc78-11e3-81ab-4c9367dc0958"
+#: Port 1 is nobody's: a broker that is down.
+NOBODY = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The project's Celery app, with Django set up and the tables made; undone as far as that can be.
+
+    Nothing of the project is imported before: a Celery app makes itself the current one, and looks at
+    DJANGO_SETTINGS_MODULE, and other tests have apps of their own.
+    """
+    state: Any = importlib.import_module("celery._state")
+    current = state._tls.current_app
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DJANGO_SETTINGS_MODULE", "testproject.settings")
+        patch.setenv("DATABASE_PATH", str(tmp_path_factory.mktemp("django") / "db.sqlite3"))
+        patch.setenv("REDIS_URL", NOBODY)
+        import django
+
+        django.setup()
+        from django.conf import settings
+        from django.test.utils import setup_databases, teardown_databases
+
+        # No Redis here: tasks run where they are called, by the same protocol.
+        settings.CELERY_TASK_ALWAYS_EAGER = True
+        settings.CELERY_IDEMPOTENCY_STORE = "memory://"
+        from testproject.celery import app
+
+        databases = setup_databases(verbosity=0, interactive=False)
+        try:
+            yield app
+        finally:
+            teardown_databases(databases, verbosity=0)
+            state._set_current_app(current)
+
+
+@pytest.fixture
+def database(project: Any) -> Iterator[None]:
+    """What a test writes is rolled back; the keys stay, so each test has a delivery of its own."""
+    from django.db import transaction
+
+    with transaction.atomic():
+        yield
+        transaction.set_rollback(True)
+
+
+@pytest.fixture
+def client(database: None) -> Client:
+    from django.test import Client
+
+    return Client(SERVER_NAME="localhost")
+
+
+@pytest.fixture
+def delivery() -> str:
+    return str(uuid.uuid4())
+
+
+def post(
+    client: Client, body: bytes | None = None, *, delivery: str | None = None, **headers: Any
+) -> HttpResponse:
+    """Deliver, as GitHub does; ``headers`` replace the usual ones, an empty one removes it."""
+    usual = {
+        "HTTP_X_GITHUB_EVENT": "issues",
+        "HTTP_X_GITHUB_DELIVERY": delivery or str(uuid.uuid4()),
+    }
+    sent: dict[str, Any] = {name: value for name, value in {**usual, **headers}.items() if value}
+    answer: Any = client.generic(
+        "POST",
+        URL,
+        b'{"action": "opened"}' if body is None else body,
+        sent.pop("content_type", "application/json"),
+        **sent,
+    )
+    response: HttpResponse = answer
+    return response
+
+
+def code_of(answer: HttpResponse) -> tuple[int, str]:
+    assert answer["Content-Type"] == "application/json"
+    error = json.loads(answer.content)["error"]
+    assert error["message"]
+    return answer.status_code, error["code"]
+
+
+def entries(kind: str) -> list[Any]:
+    from testproject.webhooks.models import LedgerEntry
+
+    return list(LedgerEntry.objects.filter(kind=kind).order_by("pk"))
+
+
+# The endpoint ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_delivery_is_accepted_with_the_ids_of_its_tasks(client: Client, delivery: str) -> None:
+    answer = post(client, delivery=delivery)
+    assert answer.status_code == 202
+    told = json.loads(answer.content)
+    assert told["delivery"] == delivery
+    (entry,) = entries("idempotent")
+    assert told["tasks"]["idempotent"] == entry.task_id
+    assert (str(entry.delivery_id), entry.event, entry.action) == (delivery, "issues", "opened")
+    assert entry.pid == os.getpid()
+
+
+def test_a_delivery_that_comes_three_times_is_entered_once_by_the_idempotent_task_only(
+    client: Client, delivery: str
+) -> None:
+    for spelling in (delivery, delivery.upper(), delivery):
+        assert post(client, delivery=spelling).status_code == 202
+    assert len(entries("idempotent")) == 1
+    assert len(entries("plain")) == 3
+
+
+def test_each_run_counts_its_event(client: Client, delivery: str) -> None:
+    from testproject.webhooks import figures
+    from testproject.webhooks.models import Run
+
+    for _ in range(2):
+        post(client, delivery=delivery)
+    post(client, HTTP_X_GITHUB_EVENT="push")
+    rows = {row.event: (row.plain, row.idempotent) for row in figures.events()}
+    assert rows == {"issues": (2, 1), "push": (1, 1)}
+    plain, idempotent = figures.ledgers()
+    assert (plain.runs, plain.rows, plain.duplicates, plain.unfinished) == (3, 3, 1, 0)
+    assert (idempotent.runs, idempotent.rows, idempotent.duplicates) == (2, 2, 0)
+    assert figures.deliveries() == figures.Deliveries(accepted=3, distinct=2)
+    assert Run.objects.count() == 5
+
+
+@pytest.mark.parametrize("method", ["get", "head", "put", "delete", "options"])
+def test_anything_but_post_is_405(client: Client, method: str) -> None:
+    answer = getattr(client, method)(URL)
+    assert answer.status_code == 405
+    assert answer["Allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"HTTP_X_GITHUB_EVENT": ""}, "invalid_event"),
+        ({"HTTP_X_GITHUB_EVENT": "Push it"}, "invalid_event"),
+        ({"HTTP_X_GITHUB_EVENT": "p" * 65}, "invalid_event"),
+        ({"HTTP_X_GITHUB_DELIVERY": ""}, "invalid_delivery"),
+        ({"HTTP_X_GITHUB_DELIVERY": "42"}, "invalid_delivery"),
+        ({"HTTP_X_GITHUB_DELIVERY": DELIVERY + "\n"}, "invalid_delivery"),
+        ({"HTTP_X_GITHUB_DELIVERY": "{" + DELIVERY + "}"}, "invalid_delivery"),
+        ({"content_type": "application/x-www-form-urlencoded"}, "invalid_content_type"),
+        ({"CONTENT_LENGTH": "many"}, "invalid_length"),
+    ],
+)
+def test_a_bad_header_is_400_and_says_which(
+    client: Client, change: dict[str, Any], code: str
+) -> None:
+    assert code_of(post(client, **change)) == (400, code)
+    assert not entries("plain")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b" ", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b'"\xff"', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b"[1]", "invalid_payload"),
+        (b"null", "invalid_payload"),
+    ],
+)
+def test_a_bad_body_is_400(client: Client, body: bytes, code: str) -> None:
+    assert code_of(post(client, body)) == (400, code)
+
+
+def test_an_action_that_is_no_text_is_left_out(client: Client) -> None:
+    assert post(client, b'{"action": {"deep": 1}}').status_code == 202
+    assert entries("idempotent")[0].action == ""
+
+
+def test_a_payload_over_the_limit_is_413(client: Client, project: Any) -> None:
+    from django.conf import settings
+
+    fits = b'{"action": "' + b"x" * (settings.WEBHOOK_MAX_BYTES - 14) + b'"}'
+    assert len(fits) == settings.WEBHOOK_MAX_BYTES
+    assert post(client, fits).status_code == 202
+    assert code_of(post(client, fits + b" ")) == (413, "too_large")
+
+
+def test_with_a_secret_only_signed_payloads_are_taken(client: Client) -> None:
+    from django.test import override_settings
+
+    body = b'{"action": "closed"}'
+    right = hmac.new(b"a secret", body, hashlib.sha256).hexdigest()
+    with override_settings(GITHUB_WEBHOOK_SECRET="a secret"):
+        for wrong in ("", right, "sha256=" + right[:-1], "sha1=" + right, "sha256=é"):
+            assert code_of(post(client, body, HTTP_X_HUB_SIGNATURE_256=wrong)) == (
+                403,
+                "invalid_signature",
+            )
+        signed = post(client, body, HTTP_X_HUB_SIGNATURE_256="sha256=" + right)
+    assert signed.status_code == 202
+    assert len(entries("idempotent")) == 1
+
+
+def test_when_the_broker_is_down_the_sender_is_asked_to_come_back(client: Client) -> None:
+    from django.test import override_settings
+
+    from testproject.webhooks.models import Receipt
+
+    with override_settings(CELERY_TASK_ALWAYS_EAGER=False):
+        answer = post(client)
+    assert code_of(answer) == (503, "unavailable")
+    assert int(answer["Retry-After"]) > 0
+    assert not Receipt.objects.exists()
+
+
+# The status page and the settings -------------------------------------------------------------------------------------
+
+
+def test_the_status_page_shows_both_ledgers(client: Client, delivery: str) -> None:
+    assert b"Nothing has come in yet" in client.get("/").content
+    for _ in range(3):
+        post(client, delivery=delivery)
+    page = client.get("/?refresh=2").content.decode()
+    assert "3 requests brought" in " ".join(page.split())
+    assert "2 too many" in page
+    assert "no duplicates" in page
+    assert 'http-equiv="refresh" content="2"' in page
+    assert client.post("/").status_code == 405
+
+
+@pytest.mark.parametrize("refresh", ["", "0", "-1", "soon", '2" onload="x'])
+def test_a_refresh_that_is_no_number_is_ignored(client: Client, refresh: str) -> None:
+    assert b"http-equiv" not in client.get("/", {"refresh": refresh}).content
+
+
+def test_without_debug_a_secret_key_has_to_be_set() -> None:
+    env = {key: value for key, value in os.environ.items() if key != "DJANGO_SECRET_KEY"}
+    found = subprocess.run(
+        (sys.executable, "-m", "testproject", "check"),
+        cwd=ROOT,
+        env={**env, "DJANGO_SETTINGS_MODULE": "testproject.settings", "DJANGO_DEBUG": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.returncode != 0
+    assert "Set DJANGO_SECRET_KEY" in found.stderr
+
+
+def test_the_migrations_are_those_of_the_models(database: None) -> None:
+    from django.core.management import call_command
+
+    call_command("makemigrations", check=True, dry_run=True, verbosity=0)
+
+
+# The parts of the demo ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo(project: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo's directory, where its modules look for it."""
+    monkeypatch.setenv("TESTPROJECT_DEMO", str(tmp_path))
+    return tmp_path
+
+
+def test_the_sample_has_many_events_of_many_kinds(demo: Path) -> None:
+    from testproject.demo.events import load
+
+    events = load(ROOT / "testproject" / "sample_events.jsonl")
+    assert len({event.delivery_id for event in events}) == len(events) >= 30
+    assert len({event.event for event in events}) >= 8
+    assert all(isinstance(json.loads(event.body), dict) for event in events)
+
+
+def test_events_come_from_plain_and_from_compressed_lines(demo: Path) -> None:
+    from testproject.demo.events import load
+
+    line = json.dumps({"event": "push", "delivery": DELIVERY, "payload": {"ref": "\u2028"}}) + "\n"
+    (demo / "a.jsonl").write_text(line + "\n")
+    (demo / "a.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    (event,) = load(demo / "a.jsonl")
+    assert [event] == load(demo / "a.jsonl.gz")
+    assert (event.event, event.delivery_id) == ("push", DELIVERY)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no events"),
+        (b'{"event": "push"}', "line 1"),
+        (b'{"event": "push", "delivery": "1", "payload": {}}', "line 1"),
+        (b'{"event": "push", "delivery": 1, "payload": {}}', "line 1"),
+        (b'{"event": "push", "delivery": "%s", "payload": {}}\n{' % DELIVERY.encode(), "line 2"),
+        (b"\x1f\x8bnot gzip", "cannot read"),
+        (b"\xff", "cannot read"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_file_that_holds_no_events_is_refused_with_its_line(
+    demo: Path, content: bytes | None, said: str
+) -> None:
+    from testproject.demo.events import load
+    from testproject.demo.processes import DemoError
+
+    path = demo / "events.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DemoError, match=said):
+        load(path)
+
+
+def test_the_plan_is_the_same_for_the_same_seed(demo: Path) -> None:
+    from testproject.demo.events import load
+    from testproject.demo.traffic import plan_sends, plan_work
+
+    events = load(ROOT / "testproject" / "sample_events.jsonl")
+
+    def plan(seed: int) -> Any:
+        sends = plan_sends(events, chance=random.Random(seed), rate=40, at_least_s=9)
+        return sends, plan_work(events, chance=random.Random(seed))
+
+    assert plan(1) == plan(1) != plan(2)
+    sends, work = plan(1)
+    copies = [sum(send.event == number for send in sends) for number in range(len(events))]
+    assert set(copies) == {1, 2, 3, 4}
+    assert [send.due_s for send in sends] == sorted(send.due_s for send in sends)
+    assert len({(send.due_s, send.event) for send in sends}) < len(sends), "none at one moment"
+    assert work.keys() == {event.delivery_id for event in events}
+
+
+def test_the_gate_closes_only_when_everyone_who_went_through_has_left(demo: Path) -> None:
+    from testproject.demo.gate import Gate
+
+    runs, controller, closed = Gate(demo / "gate"), Gate(demo / "gate"), threading.Event()
+    reopen = threading.Event()
+
+    def close() -> None:
+        with controller.closed():
+            closed.set()
+            reopen.wait(10)
+
+    runs.enter()
+    thread = threading.Thread(target=close)
+    thread.start()
+    assert not closed.wait(0.2)
+    runs.leave()
+    assert closed.wait(10)
+    late = threading.Thread(target=runs.enter)
+    late.start()
+    late.join(0.2)
+    assert late.is_alive()
+    reopen.set()
+    late.join(10)
+    assert not late.is_alive()
+    runs.leave()
+    thread.join(10)
+
+
+def test_what_is_on_a_leash_ends_with_its_owner(demo: Path) -> None:
+    owner = (
+        "import pathlib, sys\n"
+        "from testproject.demo.processes import Child\n"
+        f"child = Child('sleeper', 'demo_sleeper', directory=pathlib.Path({str(demo)!r}), env={{}})\n"
+        "child.start()\n"
+        "sys.stdin.read()\n"
+    )
+    (demo / "demo_sleeper.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('pids').write_text(f'{os.getpid()} {os.getppid()}')\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        (sys.executable, "-c", owner), cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        pids = wait_for(lambda: _pids(demo / "pids"), timeout=30, what="the child")
+        process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not any(map(_runs, pids)), what="the child and its leash to end")
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _pids(path: Path) -> list[int]:
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+def _runs(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_outcomes_are_written_down_and_counted(client: Client, demo: Path, delivery: str) -> None:
+    from celery_idempotent import signals
+    from testproject import counters
+    from testproject.webhooks.tasks import record_delivery
+
+    path = demo / "outcomes"
+    try:
+        counters.connect(path)
+        for _ in range(3):
+            post(client, delivery=delivery)
+    finally:
+        for outcome in counters.OUTCOMES:
+            getattr(signals, outcome).disconnect(dispatch_uid=f"counters.{outcome}")
+    counted = counters.count(path, task=record_delivery.name)
+    assert counted == {"claimed": 1, "settled": 1, "replayed": 2}
+    assert counters.count(demo / "nothing") == {}
+    assert counters.swept(path) == 0
+
+
+def test_the_report_judges_the_ledger_by_its_rows(
+    client: Client, demo: Path, delivery: str
+) -> None:
+    from rich.console import Console
+
+    from testproject.demo.report import make_report
+    from testproject.webhooks.tasks import record_delivery
+
+    post(client, delivery=delivery)
+    post(client, delivery=delivery)
+    missing = str(uuid.uuid4())
+
+    def report(*deliveries: str) -> Any:
+        return make_report(
+            requests=2,
+            accepted=2,
+            deliveries=deliveries,
+            strikes=(),
+            outcomes=demo / "outcomes",
+            seconds=1.0,
+            seed=1,
+            at_rest=True,
+        )
+
+    def printed(report: Any) -> str:
+        console = Console(record=True, width=120, file=(demo / "out").open("w"))
+        report.print(console)
+        console.file.close()
+        return console.export_text()
+
+    right = report(delivery)
+    assert right.ok
+    assert right.plain.too_many == 1
+    assert right.as_json()["ok"] is True
+    assert "exactly once" in printed(right)
+    too_few = report(delivery, missing)
+    assert not too_few.ok
+    assert too_few.idempotent.missing == 1
+    assert "must not happen" in printed(too_few)
+    record_delivery(delivery, "issues")  # a plain function call: nothing guards it
+    too_many = report(delivery)
+    assert not too_many.ok
+    assert too_many.idempotent.too_many == 1
+
+
+def test_the_demo_says_what_is_wrong_with_its_arguments() -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            (sys.executable, "-m", "testproject.demo", *arguments),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    helped = run("--help")
+    assert helped.returncode == 0
+    assert "--events PATH" in helped.stdout
+    absent = run("--events", "no/such/file.jsonl")
+    assert absent.returncode == 2
+    assert "no/such/file.jsonl" in absent.stderr
+    assert "Traceback" not in absent.stderr

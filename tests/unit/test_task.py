@@ -1,0 +1,1201 @@
+"""``IdempotentTask``: what it publishes, how it runs, and that it is a ``celery.Task`` in all else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery, Task, chain, chord, group, shared_task
+from celery.app.trace import build_tracer
+from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
+from celery.exceptions import Ignore, Reject, Retry
+from celery.result import allow_join_result
+from celery.signals import before_task_publish
+
+from celery_idempotent import (
+    ALL_ARGUMENTS,
+    FingerprintMismatch,
+    IdempotencyError,
+    IdempotentTask,
+    InProgress,
+    InvalidKey,
+    InvalidOption,
+    KeyMissing,
+    ResultUnavailable,
+    StoreUnavailable,
+    current_claim,
+)
+from celery_idempotent.records import Claimed, Identity, Record, State
+from celery_idempotent.stores.memory import MemoryStore
+from tests.support.workers import child_environment
+
+Published = list[SimpleNamespace]
+
+
+def make_app(store: Any = None, **settings: Any) -> Celery:
+    app = Celery("task", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store=store or MemoryStore(), **settings)
+    return app
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def app(store: MemoryStore) -> Iterator[Celery]:
+    app = make_app(store)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def published() -> Iterator[Published]:
+    """Every message that was published, as it went out."""
+    seen: Published = []
+
+    def note(
+        sender: Any = None, headers: Any = None, body: Any = None, properties: Any = None, **_: Any
+    ) -> None:
+        args, kwargs, embed = body
+        seen.append(
+            SimpleNamespace(
+                task=sender,
+                id=headers["id"],
+                headers=dict(headers),
+                stamp=headers.get("idempotency"),
+                args=args,
+                kwargs=kwargs,
+                embed=embed,
+                properties=dict(properties),
+                retries=headers["retries"],
+            )
+        )
+
+    before_task_publish.connect(note, weak=False)
+    yield seen
+    before_task_publish.disconnect(note)
+
+
+@pytest.fixture
+def runs() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def charge(app: Celery, runs: list[Any]) -> Any:
+    @app.task(name="shop.charge", base=IdempotentTask, shared=False, idempotency_key="order_id")
+    def charge(order_id: str, amount: int = 1) -> str:
+        runs.append(order_id)
+        return f"receipt {order_id}"
+
+    return charge
+
+
+def deliver(app: Celery, message: SimpleNamespace, *, redelivered: bool = False) -> Any:
+    """Have a message run as a worker's child runs it; return what the tracer says."""
+    task = app.tasks[message.task]
+    request = {
+        **message.headers,
+        **message.embed,
+        "args": message.args,
+        "kwargs": message.kwargs,
+        "properties": message.properties,
+        "delivery_info": {
+            "redelivered": redelivered,
+            "priority": message.properties.get("priority"),
+        },
+        "hostname": "here",
+        "is_eager": False,
+    }
+    tracer = build_tracer(task.name, task, app=app)
+    return tracer(message.id, message.args, message.kwargs, request)
+
+
+def send(published: Published, task: Any, *args: Any, **options: Any) -> SimpleNamespace:
+    """Publish, and return the message."""
+    task.apply_async(args, **options)
+    return published[-1]
+
+
+def hold(
+    store: MemoryStore, key: str, namespace: str = "shop.charge", task_id: str = "o"
+) -> Record:
+    answer = store.claim(
+        Identity(namespace=namespace, key=key),
+        attempt=os.urandom(8),
+        lease_ms=30_000,
+        keep_ms=90_000,
+        task_id=task_id,
+        worker="elsewhere:1",
+    )
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def record(store: MemoryStore, key: str, namespace: str = "shop.charge") -> Any:
+    return store.get(Identity(namespace=namespace, key=key))
+
+
+class TestStamp:
+    """Key, scope and fingerprint are computed at publish, and travel in one header."""
+
+    def test_a_key_rule_stamps_the_message(self, published, charge):
+        message = send(published, charge, "o-1", 5)
+        assert message.stamp["key"] == "o-1"
+        assert message.stamp["id"] == message.id
+        assert len(bytes.fromhex(message.stamp["fingerprint"])) == 16
+
+    def test_positional_keyword_and_default_passing_agree(self, published, charge):
+        for args, kwargs in [
+            (("o-1", 1), {}),
+            (("o-1",), {}),
+            ((), {"order_id": "o-1", "amount": 1}),
+        ]:
+            charge.apply_async(args, kwargs)
+        stamps = [{**message.stamp, "id": ""} for message in published]
+        assert stamps[0] == stamps[1] == stamps[2]
+
+    def test_other_arguments_have_another_fingerprint(self, published, charge):
+        first, second = (send(published, charge, "o-1", amount).stamp for amount in (1, 2))
+        assert first["key"] == second["key"]
+        assert first["fingerprint"] != second["fingerprint"]
+
+    def test_a_task_without_a_rule_is_not_stamped(self, app, published):
+        plain = app.task(name="plain", base=IdempotentTask, shared=False)(nothing)
+        assert send(published, plain).stamp is None
+
+    def test_a_key_given_with_the_call_wins_over_the_rule(self, published, charge):
+        assert send(published, charge, "o-1", idempotency_key="mine").stamp["key"] == "mine"
+
+    def test_a_scope_given_with_the_call_is_stamped(self, published, charge):
+        message = send(published, charge, "o-1", idempotency_scope="tenant-1")
+        assert (message.stamp["key"], message.stamp["scope"]) == ("o-1", "tenant-1")
+
+    def test_our_options_do_not_become_message_properties(self, published, charge):
+        message = send(published, charge, "o-1", idempotency_key="a", idempotency_scope="b")
+        assert not [name for name in message.properties if "idempotency" in name]
+
+    @pytest.mark.parametrize("how", ["set", "header", "clone", "json"])
+    def test_a_signature_carries_its_key(self, app, published, charge, how):
+        if how == "header":
+            sig = charge.s("o-1").set(headers={"idempotency_key": "mine"})
+        else:
+            sig = charge.s("o-1").set(idempotency_key="mine")
+        if how == "clone":
+            sig = sig.clone()
+        if how == "json":
+            import json
+
+            sig = app.signature(json.loads(json.dumps(sig)))
+        sig.apply_async()
+        sig.apply_async()
+        assert [message.stamp["key"] for message in published] == ["mine", "mine"]
+        assert published[0].id != published[1].id
+
+    def test_a_signature_is_not_changed_by_its_publishing(self, published, charge):
+        sig = charge.s("o-1").set(idempotency_key="mine", headers={"x": 1})
+        before = repr(sorted(sig.options.items()))
+        sig.apply_async()
+        assert repr(sorted(sig.options.items())) == before
+
+    def test_headers_of_the_user_are_kept_and_their_dict_is_not_changed(self, published, charge):
+        mine = {"x-trace": "abc"}
+        message = send(published, charge, "o-1", headers=mine)
+        assert message.headers["x-trace"] == "abc"
+        assert message.stamp["key"] == "o-1"
+        assert mine == {"x-trace": "abc"}
+
+    def test_a_task_id_given_with_the_call_is_kept(self, published, charge):
+        message = send(published, charge, "o-1", task_id="my-id")
+        assert message.id == message.stamp["id"] == "my-id"
+
+    def test_a_publisher_that_does_not_know_the_class_may_send_the_key(self, app, published):
+        app.send_task("shop.charge", ("o-1",), idempotency_key="mine", idempotency_scope="t")
+        message = published[-1]
+        assert message.headers["idempotency_key"] == "mine"
+        assert message.headers["idempotency_scope"] == "t"
+
+    def test_nothing_is_published_with_a_key_that_cannot_be_used(self, published, charge):
+        for bad in (True, "", "a\nb", 1.5, "x" * 256):
+            with pytest.raises(InvalidKey, match=r"shop\.charge"):
+                charge.apply_async((bad,))
+            with pytest.raises(InvalidKey, match=r"shop\.charge"):
+                charge.apply_async(("o-1",), idempotency_key=bad)
+        assert published == []
+
+    def test_the_key_may_be_none_and_then_the_task_id_guards(self, published, charge):
+        message = send(published, charge, None)
+        assert message.stamp["key"] == f"@{message.id}"
+
+    def test_delay_does_not_take_our_options(self, charge):
+        with pytest.raises(TypeError):
+            charge.delay("o-1", idempotency_key="mine")
+
+    def test_a_chain_carries_the_keys_of_its_steps(self, app, published, charge):
+        chain(
+            charge.si("a").set(idempotency_key="one"), charge.si("b").set(idempotency_key="two")
+        ).apply_async()
+        assert published[0].stamp["key"] == "one"
+        deliver(app, published[0])
+        assert published[1].stamp["key"] == "two"
+
+    def test_a_link_carries_its_key(self, app, published, charge):
+        message = send(published, charge, "a", link=charge.si("b").set(idempotency_key="linked"))
+        deliver(app, message)
+        assert published[-1].stamp["key"] == "linked"
+
+    def test_the_options_of_a_beat_entry_are_stamped(self, app, published, charge):
+        from celery.beat import ScheduleEntry, Scheduler
+
+        charge.idempotency_policy  # noqa: B018
+        scheduler = Scheduler(app, lazy=True)
+        options = {"idempotency_key": "tick", "headers": {"x": 1}}
+        entry = ScheduleEntry(
+            name="e", task="shop.charge", schedule=5, args=("o",), options=options, app=app
+        )
+        for _ in range(2):
+            scheduler.apply_async(entry, advance=False)
+        assert [message.stamp["key"] for message in published] == ["tick", "tick"]
+
+
+class TestCelerysStamps:
+    def test_a_stamped_key_is_the_key_and_stays_a_stamp(self, app, store, published, charge, runs):
+        sig = charge.s("o-1")
+        sig.stamp(idempotency_key="stamped", other="x")
+        sig.apply_async()
+        (message,) = published
+        assert message.headers["stamps"].keys() == {"idempotency_key", "other"}
+        deliver(app, message)
+        assert record(store, "stamped").state is State.COMPLETED
+        assert record(store, "o-1") is None
+
+    def test_a_stamped_scope_as_well(self, app, store, published, charge):
+        sig = charge.s("o-1")
+        sig.stamp(idempotency_scope="tenant")
+        sig.apply_async()
+        deliver(app, published[-1])
+        found = store.get(Identity(namespace="shop.charge", scope="tenant", key="o-1"))
+        assert found.state is State.COMPLETED
+
+    def test_a_visitor_reaches_every_member(self, app, published, charge):
+        class Keys(StampingVisitor):  # type: ignore[misc]
+            def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
+                return {"idempotency_key": f"key of {sig.args[0]}"}
+
+        steps = group(charge.si("a"), charge.si("b"))
+        steps.stamp(visitor=Keys())
+        steps.apply_async()
+        assert sorted(message.stamp["key"] for message in published) == ["key of a", "key of b"]
+
+    def test_a_message_of_a_publisher_that_does_not_know_the_class(self, app, store, charge):
+        stranger = Celery("stranger", broker="memory://", set_as_current=False)
+        seen: Published = []
+
+        def note(headers: Any = None, body: Any = None, properties: Any = None, **_: Any) -> None:
+            seen.append(
+                SimpleNamespace(
+                    task="shop.charge",
+                    id=headers["id"],
+                    headers=dict(headers),
+                    args=body[0],
+                    kwargs=body[1],
+                    embed=body[2],
+                    properties=dict(properties),
+                )
+            )
+
+        before_task_publish.connect(note, weak=False)
+        try:
+            sig = stranger.signature("shop.charge", args=("o-1",))
+            sig.stamp(idempotency_key="stamped")
+            sig.apply_async()
+        finally:
+            before_task_publish.disconnect(note)
+        charge.idempotency_policy  # noqa: B018
+        deliver(app, seen[0])
+        assert record(store, "stamped").state is State.COMPLETED
+
+
+class TestRequiredKeys:
+    @pytest.fixture
+    def strict(self, app: Celery) -> Any:
+        @app.task(
+            name="strict",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key=lambda key=None: key,
+            idempotency_require_key=True,
+        )
+        def strict(key: str | None = None) -> str:
+            return "ran"
+
+        return strict
+
+    def test_a_call_without_a_key_is_not_published(self, published, strict):
+        with pytest.raises(KeyMissing, match="strict"):
+            strict.delay()
+        with pytest.raises(KeyMissing):
+            strict.apply_async((None,))
+        assert published == []
+
+    def test_a_call_with_one_is(self, published, strict):
+        assert send(published, strict, "k").stamp["key"] == "k"
+        assert send(published, strict, idempotency_key="mine").stamp["key"] == "mine"
+
+    def test_without_a_rule_every_call_has_to_give_one(self, app, published):
+        task = app.task(
+            name="bare", base=IdempotentTask, shared=False, idempotency_require_key=True
+        )(nothing)
+        with pytest.raises(KeyMissing):
+            task.delay()
+        assert send(published, task, idempotency_key="mine").stamp["key"] == "mine"
+        assert len(published) == 1
+
+    def test_eager_calls_as_well(self, strict):
+        with pytest.raises(KeyMissing):
+            strict.apply()
+        assert strict.apply(idempotency_key="k").get() == "ran"
+
+
+class TestDelivery:
+    """As a worker's child runs a message, without the worker."""
+
+    def test_a_message_runs_once_however_often_it_comes(self, app, published, charge, runs):
+        message = send(published, charge, "o-1")
+        for _ in range(3):
+            deliver(app, message, redelivered=True)
+        assert runs == ["o-1"]
+        assert app.AsyncResult(message.id).result == "receipt o-1"
+
+    def test_a_duplicate_under_another_id_gets_the_same_result(self, app, published, charge, runs):
+        first, second = (send(published, charge, "o-1") for _ in range(2))
+        deliver(app, first)
+        deliver(app, second)
+        assert runs == ["o-1"]
+        assert app.AsyncResult(second.id).state == "SUCCESS"
+        assert app.AsyncResult(second.id).result == "receipt o-1"
+
+    def test_a_message_without_our_headers_is_identified_by_its_arguments(
+        self, app, store, published, charge, runs
+    ):
+        message = send(published, charge, "o-1")
+        del message.headers["idempotency"]
+        deliver(app, message)
+        deliver(app, message)
+        assert runs == ["o-1"]
+        assert record(store, "o-1").state is State.COMPLETED
+
+    def test_a_task_without_a_key_is_guarded_by_its_task_id(self, app, store, published, runs):
+        @app.task(name="plain", base=IdempotentTask, shared=False)
+        def plain() -> None:
+            runs.append(1)
+
+        first, second = (send(published, plain) for _ in range(2))
+        for message in (first, first, second):
+            deliver(app, message)
+        assert runs == [1, 1]
+        assert record(store, f"@{first.id}", "plain").state is State.COMPLETED
+
+    def test_other_arguments_under_the_same_key_fail(self, app, published, charge, runs):
+        first, second = (send(published, charge, "o-1", amount) for amount in (1, 2))
+        deliver(app, first)
+        deliver(app, second)
+        assert runs == ["o-1"]
+        assert isinstance(app.AsyncResult(second.id).result, FingerprintMismatch)
+
+    def test_a_body_learns_its_claim(self, app, published, store):
+        seen = []
+
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> None:
+            seen.append((self.idempotency.key, self.idempotency.token, current_claim() is None))
+            self.idempotency.ensure()
+
+        deliver(app, send(published, task, "k"))
+        assert seen == [("k", record(store, "k", "t").token, False)]
+        with pytest.raises(IdempotencyError, match="called as a function has no claim"):
+            task.idempotency  # noqa: B018
+
+    def test_the_records_worker_is_this_process(self, app, published, store, charge):
+        seen = []
+
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+        def task(key: str) -> None:
+            seen.append(record(store, key, "t"))
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        assert seen[0].worker.endswith(f":{os.getpid()}")
+        assert seen[0].task_id == message.id
+
+    def test_a_record_can_be_asked_for_and_forgotten(self, app, published, charge, runs):
+        message = send(published, charge, "o-1")
+        assert charge.idempotency_record("o-1") is None
+        deliver(app, message)
+        assert charge.idempotency_record("o-1").state is State.COMPLETED
+        assert charge.idempotency_record("o-1", scope="s") is None
+        assert charge.idempotency_forget("o-1") is True
+        assert charge.idempotency_forget("o-1") is False
+        deliver(app, message)
+        assert runs == ["o-1", "o-1"]
+
+    def test_a_result_that_was_not_kept_comes_from_the_result_backend(
+        self, app, published, runs, store
+    ):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="key",
+            idempotency_store_result=False,
+        )
+        def task(key: str) -> str:
+            runs.append(key)
+            return "kept by Celery"
+
+        first, second = (send(published, task, "k") for _ in range(2))
+        deliver(app, first)
+        assert record(store, "k", "t").value is None
+        deliver(app, second)
+        assert app.AsyncResult(second.id).result == "kept by Celery"
+        app.AsyncResult(first.id).forget()
+        deliver(app, first)
+        assert isinstance(app.AsyncResult(first.id).result, ResultUnavailable)
+        assert runs == ["k"]
+
+    @pytest.mark.parametrize("error", [Ignore("x"), Reject("x", requeue=False)])
+    def test_ignore_and_reject_give_the_key_back(self, app, store, published, error):
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+        def task(key: str) -> None:
+            raise error
+
+        deliver(app, send(published, task, "k"))
+        assert record(store, "k", "t") is None
+
+
+class TestConflicts:
+    def test_another_id_goes_round_again_and_shows_retry(self, app, store, published, charge, runs):
+        hold(store, "o-1")
+        message = send(published, charge, "o-1", headers={"x": 1}, priority=3)
+        deliver(app, message)
+        (again,) = published[1:]
+        assert runs == []
+        assert app.AsyncResult(message.id).state == "RETRY"
+        assert (again.id, again.args, again.retries) == (message.id, message.args, 0)
+        assert again.stamp == message.stamp
+        assert again.headers["idempotency_conflicts"] == 1
+        assert again.headers["x"] == 1
+        assert again.properties.get("priority") == 3
+        assert eta_in(again) <= 1
+
+    def test_the_holders_own_id_goes_round_and_its_state_is_left_alone(
+        self, app, store, published, charge
+    ):
+        message = send(published, charge, "o-1", expires=3600)
+        hold(store, "o-1", task_id=message.id)
+        app.backend.store_result(message.id, None, "STARTED")
+        deliver(app, message, redelivered=True)
+        (again,) = published[1:]
+        assert again.id == message.id
+        assert app.AsyncResult(message.id).state == "STARTED"
+        # It must not be dropped while its holder may still die.
+        assert again.headers["expires"] is None
+
+    def test_the_next_rounds_wait_longer_but_never_longer_than_allowed(
+        self, app, store, published, runs
+    ):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            max_retries=0,
+            idempotency_key="key",
+            idempotency_conflict_backoff_max=5,
+        )
+        def task(key: str) -> str:
+            runs.append(key)
+            return "ran"
+
+        theirs = hold(store, "k", "t")
+        message = send(published, task, "k")
+        waits = []
+        for n in range(1, 8):
+            deliver(app, published[-1])
+            assert published[-1].headers["idempotency_conflicts"] == n
+            assert published[-1].retries == 0
+            waits.append(eta_in(published[-1]))
+        assert all(wait <= 5 for wait in waits)
+        assert min(waits[4:]) > 2
+        store.release(theirs.identity, token=theirs.token)
+        deliver(app, published[-1])
+        assert runs == ["k"]
+        assert app.AsyncResult(message.id).result == "ran"
+
+    def test_the_header_of_a_restored_message_is_not_handed_on(self, app, store, published, charge):
+        hold(store, "o-1")
+        message = send(published, charge, "o-1")
+        message.headers["redelivered"] = True
+        deliver(app, message)
+        assert "redelivered" not in published[-1].headers
+
+    def test_raise_fails_another_id(self, app, store, published, runs):
+        task = self.raising(app)
+        theirs = hold(store, "k", "t")
+        message = send(published, task, "k")
+        deliver(app, message)
+        error = app.AsyncResult(message.id).result
+        assert isinstance(error, InProgress)
+        assert error.task_id == "o"
+        assert 0 < error.expires_in <= 30
+        assert theirs.owner in str(error)
+        assert len(published) == 1
+
+    def test_raise_never_fails_the_holders_own_id(self, app, store, published):
+        task = self.raising(app)
+        message = send(published, task, "k")
+        hold(store, "k", "t", task_id=message.id)
+        deliver(app, message)
+        assert app.AsyncResult(message.id).state == "PENDING"
+        assert len(published) == 2
+
+    def raising(self, app: Celery) -> Any:
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="key",
+            idempotency_on_conflict="raise",
+        )
+        def task(key: str) -> None: ...
+
+        return task
+
+
+def eta_in(message: SimpleNamespace) -> float:
+    """In how many seconds a message is due."""
+    eta = datetime.fromisoformat(message.headers["eta"])
+    return (eta - datetime.now(timezone.utc)).total_seconds()
+
+
+class TestStoreFailures:
+    @pytest.fixture(autouse=True)
+    def _impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("celery_idempotent.runner.CLAIM_PATIENCE", 0.01)
+
+    def break_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def away(*_: object, **__: object) -> None:
+            raise StoreUnavailable("away")
+
+        monkeypatch.setattr(MemoryStore, "claim", away)
+
+    def test_nothing_runs_and_the_message_goes_round(
+        self, app, published, charge, runs, monkeypatch
+    ):
+        message = send(published, charge, "o-1", expires=3600)
+        with monkeypatch.context() as patch:
+            self.break_store(patch)
+            deliver(app, message)
+            deliver(app, published[-1])
+        assert runs == []
+        assert app.AsyncResult(message.id).state == "PENDING"
+        again = published[-1]
+        assert (again.id, again.retries, again.stamp) == (message.id, 0, message.stamp)
+        assert again.headers["idempotency_store_failures"] == 2
+        # What did not begin may still expire.
+        assert again.headers["expires"] is not None
+        deliver(app, again)
+        assert runs == ["o-1"]
+
+    def test_eager_calls_raise_it(self, charge, runs, monkeypatch):
+        self.break_store(monkeypatch)
+        with pytest.raises(StoreUnavailable):
+            charge.apply(("o-1",), throw=True)
+        assert runs == []
+
+
+class TestRetries:
+    @pytest.fixture
+    def flaky(self, app: Celery, runs: list[Any]) -> Any:
+        @app.task(
+            name="flaky",
+            base=IdempotentTask,
+            shared=False,
+            bind=True,
+            max_retries=3,
+            idempotency_key="key",
+        )
+        def flaky(self: Any, key: str, times: int = 1, changed: str = "") -> str:
+            runs.append((self.request.retries, changed))
+            if self.request.retries < times:
+                raise self.retry(countdown=0, kwargs={"times": times, "changed": "yes"}, args=[key])
+            return "done"
+
+        return flaky
+
+    def test_a_retry_keeps_key_and_fingerprint_whatever_its_arguments(
+        self, app, store, published, flaky, runs
+    ):
+        message = send(published, flaky, "k", headers={"x": 1})
+        deliver(app, message)
+        (again,) = published[1:]
+        assert again.stamp == message.stamp
+        assert again.headers["x"] == 1
+        assert again.retries == 1
+        deliver(app, again)
+        assert runs == [(0, ""), (1, "yes")]
+        assert record(store, "k", "flaky").state is State.COMPLETED
+
+    def test_the_key_is_free_before_the_retry_is_on_its_way(self, app, store, published, flaky):
+        free = []
+
+        def note(**_: Any) -> None:
+            free.append(record(store, "k", "flaky") is None)
+
+        message = send(published, flaky, "k")
+        before_task_publish.connect(note, weak=False)
+        try:
+            deliver(app, message)
+        finally:
+            before_task_publish.disconnect(note)
+        assert free == [True]
+
+    def test_a_retry_that_gives_a_key_of_its_own_gets_it(self, app, published):
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> None:
+            raise self.retry(countdown=0, idempotency_key="new")
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        assert published[-1].stamp["key"] == "new"
+
+    def test_autoretry_keeps_the_stamp_and_consumes_the_users_retries(self, app, store, published):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            autoretry_for=(ValueError,),
+            retry_backoff=False,
+            default_retry_delay=0,
+            max_retries=1,
+            idempotency_key="key",
+        )
+        def task(key: str) -> None:
+            raise ValueError(key)
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        assert (published[-1].retries, published[-1].stamp) == (1, message.stamp)
+        deliver(app, published[-1])
+        assert len(published) == 2
+        assert app.AsyncResult(message.id).state == "FAILURE"
+        assert record(store, "k", "t") is None
+
+    def test_a_conflict_is_not_seen_by_autoretry(self, app, store, published):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            autoretry_for=(Exception,),
+            idempotency_key="key",
+            idempotency_on_conflict="raise",
+        )
+        def task(key: str) -> None: ...
+
+        hold(store, "k", "t")
+        message = send(published, task, "k")
+        deliver(app, message)
+        assert len(published) == 1
+        assert isinstance(app.AsyncResult(message.id).result, InProgress)
+
+    def test_another_call_of_the_same_task_in_a_run_is_no_retry(self, app, store, published):
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str, more: bool = True) -> str:
+            if more:
+                task.apply_async((key, False), idempotency_key="other")
+                task.apply_async(("third", False))
+            return "done"
+
+        deliver(app, send(published, task, "k"))
+        assert [message.stamp["key"] for message in published] == ["k", "other", "third"]
+        assert record(store, "k", "t").state is State.COMPLETED
+
+
+class TestFunctionCalls:
+    def test_a_direct_call_is_a_function_call(self, charge, store, runs):
+        assert charge("o-1") == charge("o-1") == "receipt o-1"
+        assert runs == ["o-1", "o-1"]
+        assert record(store, "o-1") is None
+
+    def test_a_direct_call_in_a_run_is_a_function_call(self, app, published, charge, runs):
+        @app.task(name="outer", base=IdempotentTask, shared=False)
+        def outer() -> list[str]:
+            return [charge("o-1"), charge("o-1")]
+
+        message = send(published, outer)
+        deliver(app, message)
+        assert runs == ["o-1", "o-1"]
+
+    def test_a_task_that_calls_itself_does_not_meet_its_own_claim(self, app, published):
+        @app.task(name="fac", base=IdempotentTask, shared=False, bind=True, idempotency_key="n")
+        def fac(self: Any, n: int) -> int:
+            return 1 if n == 0 else n * self(n - 1)
+
+        message = send(published, fac, 5)
+        deliver(app, message)
+        assert app.AsyncResult(message.id).result == 120
+        assert fac.apply((4,)).get() == 24
+        assert fac(3) == 6
+
+
+class TestBases:
+    def test_a_base_with_a_call_of_its_own_behind_ours_is_gone_through(self, app, published):
+        calls = []
+
+        class Tracing(Task):
+            abstract = True
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                calls.append(args)
+                return super().__call__(*args, **kwargs)
+
+        class Both(IdempotentTask, Tracing):
+            abstract = True
+
+        @app.task(name="t", base=Both, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> str:
+            return f"ran as {self.request.id}"
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        deliver(app, message)
+        assert calls == [("k",)]
+        assert app.AsyncResult(message.id).result == f"ran as {message.id}"
+        assert task.apply(("e",)).get().startswith("ran as ")
+        assert calls == [("k",), ("e",)]
+
+    def test_a_call_in_front_of_ours_sees_every_delivery(self, app, published, runs):
+        calls = []
+
+        class Front(IdempotentTask):
+            abstract = True
+
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                calls.append(args)
+                return super().__call__(*args, **kwargs)
+
+        @app.task(name="t", base=Front, shared=False, idempotency_key="key")
+        def task(key: str) -> None:
+            runs.append(key)
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        deliver(app, message)
+        assert (calls, runs) == ([("k",), ("k",)], ["k"])
+
+    def test_class_based_tasks(self, app, published, store):
+        class Charge(IdempotentTask):
+            name = "shop.charge"
+            idempotency_key = "order_id"
+
+            def run(self, order_id: str, *, amount: int = 1) -> str:
+                return f"{amount} for {order_id} by {type(self).__name__}"
+
+        task = app.register_task(Charge())
+        message = send(published, task, "o-1")
+        assert message.stamp["key"] == "o-1"
+        deliver(app, message)
+        assert app.AsyncResult(message.id).result == "1 for o-1 by Charge"
+
+    def test_class_based_tasks_are_checked_as_well(self, app):
+        class Wrong(IdempotentTask):
+            name = "wrong"
+            idempotency_key = "no_such_argument"
+
+            def run(self, order_id: str) -> None: ...
+
+        with pytest.raises(InvalidOption, match="no_such_argument"):
+            app.register_task(Wrong())
+
+    def test_a_task_of_an_abstract_base_with_options(self, app, published):
+        class Keyed(IdempotentTask):
+            abstract = True
+            idempotency_key = ALL_ARGUMENTS
+
+        task = app.task(name="t", base=Keyed, shared=False)(nothing)
+        assert send(published, task).stamp["key"].startswith("*")
+
+    def test_hooks_of_the_user_are_called_for_runs_and_replays(self, app, published):
+        calls = []
+
+        class Hooked(IdempotentTask):
+            abstract = True
+
+            def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+                calls.append(retval)
+
+        @app.task(name="t", base=Hooked, shared=False, idempotency_key="key")
+        def task(key: str) -> str:
+            return "done"
+
+        for _ in range(2):
+            deliver(app, send(published, task, "k"))
+        assert calls == ["done", "done"]
+
+    def test_shared_tasks_work_on_the_app_that_uses_them(self, store, monkeypatch):
+        from celery import _state
+
+        monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
+
+        @shared_task(name="test_task.shared", base=IdempotentTask, idempotency_key="key")
+        def shared(key: str) -> str:
+            return f"shared {key}"
+
+        app = make_app(store)
+        app.finalize()
+        task = app.tasks["test_task.shared"]
+        assert task.apply(("k",)).get() == "shared k"
+        assert record(store, "k", "test_task.shared").state is State.COMPLETED
+        assert shared.name == "test_task.shared"
+
+    def test_two_apps_in_one_process_keep_to_their_own(self, runs):
+        stores = MemoryStore(), MemoryStore()
+        apps = [
+            make_app(stores[0], idempotency_lease=10),
+            make_app(stores[1], idempotency_lease=20, task_acks_late=False),
+        ]
+        tasks = []
+        for n, app in enumerate(apps):
+
+            @app.task(name="work", base=IdempotentTask, shared=False, idempotency_key="key")
+            def work(key: str, n: int = n) -> int:
+                runs.append(n)
+                return n
+
+            tasks.append(work)
+        assert [task.idempotency_policy.lease_ms for task in tasks] == [10_000, 20_000]
+        assert [task.acks_late for task in tasks] == [True, False]
+        assert [task.apply(("k",)).get() for task in tasks] == [0, 1]
+        assert [task.apply(("k",)).get() for task in tasks] == [0, 1]
+        assert runs == [0, 1]
+        assert all(record(store, "k", "work") for store in stores)
+        assert IdempotentTask._definition is None, "one app's task defined the base class"
+        assert IdempotentTask.acks_late is None
+
+    def test_the_class_of_a_whole_app_may_be_given_by_name(self, store):
+        app = whole_app(store)
+        task = app.task(name="t", shared=False)(nothing)
+        assert isinstance(app.tasks["t"], IdempotentTask)
+        assert task.acks_late
+
+
+class TestEager:
+    def test_apply_runs_once_for_a_key(self, charge, runs):
+        assert charge.apply(("o-1",)).get() == "receipt o-1"
+        assert charge.apply(("o-1",)).get() == "receipt o-1"
+        assert runs == ["o-1"]
+
+    def test_always_eager_as_well(self, app, charge, runs, store):
+        app.conf.task_always_eager = True
+        assert charge.delay("o-1").get() == "receipt o-1"
+        assert charge.apply_async(("o-1",)).get() == "receipt o-1"
+        assert runs == ["o-1"]
+        assert record(store, "o-1").state is State.COMPLETED
+
+    def test_apply_takes_a_key_and_a_scope(self, charge, runs, store):
+        charge.apply(("o-1",), idempotency_key="mine", idempotency_scope="s").get()
+        charge.apply(("o-1",), idempotency_key="mine", idempotency_scope="s").get()
+        assert runs == ["o-1"]
+        assert store.get(Identity(namespace="shop.charge", scope="s", key="mine")) is not None
+
+    def test_without_a_key_every_call_runs(self, app, runs):
+        @app.task(name="plain", base=IdempotentTask, shared=False)
+        def plain() -> None:
+            runs.append(1)
+
+        plain.apply()
+        plain.apply()
+        assert runs == [1, 1]
+
+    def test_a_conflict_raises_in_progress(self, charge, store, runs):
+        hold(store, "o-1")
+        result = charge.apply(("o-1",))
+        assert isinstance(result.result, InProgress)
+        with pytest.raises(InProgress):
+            charge.apply(("o-1",), throw=True)
+        assert runs == []
+
+    def test_a_conflict_with_oneself_raises_in_progress(self, app):
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+        def task(key: str) -> str:
+            inner = task.apply((key,))
+            return type(inner.result).__name__
+
+        assert task.apply(("k",)).get() == "InProgress"
+
+    def test_a_failure_gives_the_key_back(self, app, store, runs):
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+        def task(key: str) -> str:
+            runs.append(key)
+            if len(runs) == 1:
+                raise ValueError("once")
+            return "done"
+
+        assert isinstance(task.apply(("k",)).result, ValueError)
+        assert task.apply(("k",)).get() == "done"
+
+    def test_a_retry_runs_on_with_the_same_key(self, app, store, runs):
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> str:
+            runs.append(self.request.retries)
+            if self.request.retries < 2:
+                raise self.retry(countdown=0)
+            return "done"
+
+        assert task.apply(("k",)).get() == "done"
+        assert runs == [0, 1, 2]
+        assert record(store, "k", "t").state is State.COMPLETED
+        assert task.apply(("k",)).get() == "done"
+        assert runs == [0, 1, 2]
+
+    def test_a_permanent_error_is_raised_again_without_a_run(self, app, runs):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="key",
+            idempotency_permanent_errors=(KeyError,),
+        )
+        def task(key: str) -> None:
+            runs.append(key)
+            raise KeyError("no such order")
+
+        for _ in range(2):
+            error = task.apply(("k",)).result
+            assert isinstance(error, KeyError)
+            assert error.args == ("no such order",)
+        assert runs == ["k"]
+
+
+def whole_app(store: MemoryStore, **settings: Any) -> Celery:
+    app = Celery(
+        "whole",
+        broker="memory://",
+        backend="cache+memory://",
+        task_cls="celery_idempotent:IdempotentTask",
+        set_as_current=False,
+    )
+    app.conf.update(idempotency_store=store, task_always_eager=True, **settings)
+    return app
+
+
+class TestWholeApp:
+    """Every task is one of ours; Celery's own are left alone."""
+
+    @pytest.fixture
+    def app(self, store: MemoryStore) -> Celery:
+        return whole_app(store)
+
+    @pytest.fixture
+    def add(self, app: Celery, runs: list[Any]) -> Any:
+        @app.task(name="add", shared=False)
+        def add(x: int, y: int) -> int:
+            runs.append((x, y))
+            return x + y
+
+        return add
+
+    @pytest.fixture
+    def total(self, app: Celery) -> Any:
+        @app.task(name="total", shared=False)
+        def total(numbers: list[int]) -> int:
+            return sum(numbers)
+
+        return total
+
+    def test_celerys_own_are_left_alone(self, app, add):
+        app.finalize()
+        own = [name for name in app.tasks if name.startswith("celery.")]
+        assert len(own) >= 8
+        for name in own:
+            task = app.tasks[name]
+            if isinstance(task, IdempotentTask):
+                with pytest.raises(IdempotencyError):
+                    task.idempotency_policy  # noqa: B018
+                assert task._definition is None
+
+    def test_a_chain(self, app, add):
+        assert chain(add.s(1, 2), add.s(3), add.s(4)).apply_async().get() == 10
+
+    def test_a_chain_of_equal_steps(self, app, add, runs):
+        assert chain(add.si(1, 2), add.si(1, 2)).apply_async().get() == 3
+        assert runs == [(1, 2), (1, 2)]
+
+    def test_a_group(self, app, add):
+        assert group(add.s(n, n) for n in range(3)).apply_async().get() == [0, 2, 4]
+
+    def test_a_chord(self, app, add, total):
+        assert chord([add.s(n, n) for n in range(3)], total.s()).apply_async().get() == 6
+
+    def test_map_starmap_and_chunks(self, app, add, total, runs):
+        assert add.starmap([(1, 2), (1, 2)]).apply_async().get() == [3, 3]
+        assert total.map([[1, 2], [3]]).apply_async().get() == [3, 3]
+        assert add.chunks([(1, 1), (2, 2), (3, 3)], 2).apply_async().get() == [[2, 4], [6]]
+        assert runs.count((1, 2)) == 2
+
+    def test_a_link(self, app, add, runs):
+        add.apply_async((1, 2), link=add.s(10))
+        assert runs == [(1, 2), (3, 10)]
+
+    def test_a_replacement(self, app, add):
+        @app.task(name="replaced", bind=True, shared=False)
+        def replaced(self: Any) -> Any:
+            with allow_join_result():  # Celery's eager replace needs it
+                return self.replace(add.s(20, 22))
+
+        assert replaced.delay().get() == 42
+
+    def test_backend_cleanup_is_not_touched(self, app, add, store):
+        app.tasks["celery.backend_cleanup"].apply().get()
+        assert repr(store) == "<MemoryStore: 0 records>"
+
+
+class TestReplace:
+    def test_the_record_is_completed_and_a_redelivery_is_acked_quietly(
+        self, app, store, published, charge, runs
+    ):
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> Any:
+            runs.append("replaced")
+            raise self.replace(charge.si("o-1"))
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        (replacement,) = published[1:]
+        assert (replacement.task, replacement.id) == ("shop.charge", message.id)
+        found = record(store, "k", "t")
+        assert (found.state, found.replaced) == (State.COMPLETED, True)
+        deliver(app, message, redelivered=True)
+        assert runs == ["replaced"]
+        assert len(published) == 2
+        deliver(app, replacement)
+        assert app.AsyncResult(message.id).result == "receipt o-1"
+        # Another id waits for the replacement's result, and gets it.
+        duplicate = send(published, task, "k")
+        deliver(app, duplicate)
+        assert app.AsyncResult(duplicate.id).result == "receipt o-1"
+        assert runs == ["replaced", "o-1"]
+
+    def test_a_replacement_that_cannot_be_published_gives_the_key_back(
+        self, app, store, published, charge, monkeypatch
+    ):
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> Any:
+            raise self.replace(charge.si(True))  # no key
+
+        deliver(app, send(published, task, "k"))
+        assert record(store, "k", "t") is None
+
+
+class TestDjango:
+    """In a Django project the class is the one with ``delay_on_commit``."""
+
+    CODE = """
+import sys
+import celery_idempotent
+from celery_idempotent import IdempotentTask
+from celery_idempotent.task import IdempotentTask as Plain
+print(issubclass(IdempotentTask, Plain), hasattr(IdempotentTask, "delay_on_commit"))
+print("celery_idempotent.django" in sys.modules)
+"""
+
+    def run(self, code: str, **variables: str) -> list[str]:
+        environment = {**child_environment(), **variables}
+        for name in [name for name in ("DJANGO_SETTINGS_MODULE",) if name not in variables]:
+            environment.pop(name, None)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    def test_with_django_settings_it_is_the_django_class(self):
+        pytest.importorskip("django")
+        found = self.run(self.CODE, DJANGO_SETTINGS_MODULE="testproject.settings")
+        assert found == ["True", "True", "True"]
+
+    def test_without_it_is_the_plain_one_and_ours_for_django_is_not_imported(self):
+        assert self.run(self.CODE) == ["True", "False", "False"]
+
+    def test_with_settings_but_without_django_it_is_the_plain_one(self):
+        block = "import sys; sys.modules['django'] = None\n"
+        found = self.run(block + self.CODE, DJANGO_SETTINGS_MODULE="proj.settings")
+        assert found[:2] == ["True", "False"]
+
+    def test_publishing_on_commit_takes_our_options(self):
+        pytest.importorskip("django")
+        code = """
+import django
+from django.conf import settings
+settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}})
+django.setup()
+from celery import Celery
+from celery.signals import before_task_publish
+from django.db import transaction
+from celery_idempotent import IdempotentTask
+app = Celery("d", broker="memory://", backend="cache+memory://")
+app.conf.idempotency_store = "memory://"
+@app.task(base=IdempotentTask, idempotency_key="key")
+def work(key): ...
+sent = []
+before_task_publish.connect(lambda headers=None, **_: sent.append(headers["idempotency"]["key"]), weak=False)
+with transaction.atomic():
+    work.delay_on_commit("a")
+    work.apply_async_on_commit(("b",), idempotency_key="mine")
+    print(len(sent))
+print(*sent)
+"""
+        assert self.run(code, DJANGO_SETTINGS_MODULE="none") == ["0", "a", "mine"]
+
+
+def nothing() -> None: ...
+
+
+def test_the_package_root_has_no_other_surprises():
+    import celery_idempotent
+
+    with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
+        celery_idempotent.Nonsense  # noqa: B018
+
+
+def test_a_task_survives_pickling_as_celerys_do(charge):
+    import pickle
+
+    assert charge.name == "shop.charge"
+    sig = charge.s("o-1").set(idempotency_key="mine")
+    assert pickle.loads(pickle.dumps(dict(sig)))["options"]["idempotency_key"] == "mine"
+
+
+def test_eta_and_countdown_are_celerys(published, charge):
+    message = send(published, charge, "o-1", countdown=100)
+    assert timedelta(seconds=90) < timedelta(seconds=eta_in(message)) <= timedelta(seconds=100)
+
+
+def test_retry_exceptions_made_by_hand_give_the_key_back(app, store, published):
+    @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+    def task(key: str) -> None:
+        raise Retry("by hand")
+
+    deliver(app, send(published, task, "k"))
+    assert record(store, "k", "t") is None

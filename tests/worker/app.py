@@ -1,0 +1,266 @@
+"""The app of the worker tests: what workers run and what tests publish, the same tasks idempotent and plain.
+
+A worker finds its settings as JSON in the environment; a test makes its own app of the same settings with
+:func:`make_app`. Every run notes its start and its end in the ledger. So do, in workers, the outcomes that the library
+announces: they tell *when* something happened; how often a task ran is told by its body alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from celery import Celery, Task
+from celery.signals import worker_init
+
+from celery_idempotent import IdempotentTask, signals
+from celery_idempotent.lease import heartbeat
+from tests.support.ledger import LEDGER_VARIABLE, Ledger
+
+__all__ = ["IMPATIENT", "SETTINGS_VARIABLE", "Refused", "environment", "make_app"]
+
+#: What a worker shall be like, as JSON: see :func:`environment`.
+SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
+
+#: Redis as a broker gives back what was not acknowledged for two seconds, and looks every second.
+IMPATIENT = {
+    "visibility_timeout": 2,
+    "unacked_restore_interval": 1,
+    "unacked_restore_throttle": 1,
+}
+
+#: How long a gate may stay closed before a run gives up: longer than any test waits.
+_GATE_SECONDS = 90
+
+_OUTCOMES = ("conflicted", "interrupted", "lease_lost", "mismatched", "replayed", "settle_failed")
+
+
+class Refused(Exception):
+    """The bank will never accept this card."""
+
+
+def environment(
+    settings: Mapping[str, Any], *, prefix: str = "", claim_before_fork: bool = False
+) -> dict[str, str]:
+    """Return what makes a worker of this module use these settings.
+
+    With a ``prefix`` they come in upper case from a configuration object, as those of a Django project do.
+    """
+    wanted = {"settings": settings, "prefix": prefix, "claim_before_fork": claim_before_fork}
+    return {SETTINGS_VARIABLE: json.dumps(wanted)}
+
+
+def make_app(settings: Mapping[str, Any], *, prefix: str = "") -> Celery:
+    """Return an app with every task of the tests."""
+    app = Celery("worker_tests", set_as_current=False)
+    if prefix:
+        named = {f"{prefix}_{name}".upper(): value for name, value in settings.items()}
+        app.config_from_object(SimpleNamespace(**named), namespace=prefix)
+    else:
+        app.conf.update(settings)
+    _define(app)
+    return app
+
+
+def _define(app: Celery) -> None:
+    idempotent = partial(app.task, base=IdempotentTask, bind=True, shared=False)
+    late = {"acks_late": True, "reject_on_worker_lost": True}
+    plain = partial(app.task, base=Task, bind=True, shared=False, **late)
+
+    # The same work: by its task id, by a key of its own, and without any protection.
+    idempotent(name="guarded")(work)
+    idempotent(name="keyed", idempotency_key="key")(work)
+    plain(name="plain")(work)
+
+    raising: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_conflict": "raise"}
+    idempotent(name="raising", **raising)(work)
+    idempotent(name="raising_moody", max_retries=1, **raising)(moody)
+    idempotent(name="early", acks_late=False)(work)
+    idempotent(name="moody", idempotency_key="key", max_retries=1)(moody)
+    idempotent(name="failing", idempotency_key="key")(failing)
+    refusing: dict[str, Any] = {"idempotency_permanent_errors": (Refused,)}
+    idempotent(name="refused", idempotency_key="key", **refusing)(refused)
+
+    idempotent(name="killing", idempotency_key="key")(killing)
+
+    idempotent(name="retrying", idempotency_key="key", max_retries=None)(retrying)
+    idempotent(name="changing", idempotency_key=("key", "step"), max_retries=None)(changing)
+    automatic: dict[str, Any] = {"autoretry_for": (ZeroDivisionError,), "default_retry_delay": 0.2}
+    idempotent(name="autoretrying", idempotency_key="key", max_retries=3, **automatic)(dividing)
+
+    idempotent(name="replacing", idempotency_key="key", idempotency_lease=0.5)(replacing)
+    idempotent(name="appending")(appending)
+    idempotent(name="webhook", idempotency_key="delivery")(webhook)
+    app.task(name="threads", base=Task, shared=False)(threads)
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def work(self: Any, key: str, seconds: float = 0.0, gate: str = "") -> dict[str, Any]:
+    """Take ``seconds``, and until the file ``gate`` exists; no two runs return the same."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    time.sleep(seconds)
+    _wait_at(gate)
+    ledger.append("end", key, self.request.id)
+    return _answer(self)
+
+
+def moody(self: Any, key: str, gate: str = "") -> dict[str, Any]:
+    """Fail the first time that this key runs, retry the second time, succeed from the third time on."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    _wait_at(gate)
+    runs = ledger.count("start", key)
+    if runs == 1:
+        raise RuntimeError("not today")
+    if runs == 2:
+        raise self.retry(countdown=0.2)
+    ledger.append("end", key, self.request.id)
+    return _answer(self)
+
+
+def failing(self: Any, key: str, gate: str = "") -> dict[str, Any]:
+    """Fail until the file ``gate`` exists."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    if not Path(gate).exists():
+        raise RuntimeError(f"{key} is not ready")
+    ledger.append("end", key, self.request.id)
+    return _answer(self)
+
+
+def refused(self: Any, key: str) -> None:
+    """Fail for good."""
+    Ledger.from_env().append("start", key, self.request.id)
+    raise Refused(f"the card of {key} expired", 4)
+
+
+def killing(self: Any, key: str) -> None:
+    """Take this process down, as a C extension can."""
+    Ledger.from_env().append("start", key, self.request.id)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def retrying(self: Any, key: str, times: int, countdown: float, limit: int) -> dict[str, Any]:
+    """Ask for ``times`` retries, of which ``limit`` are allowed; take a moment to tidy up after asking."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    if self.request.retries < times:
+        error = RuntimeError(f"{key} is not ready")
+        try:
+            raise self.retry(exc=error, countdown=countdown, max_retries=limit)
+        finally:
+            time.sleep(0.02)  # the retry is published by now, and may well be running
+    ledger.append("end", key, self.request.id)
+    return _answer(self)
+
+
+def changing(self: Any, key: str, step: int, last: int) -> dict[str, Any]:
+    """Retry with other arguments, of which the key would be another."""
+    ledger = Ledger.from_env()
+    ledger.append("start", f"{key}.{step}", self.request.id)
+    if step < last:
+        raise self.retry(args=(key, step + 1, last), kwargs={}, countdown=0)
+    return {**_answer(self), "step": step, "key": self.idempotency.key}
+
+
+def dividing(self: Any, key: str, good: int) -> dict[str, Any]:
+    """Divide by zero until the attempt ``good``."""
+    Ledger.from_env().append("start", key, self.request.id)
+    if self.request.retries < good:
+        return {"never": 1 / 0}
+    return _answer(self)
+
+
+def replacing(self: Any, key: str, text: str, gate: str = "") -> Any:
+    """Let another task do it."""
+    Ledger.from_env().append("start", key, self.request.id)
+    raise self.replace(self.app.tasks["appending"].si(text, key, gate))
+
+
+def appending(self: Any, text: str, key: str = "", gate: str = "") -> str:
+    """Append the letter that says who was here."""
+    Ledger.from_env().append("appended", key or text, self.request.id)
+    _wait_at(gate)
+    return f"{text}!"
+
+
+def webhook(self: Any, event: str, delivery: str, payload: Any) -> dict[str, Any]:
+    """Write a row for a delivery; say what arrived."""
+    Ledger.from_env().append(event, delivery, self.request.id)
+    arrived = json.dumps(payload, sort_keys=True).encode()
+    return {"event": event, "sha256": hashlib.sha256(arrived).hexdigest(), **_answer(self)}
+
+
+def threads() -> dict[str, Any]:
+    """Say which threads this process has; claims nothing."""
+    return {"pid": os.getpid(), "threads": _threads()}
+
+
+def _answer(task: Any) -> dict[str, Any]:
+    return {
+        "run": uuid.uuid4().hex,
+        "pid": os.getpid(),
+        "retries": task.request.retries,
+        "threads": _threads(),
+    }
+
+
+def _threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+def _wait_at(gate: str) -> None:
+    until = time.monotonic() + _GATE_SECONDS
+    while gate and not Path(gate).exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{gate} stayed closed")
+        time.sleep(0.02)
+
+
+# -- what a worker process does when it imports this module ----------------------------------------------------------
+
+
+def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
+    key = "" if event.identity is None else event.identity.key
+    Ledger.from_env().append(outcome, key, event.task_id)
+
+
+def _claim_before_fork(**_: Any) -> None:
+    """Let the main process have a claim, a heartbeat and a connection, and a lock that is held while it forks."""
+    assert app is not None
+    held = app.tasks["keyed"].apply(args=("before the fork",))
+    assert "idempotency-heartbeat" in held.get(disable_sync_subtasks=False)["threads"]
+    locked = threading.Event()
+
+    def hold() -> None:
+        with heartbeat._lock:
+            locked.set()
+            time.sleep(3)
+
+    threading.Thread(target=hold, daemon=True).start()
+    locked.wait()
+
+
+app: Celery | None = None
+
+if SETTINGS_VARIABLE in os.environ:
+    _wanted = json.loads(os.environ[SETTINGS_VARIABLE])
+    app = make_app(_wanted["settings"], prefix=_wanted["prefix"])
+    if LEDGER_VARIABLE in os.environ:
+        for _outcome in _OUTCOMES:
+            getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
+    if _wanted["claim_before_fork"]:
+        worker_init.connect(_claim_before_fork, weak=False)

@@ -1,0 +1,237 @@
+"""Processes that die: what they held runs again, once, and is then recorded with the crash that it took."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis
+from celery.exceptions import WorkerLostError
+
+from celery_idempotent import State, TooManyCrashes, get_store
+from celery_idempotent.reaper import SWEEP, sweep
+from celery_idempotent.records import Identity
+from tests.support.waiting import wait_for
+from tests.support.workers import child_environment
+from tests.worker import app as app_module
+from tests.worker.app import IMPATIENT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.support.ledger import Entry
+    from tests.worker.conftest import Site
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+
+def first_run(site: Site, key: str) -> Entry:
+    return wait_for(lambda: site.ledger.entries("start", key), 20, "the first run")[0]
+
+
+def test_a_lost_child_costs_its_key_a_moment_and_not_a_lease(broker, open_site, key, gate):
+    site = open_site(broker)  # neither acks_late nor reject_on_worker_lost is set: the defaults
+    worker = site.worker(concurrency=2)
+    result = site.publish("keyed", key, 0.0, gate.path)
+    lost = first_run(site, key)
+    worker.kill_child(lost.pid)
+    gate.open()
+    answer = result.get(timeout=15)  # Celery may take five seconds to notice; the lease is 30 s
+    assert answer["pid"] != lost.pid
+    assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (2, 1)
+    assert site.ledger.count("interrupted", key) == 1
+    record = site.record("keyed", key)
+    assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
+    assert site.publish("keyed", key, 0.0, gate.path).get(timeout=10) == answer
+    assert site.ledger.count("start", key) == 2
+
+
+def test_a_lost_worker_is_followed_by_another_one(broker, open_site, key, gate):
+    """Redis gives the message back after the visibility timeout, RabbitMQ at once: it waits for the lease to end."""
+    options = {"broker_transport_options": IMPATIENT} if broker == "redis" else {}
+    site = open_site(broker, idempotency_lease=3, **options)
+    workers = site.workers(2, concurrency=1)
+    message = site.message("keyed", key, 0.0, gate.path)
+    states = site.states(message.task_id)
+    result = site.deliver(message)
+    lost = first_run(site, key)
+    next(each for each in workers if lost.pid in each.children()).kill()
+    gate.open()
+    answer = result.get(timeout=30)
+    runs = site.ledger.entries("start", key)
+    assert [each.pid for each in runs] == [lost.pid, answer["pid"]]
+    assert runs[1].time - runs[0].time > 3 - 0.5  # the claim came a little before the run
+    assert site.ledger.count("end", key) == 1
+    record = site.record("keyed", key)
+    assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
+    if broker == "rabbitmq":
+        assert 1 <= site.conflicts(message.task_id) <= 6
+    # Its caller never saw anything but a task at work.
+    names = states.names()
+    assert set(names) <= {"STARTED", "SUCCESS"}
+    assert [each["result"] for each in states.stored() if each["status"] == "SUCCESS"] == [answer]
+
+
+def test_a_task_that_kills_its_process_every_time_is_given_up(open_site, key):
+    site = open_site("redis", idempotency_max_crashes=1)
+    site.worker(concurrency=2)
+    result = site.publish("killing", key)
+    with pytest.raises(TooManyCrashes) as raised:
+        result.get(timeout=40)
+    assert raised.value.crashes == 2
+    assert site.ledger.count("start", key) == 2
+    record = site.record("killing", key)
+    assert (record.state, record.crashes) == (State.FAILED, 2)
+
+
+class TestTheSweep:
+    @pytest.fixture
+    def start_beat(self, tmp_path) -> Iterator[Callable[[Site], Path]]:
+        """Start Celery's beat as a process; return where its log is."""
+        started: list[subprocess.Popen[bytes]] = []
+
+        def start_beat(site: Site) -> Path:
+            log_path: Path = tmp_path / "beat.log"
+            command = [sys.executable, "-m", "celery", "-A", "tests.worker.app", "beat"]
+            options = ["--loglevel=INFO", "--pidfile=", f"--schedule={tmp_path / 'schedule'}"]
+            with log_path.open("wb") as log:
+                beat = subprocess.Popen(
+                    [*command, *options],
+                    cwd=tmp_path,
+                    env=child_environment(app_module.environment(site.settings)),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            started.append(beat)
+            return log_path
+
+        yield start_beat
+        for beat in started:
+            os.killpg(beat.pid, signal.SIGKILL)
+            beat.wait()
+
+    def test_registers_itself_with_beat_and_interrupts_what_nobody_will_redeliver(
+        self, broker, open_site, start_beat, key, gate
+    ):
+        site = open_site(
+            broker, idempotency_lease=1, idempotency_sweep_interval=0.5, task_acks_late=False
+        )
+        workers = site.workers(2, concurrency=1)
+        beat_log = start_beat(site)
+        result = site.publish("keyed", key, 0.0, gate.path)
+        begun = first_run(site, key)
+        lost = next(each for each in workers if begun.pid in each.children())
+        survivor = next(each for each in workers if each is not lost)
+
+        def sweeps() -> list[dict[str, Any]]:
+            """Return the results of the sweeps so far."""
+            ids = re.findall(rf"Task {re.escape(SWEEP)}\[(.+?)\] succeeded", survivor.log)
+            return [site.result(each).get(timeout=5) for each in ids]
+
+        # Alive, it is left alone, for several sweeps and longer than its lease.
+        wait_for(lambda: len(sweeps()) >= 4, 20, lambda: f"4 sweeps: {beat_log.read_text()}")
+        assert site.record("keyed", key).state is State.PROCESSING
+        assert not any(each["interrupted"] for each in sweeps())
+
+        lost.kill()
+        wait_for(lambda: any(each["interrupted"] for each in sweeps()), 20, "the sweep")
+        record = site.record("keyed", key)
+        assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
+        assert "sweep interrupted 1" in survivor.log
+        assert f"keyed key {key}" in survivor.log
+        already = len(sweeps())
+        wait_for(lambda: len(sweeps()) >= already + 2, 10, "two more sweeps")
+        assert sum(each["interrupted"] for each in sweeps()) == 1
+        assert site.record("keyed", key) == record
+        assert site.ledger.count("interrupted", key) == 1
+
+        # The message is gone, as early acks have it; whoever asks again is served at once.
+        assert site.ledger.count("start", key) == 1
+        assert result.state == "STARTED"
+        gate.open()
+        site.publish("keyed", key, 0.0, gate.path).get(timeout=10)
+        record = site.record("keyed", key)
+        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
+
+    def test_running_several_times_at_once_interrupts_each_record_once(self, shared):
+        sweep(shared.app)  # what others may have left
+        store = get_store(shared.app)
+        identities = [Identity(namespace="stale", key=uuid.uuid4().hex) for _ in range(300)]
+        for identity in identities:
+            store.claim(identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+        # Each of the four processes is busy sweeping at the same time as the others.
+        published = [shared.publish(SWEEP) for _ in range(8)]
+        counts = [each.get(timeout=20)["interrupted"] for each in published]
+        assert sum(counts) == 300, counts
+        records = [store.get(identity) for identity in identities]
+        assert {(each.state, each.crashes) for each in records if each} == {(State.INTERRUPTED, 1)}
+        assert all(records)
+        assert all(shared.ledger.count("interrupted", each.key) == 1 for each in identities[::10])
+
+
+class TestEarlyAcks:
+    """Late acks are the default; who wants early ones has them, wherever it is said."""
+
+    def unacked(self, site: Site) -> int:
+        client = redis.Redis.from_url(site.settings["broker_url"])
+        with client:
+            count: int = client.hlen("unacked")
+        return count
+
+    @pytest.mark.parametrize(
+        ("task", "settings", "prefix", "early"),
+        [
+            pytest.param("guarded", {}, "", False, id="by default"),
+            pytest.param("guarded", {}, "CELERY", False, id="by default in a Django project"),
+            pytest.param("early", {}, "", True, id="of a task"),
+            pytest.param("guarded", {"task_acks_late": False}, "", True, id="of an app"),
+            pytest.param(
+                "guarded", {"task_acks_late": False}, "CELERY", True, id="of a Django project"
+            ),
+        ],
+    )
+    def test_are_respected(self, open_site, key, gate, task, settings, prefix, early):
+        site = open_site("redis", idempotency_lease=7, **settings)
+        site.worker(concurrency=1, prefix=prefix)
+        result = site.publish(task, key, 0.0, gate.path)
+        first_run(site, key)
+        if early:
+            wait_for(lambda: self.unacked(site) == 0, 5, "the early ack")
+        assert self.unacked(site) == (0 if early else 1)
+        record = site.record(task, task_id=result.id)
+        assert 6_900 <= record.deadline_ms - record.updated_ms <= 7_100
+        gate.open()
+        result.get(timeout=10)
+        wait_for(lambda: self.unacked(site) == 0, 5, "the ack")
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            pytest.param({"task_acks_late": False}, id="acks_late"),
+            pytest.param({"task_reject_on_worker_lost": False}, id="reject_on_worker_lost"),
+        ],
+    )
+    def test_mean_that_a_lost_child_is_not_followed_by_another_run(
+        self, open_site, key, gate, settings
+    ):
+        site = open_site("redis", **settings)
+        worker = site.worker(concurrency=2)
+        result = site.publish("guarded", key, 0.0, gate.path)
+        worker.kill_child(first_run(site, key).pid)
+        gate.open()
+        with pytest.raises(WorkerLostError):
+            result.get(timeout=15)
+        wait_for(lambda: self.unacked(site) == 0, 5, "the ack")
+        # The other child is there for whatever else comes.
+        site.publish("guarded", f"{key}.next").get(timeout=10)
+        assert site.ledger.count("start", key) == 1
+        record = site.record("guarded", task_id=result.id)
+        assert (record.state, record.crashes) == (State.INTERRUPTED, 1)

@@ -1,0 +1,386 @@
+"""Messages that arrive more than once, in whatever way brokers and clients find to do that, run once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import chain
+from celery.result import AsyncResult
+
+from celery_idempotent import FingerprintMismatch, InProgress, State
+from tests.support.waiting import wait_for
+from tests.support.workers import child_environment
+from tests.worker.app import IMPATIENT, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.worker.conftest import Site, States
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+OWN = {"STARTED", "SUCCESS"}
+
+
+def results(site: Site, *task_ids: str) -> list[Any]:
+    return [site.result(task_id).get(timeout=20) for task_id in task_ids]
+
+
+def result_of(states: States) -> Any:
+    """Return the first value that was stored, whatever was stored before it."""
+    wait_for(lambda: "SUCCESS" in states.names(), 20, lambda: f"SUCCESS in {states.names()}")
+    return next(each["result"] for each in states.stored() if each["status"] == "SUCCESS")
+
+
+def wait_for_phase(site: Site, count: int, phase: str, **which: str) -> None:
+    wait_for(
+        lambda: site.ledger.count(phase, **which) >= count,
+        20,
+        lambda: f"{count} × {phase} of {which}; ledger: {site.ledger.entries(**which)}",
+    )
+
+
+class TestTheSameMessage:
+    def test_delivered_five_times_at_once_runs_once(self, shared, key, gate):
+        message = shared.message("guarded", key, 0.0, gate.path)
+        states = shared.states(message.task_id)
+        result = shared.deliver(message, times=5)
+        wait_for_phase(shared, 4, "conflicted", task_id=message.task_id)
+        gate.open()
+        first = result.get(timeout=20)
+        wait_for_phase(shared, 4, "replayed", task_id=message.task_id)
+        assert shared.ledger.count("start", key) == shared.ledger.count("end", key) == 1
+        # The duplicates never touched the state of the run, and every answer is the first one.
+        names = states.names()
+        assert set(names) <= OWN, names
+        assert names[-1] == "SUCCESS"
+        assert all(
+            each["result"] == first for each in states.stored() if each["status"] != "STARTED"
+        )
+        assert results(shared, message.task_id) == [first]
+
+    def test_delivered_again_after_its_end_is_answered_without_a_run(self, shared, key):
+        message = shared.message("keyed", key)
+        first = shared.deliver(message).get(timeout=20)
+        states = shared.states(message.task_id)
+        shared.deliver(message, times=3)
+        wait_for_phase(shared, 3, "replayed", task_id=message.task_id)
+        assert shared.ledger.count("start", key) == 1
+        assert shared.conflicts(message.task_id) == 0
+        assert results(shared, message.task_id) == [first]
+        assert set(states.names()) <= {"SUCCESS"}
+
+
+class TestOneKey:
+    def test_published_five_times_at_once_runs_once_and_everyone_gets_the_first_answer(
+        self, shared, key, gate
+    ):
+        published = [shared.publish("keyed", key, 0.0, gate.path) for _ in range(5)]
+        wait_for_phase(shared, 4, "conflicted", key=key)
+        gate.open()
+        answers = results(shared, *(each.id for each in published))
+        assert shared.ledger.count("start", key) == shared.ledger.count("end", key) == 1
+        assert len({each.id for each in published}) == 5
+        assert answers == [answers[0]] * 5
+        record = shared.record("keyed", key)
+        assert record is not None
+        assert record.state is State.COMPLETED
+        assert record.task_id == shared.ledger.entries("start", key)[0].task_id
+
+    def test_is_answered_by_its_record_when_the_result_backend_forgot(self, shared, key):
+        first = shared.publish("keyed", key)
+        answer = first.get(timeout=20)
+        first.forget()
+        assert first.state == "PENDING"
+        assert shared.publish("keyed", key).get(timeout=20) == answer
+        assert shared.ledger.count("start", key) == 1
+
+    def test_is_found_in_positional_and_keyword_arguments_alike(self, shared, key):
+        answers = [
+            shared.app.tasks["keyed"].apply_async((key,)).get(timeout=20),
+            shared.app.tasks["keyed"].apply_async((), {"key": key, "seconds": 0.0}).get(timeout=20),
+        ]
+        assert answers[0] == answers[1]
+        assert shared.ledger.count("start", key) == 1
+
+    def test_with_other_arguments_is_refused_without_a_run(self, shared, key):
+        first = shared.publish("keyed", key, 0.0).get(timeout=20)
+        other = shared.publish("keyed", key, 0.01)
+        with pytest.raises(FingerprintMismatch, match="other arguments"):
+            other.get(timeout=20)
+        assert other.state == "FAILURE"
+        assert shared.ledger.count("start", key) == 1
+        assert shared.publish("keyed", key, 0.0).get(timeout=20) == first
+
+    def test_of_a_task_without_a_rule_can_be_given_with_each_call(self, shared, key):
+        tasks = shared.app.tasks
+        calls = [
+            tasks["guarded"].apply_async(("a",), idempotency_key=key),
+            tasks["guarded"].si("a").set(idempotency_key=key).apply_async(),
+            shared.app.send_task("guarded", ("a",), idempotency_key=key),
+            shared.app.send_task("guarded", ("a",), headers={"idempotency_key": key}),
+        ]
+        answers = results(shared, *(each.id for each in calls))
+        assert answers == [answers[0]] * 4
+        assert sum(shared.ledger.count("start", task_id=each.id) for each in calls) == 1
+
+
+class TestAMessageOfAnOldPublisher:
+    """Its app does not import the library: no header, so the worker finds the key."""
+
+    @pytest.fixture
+    def send(self, shared) -> Callable[..., list[AsyncResult[Any]]]:
+        program = """if True:
+            import json, sys
+            from celery import Celery
+            settings, calls = json.load(sys.stdin)
+            app = Celery()
+            app.conf.update(settings)
+            ids = [app.send_task(name, args, **options).id for name, args, options in calls]
+            assert not [name for name in sys.modules if name.startswith("celery_idempotent")]
+            json.dump(ids, sys.stdout)
+        """
+        needed = ("broker_url", "result_backend", "task_default_queue")
+        settings = {name: shared.settings[name] for name in needed}
+
+        def send(*calls: tuple[str, list[Any], dict[str, Any]]) -> list[AsyncResult[Any]]:
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                input=json.dumps([settings, calls]),
+                env=child_environment(),
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            return [shared.result(task_id) for task_id in json.loads(done.stdout)]
+
+        return send
+
+    def test_has_the_key_that_a_new_publisher_would_give_it(self, shared, key, send):
+        old = send(("keyed", [key], {}), ("keyed", [key, 0.0], {}))
+        answers = [each.get(timeout=20) for each in old]
+        new = shared.publish("keyed", key)
+        assert answers == [new.get(timeout=20)] * 2
+        assert shared.ledger.count("start", key) == 1
+        mismatched = send(("keyed", [key, 0.01], {}))
+        with pytest.raises(FingerprintMismatch):
+            mismatched[0].get(timeout=20)
+
+    def test_may_carry_the_raw_key_in_a_header(self, shared, key, send):
+        header = {"headers": {"idempotency_key": key}}
+        old = send(("guarded", ["a"], header), ("guarded", ["a"], header))
+        new = shared.app.tasks["guarded"].apply_async(("a",), idempotency_key=key)
+        answers = results(shared, *(each.id for each in (*old, new)))
+        assert answers == [answers[0]] * 3
+
+    def test_without_any_key_is_guarded_by_its_task_id(self, shared, key, send):
+        task_id = str(uuid.uuid4())
+        send(*[("guarded", [key], {"task_id": task_id})] * 3)
+        results(shared, task_id)
+        # Two copies are answered, some of them after a conflict.
+        wait_for_phase(shared, 2, "replayed", task_id=task_id)
+        assert shared.ledger.count("start", key) == 1
+
+    @pytest.mark.parametrize("protocol", [1, 2])
+    def test_may_be_written_by_hand_in_any_protocol(self, shared, key, protocol):
+        task_id = str(uuid.uuid4())
+        if protocol == 1:
+            headers: dict[str, Any] = {}
+            body: Any = {"task": "keyed", "id": task_id, "args": [key], "kwargs": {}}
+        else:
+            headers = {"task": "keyed", "id": task_id}
+            body = [[key], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
+        queue = shared.app.amqp.queues[shared.queue]
+        for _ in range(2):
+            with shared.app.producer_pool.acquire(block=True) as producer:
+                producer.publish(
+                    body,
+                    exchange=queue.exchange,
+                    routing_key=queue.routing_key,
+                    declare=[queue],
+                    serializer="json",
+                    correlation_id=task_id,
+                    headers=headers,
+                )
+        by_hand = shared.result(task_id).get(timeout=20)
+        assert shared.publish("keyed", key).get(timeout=20) == by_hand
+        wait_for_phase(shared, 2, "replayed", key=key)
+        assert shared.ledger.count("start", key) == 1
+
+
+class TestAPermanentError:
+    def test_is_the_answer_to_every_duplicate_without_a_run(self, shared, key):
+        published = [shared.publish("refused", key) for _ in range(2)]
+        published.append(shared.publish("refused", key))
+        errors = [each.get(timeout=20, propagate=False) for each in published]
+        assert {(type(error), error.args) for error in errors} == {
+            (Refused, (f"the card of {key} expired", 4))
+        }
+        assert [each.state for each in published] == ["FAILURE"] * 3
+        assert shared.ledger.count("start", key) == 1
+        record = shared.record("refused", key)
+        assert record is not None
+        assert record.state is State.FAILED
+
+
+class TestAReplacement:
+    def test_is_not_made_again_by_a_redelivery_while_it_works_or_after_its_end(
+        self, shared, key, gate
+    ):
+        message = shared.message("replacing", key, "a", gate.path)
+        states = shared.states(message.task_id)
+        result = shared.deliver(message)
+        wait_for_phase(shared, 1, "appended", key=key)
+        record = shared.record("replacing", key)
+        assert record is not None
+        assert (record.state, record.replaced) == (State.COMPLETED, True)
+
+        shared.deliver(message, times=2)
+        wait_for_phase(shared, 2, "replayed", task_id=message.task_id)
+        self.let_others_through(shared, key)
+        assert set(states.names()) == {"STARTED"}
+        gate.open()
+        assert result.get(timeout=20) == "a!"
+
+        shared.deliver(message, times=2)
+        wait_for_phase(shared, 4, "replayed", task_id=message.task_id)
+        self.let_others_through(shared, key)
+        assert shared.ledger.count("start", key) == shared.ledger.count("appended", key) == 1
+        assert result.get(timeout=20) == "a!"
+        assert set(states.names()) == OWN
+
+    def let_others_through(self, shared: Site, key: str) -> None:
+        """Give every free process something else to do: what it did before is over then."""
+        results(shared, *(shared.publish("guarded", f"{key}.next", 0.1).id for _ in range(4)))
+
+    def test_within_a_chain_hands_its_result_on(self, shared, key):
+        replacing, appending = shared.app.tasks["replacing"], shared.app.tasks["appending"]
+        result = chain(replacing.si(key, "a"), appending.s(), appending.s()).apply_async()
+        assert result.get(timeout=20) == "a!!!"
+        assert shared.ledger.count("start", key) == 1
+
+    def test_answers_a_duplicate_under_another_id_when_it_is_done(self, shared, key, gate):
+        first = shared.publish("replacing", key, "a", gate.path)
+        wait_for_phase(shared, 1, "appended", key=key)
+        message = shared.message("replacing", key, "a", gate.path)
+        states = shared.states(message.task_id)
+        second = shared.deliver(message)
+        # Longer than the lease of the task that was replaced.
+        wait_for(lambda: states.names().count("RETRY") >= 4, 20, lambda: f"RETRY: {states.names()}")
+        gate.open()
+        assert results(shared, first.id, second.id) == ["a!", "a!"]
+        assert shared.ledger.count("start", key) == shared.ledger.count("appended", key) == 1
+
+
+class TestAConflict:
+    """A second message for a key that somebody is working on."""
+
+    def test_goes_round_calmly_and_is_answered_in_the_end(self, shared, key, gate):
+        first = shared.publish("keyed", key, 0.0, gate.path)
+        wait_for_phase(shared, 1, "start", key=key)
+        message = shared.message("keyed", key, 0.0, gate.path)
+        states = shared.states(message.task_id)
+        second = shared.deliver(message)
+        wait_for_phase(shared, 3, "conflicted", task_id=second.id)
+        gate.open()
+        assert second.get(timeout=20) == first.get(timeout=20)
+        assert shared.ledger.count("start", key) == 1
+        # Its caller sees that it waits.
+        names = [name for name in states.names() if name != "STARTED"]
+        assert names[-1] == "SUCCESS"
+        assert set(names[:-1]) == {"RETRY"}
+        # Half a second at least, then one: two, by their jitter.
+        times = [each.time for each in shared.ledger.entries("conflicted", task_id=second.id)]
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        assert all(gap > least for gap, least in zip(gaps, (0.45, 0.95), strict=False)), gaps
+
+    def test_does_not_use_up_the_retries_of_the_task(self, shared, key, gate):
+        first = shared.publish("moody", key, gate.path)
+        wait_for_phase(shared, 1, "start", key=key)
+        second = shared.publish("moody", key, gate.path)
+        wait_for_phase(shared, 2, "conflicted", task_id=second.id)
+        gate.open()
+        with pytest.raises(RuntimeError, match="not today"):
+            first.get(timeout=20)
+        # It has one retry; two conflicts came before it.
+        assert second.get(timeout=20)["retries"] == 1
+        assert [each.task_id for each in shared.ledger.entries("start", key)] == [
+            first.id,
+            second.id,
+            second.id,
+        ]
+
+    def test_is_raised_where_the_task_says_so_and_names_the_holder(self, shared, key, gate):
+        first = shared.publish("raising", key, 0.0, gate.path)
+        wait_for_phase(shared, 1, "start", key=key)
+        second = shared.publish("raising", key, 0.0, gate.path)
+        with pytest.raises(InProgress) as raised:
+            second.get(timeout=20)
+        assert raised.value.task_id == first.id
+        assert raised.value.expires_in is not None
+        assert 0 < raised.value.expires_in <= 30
+        assert second.state == "FAILURE"
+        gate.open()
+        first.get(timeout=20)
+        assert shared.ledger.count("start", key) == 1
+
+    def test_of_a_redelivery_is_never_raised_and_the_redelivery_is_not_lost(
+        self, shared, key, gate
+    ):
+        message = shared.message("raising_moody", key, gate.path)
+        states = shared.states(message.task_id)
+        shared.deliver(message)
+        wait_for_phase(shared, 1, "start", key=key)
+        shared.deliver(message)
+        wait_for_phase(shared, 2, "conflicted", task_id=message.task_id)
+        assert set(states.names()) == {"STARTED"}
+        gate.open()  # the holder fails: it is the second copy that takes up the work
+        answer = result_of(states)
+        assert answer["retries"] == 1
+        assert shared.ledger.count("start", key) == 3
+        failures = [each["result"] for each in states.stored() if each["status"] == "FAILURE"]
+        assert [each["exc_type"] for each in failures] == ["RuntimeError"]
+
+
+class TestAShortVisibilityTimeout:
+    """Redis gives back what is not acknowledged in time: SPEC §1, the commonest way to run a task twice."""
+
+    def test_lets_a_long_task_run_once_and_the_plain_one_several_times(self, open_site):
+        site = open_site("redis", broker_transport_options=IMPATIENT)
+        site.workers(2, concurrency=3)
+        message = site.message("guarded", "long", 6.0)
+        with site.copies(message.task_id) as copies:
+            result = site.deliver(message)
+            site.publish("plain", "plain", 6.0)
+            answer = result.get(timeout=30)
+            wait_for(lambda: copies.now() == 0, 15, "the last copy to be acknowledged")
+        assert site.ledger.count("start", "long") == site.ledger.count("end", "long") == 1
+        assert site.ledger.count("start", "plain") > 1
+        # It was redelivered, again and again; but one copy stays one copy, or two while it is sent round.
+        assert 1 <= site.conflicts(message.task_id) <= 40
+        assert 1 <= copies.most <= 3
+        assert result.get(timeout=5) == answer
+        record = site.record("guarded", task_id=message.task_id)
+        assert record is not None
+        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 0, 1)
+
+    def test_shorter_than_a_countdown_lets_the_task_run_once(self, open_site):
+        site = open_site("redis", broker_transport_options=IMPATIENT)
+        site.workers(2, concurrency=3)
+        task_id = str(uuid.uuid4())
+        with site.copies(task_id) as copies:
+            result = site.publish("guarded", "late", countdown=5, task_id=task_id)
+            site.publish("plain", "plain", countdown=5)
+            result.get(timeout=30)
+            wait_for(lambda: copies.now() == 0, 15, "the last copy to be acknowledged")
+        assert site.ledger.count("start", "late") == site.ledger.count("end", "late") == 1
+        assert copies.most <= 3
+        wait_for_phase(site, 2, "start", key="plain")
