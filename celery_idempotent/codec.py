@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery.result import ResultBase
@@ -37,10 +38,17 @@ class TaskCodec:
         """Serialize a result as the result backend would."""
         if not self._policy.store_result:
             return None
+        if value is None:
+            return self._nothing
         if isinstance(value, ResultBase):
             results: Any = value
             value = results.as_tuple()
         return self._dump(value, "result")
+
+    @cached_property
+    def _nothing(self) -> Stored | None:
+        """What most tasks return; kombu takes longer to write it than the record takes to pack."""
+        return self._dump(None, "result")
 
     def load_value(self, stored: Stored) -> Any:
         """Return a stored result, as ``AsyncResult.get`` would.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         runner=Runner(
             name,
             policy=policy,
-            store=partial(get_store, app),
+            store=cache(partial(get_store, app)),
             codec=codec,
             sender=lambda: app.tasks[name],
         ),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from celery.signals import before_task_publish
+from celery.signals import before_task_publish, worker_init
+
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery_idempotent.keys import Identified
@@ -57,6 +59,13 @@ def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
         if name in properties:
             value = properties.pop(name)
             headers.setdefault(name, value)
+
+
+@worker_init.connect(weak=False, dispatch_uid="celery_idempotent.open_store")
+def open_store(sender: Any = None, **_: Any) -> None:
+    """Make the store before the pool's processes are forked: they inherit its modules, and import none of them."""
+    if any(hasattr(task, "identify_delivery") for task in sender.app.tasks.values()):
+        get_store(sender.app)
 
 
 def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ bounded: the lease stays the rule.
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  socket imports it when it first looks up a name
 import logging
 import os
 import threading
@@ -23,7 +24,7 @@ from celery_idempotent import signals
 from celery_idempotent.hooks import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.signals import Event, emit
-from celery_idempotent.stores import get_store
+from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from celery_idempotent.task import IdempotentTask
@@ -45,6 +46,7 @@ class Lost:
     identity: Identity
     task_id: str
     pid: int
+    store: Store
 
 
 class Request(CeleryRequest):
@@ -101,7 +103,15 @@ class Request(CeleryRequest):
             task_id=self.id,
             nesting=headers.get("replaced_task_nesting") or 0,
         )
-        return Lost(task=task, identity=identified.identity, task_id=self.id, pid=pid)
+        return Lost(
+            task=task,
+            identity=identified.identity,
+            task_id=self.id,
+            pid=pid,
+            # Here, not in the thread: a child that is forked while a thread imports the store's modules
+            # would find their import locks taken for ever.
+            store=get_store(task.app),
+        )
 
 
 def _bury(lost: Lost) -> None:
@@ -112,7 +122,7 @@ def _bury(lost: Lost) -> None:
             return
         time.sleep(_POLL)
     try:
-        store = get_store(lost.task.app)
+        store = lost.store
         record = store.get(lost.identity)
         if (
             record is None

@@ -82,17 +82,15 @@ class Serializer:
 
         Never raises for the value's sake: the work is done, with or without a stored result.
         """
-        type_name = type(value).__qualname__
-        unserializable = NotStored(reason="unserializable", type_name=type_name)
         try:
             content_type, content_encoding, text = _dumps(value, serializer=self.name)
             body = text.encode() if isinstance(text, str) else bytes(text)
         except (EncodeError, UnicodeEncodeError):
-            return unserializable
+            return _not_stored("unserializable", value)
         if max_bytes is not None and len(body) > max_bytes:
-            return NotStored(reason="too-large", type_name=type_name, size=len(body))
+            return _not_stored("too-large", value, len(body))
         if not self._reads_back(content_type, content_encoding, body):
-            return unserializable
+            return _not_stored("unserializable", value)
         return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
 
     def _reads_back(self, content_type: str, content_encoding: str, body: bytes) -> bool:
@@ -133,6 +131,12 @@ class Serializer:
         except DecodeError as error:
             cause = type(error.__cause__ or error.__context__ or error).__name__
         raise ResultUnavailable(f"A stored result of type {name} cannot be read ({cause}).")
+
+
+def _not_stored(
+    reason: Literal["unserializable", "too-large"], value: object, size: int | None = None
+) -> NotStored:
+    return NotStored(reason=reason, type_name=type(value).__qualname__, size=size)
 
 
 def _installed(name: str) -> bool:

@@ -166,6 +166,8 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Any]:
 
 def passing(answer: object) -> str:
     """Return Redis' word for a refusal that another try may better, for any other answer ``""``."""
+    if not isinstance(answer, exceptions.RedisError):
+        return ""
     for kind, word in _PASSING_ERRORS.items():
         if isinstance(answer, kind):
             return word

@@ -32,7 +32,7 @@ from celery_idempotent.stores.packed import (
     unreadable,
 )
 from celery_idempotent.stores.redis_url import link_and_prefix
-from celery_idempotent.stores.scripts import Command, plain, script
+from celery_idempotent.stores.scripts import VERBS, Command, plain, script
 
 __all__ = ["RedisStore"]
 
@@ -60,6 +60,8 @@ class RedisStore:
     ) -> None:
         self._link, named = link_and_prefix(url, options or {})
         self._keys = Keyspace(named if prefix is None else prefix)
+        for verb in VERBS:
+            script(verb)  # read now: a process may be forked while a thread reads one
 
     def __repr__(self) -> str:
         return f"<RedisStore: {self._link.where}, prefix {self._keys.prefix}>"

@@ -359,7 +359,7 @@ class TestFork:
             deadline = claim.record.deadline_ms
             heartbeat.add(claim)
             wait_for(
-                lambda: claim.store.get(claim.record.identity).deadline_ms > deadline,
+                lambda: claim.store.get(claim.record.identity).deadline_ms > deadline,  # type: ignore[union-attr,operator]
                 what="the child's own renewal",
             )
             return f"{before} {count_threads()}"

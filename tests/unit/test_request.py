@@ -117,7 +117,7 @@ def make(app: Celery, task: Any) -> Make:
     """Make a request as the consumer does, started in the child with this pid."""
 
     def make(pid: int | None, *, key: str = "k", task_id: str = "t1", **headers: Any) -> Any:
-        from celery.worker.request import create_request_cls
+        from celery.worker.request import create_request_cls  # type: ignore[attr-defined]
 
         cls = create_request_cls(
             request.Request, task, SimpleNamespace(apply_async=None), "here", None

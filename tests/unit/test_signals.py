@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from celery.utils.dispatch import Signal
 from celery import Celery
 
 from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, reaper, signals
@@ -19,7 +20,7 @@ from celery_idempotent.testing import FakeClock
 
 Seen = list[tuple[str, Any, Event]]
 
-NAMES = [name for name in signals.__all__ if isinstance(getattr(signals, name), signals.Signal)]
+NAMES = [name for name in signals.__all__ if isinstance(getattr(signals, name), Signal)]
 
 
 @pytest.fixture(params=["noting", "raising"])

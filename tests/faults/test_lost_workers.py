@@ -1,0 +1,254 @@
+"""Time limits, revokes, shutdowns: what a child that is gone held is free at once, what one that lives holds stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from celery.result import AsyncResult
+
+from celery_idempotent import TooManyCrashes
+from celery_idempotent.records import Claimed, State
+from celery_idempotent.stores import get_store
+from tests.faults.conftest import Stage
+from tests.support.proxy import Proxy
+from tests.support.servers import EmbeddedRedis
+from tests.support.waiting import wait_for
+from tests.support.workers import alive
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
+
+SetStage = Callable[..., Stage]
+
+#: How soon after the end of its process a claim must be free; its lease would take 30 s.
+SOON = 2.5
+
+
+def free(stage: Stage, key: str) -> bool:
+    return stage.state(key) in (None, State.INTERRUPTED)
+
+
+def completed(stage: Stage, key: str) -> bool:
+    return stage.state(key) is State.COMPLETED
+
+
+def revoked(result: AsyncResult[Any]) -> bool:
+    state: str = result.state
+    return state == "REVOKED"
+
+
+class TestLimits:
+    def test_a_soft_limit_during_the_run_gives_the_key_back(self, set_stage: SetStage):
+        stage = set_stage()
+        stage.worker()
+        failed = stage.send("work", "k", "", "never", soft_time_limit=1)
+        assert type(stage.fails(failed)).__name__ == "SoftTimeLimitExceeded"
+        assert stage.told("released", "k") == 1
+        assert stage.record("k") is None
+        stage.ran_once("k", stage.send("work", "k"))
+
+    def test_a_hard_limit_frees_the_key_once_the_child_is_gone(self, set_stage: SetStage):
+        stage = set_stage()
+        stage.worker()
+        # The child ignores SIGTERM, so it cannot release: its main process must see to it.
+        failed = stage.send("work", "k", "hangs deaf once", time_limit=1)
+        child = stage.started("k")
+        wait_for(lambda: not alive(child), 10, "the child to be killed")
+        wait_for(lambda: free(stage, "k"), SOON, "the key to be free")
+        assert type(stage.fails(failed)).__name__ == "TimeLimitExceeded"
+        assert stage.record("k").crashes == 1
+        assert stage.told("interrupted", "k") == 1
+        stage.ran_once("k", stage.send("work", "k"))
+        assert stage.queued() == 0
+
+    def test_a_hard_limit_that_requeues_runs_to_one_result(self, set_stage: SetStage):
+        stage = set_stage(task_acks_on_failure_or_timeout=False)
+        stage.worker()
+        sent = time.monotonic()
+        stage.send("work", "deaf", "hangs deaf once", time_limit=1)
+        stage.send("work", "k", "hangs once", time_limit=1)
+        for key in ("deaf", "k"):
+            wait_for(partial(completed, stage, key), 20, f"{key} to be completed")
+            assert stage.effects(key) == 1
+            assert stage.starts(key) == 2
+        assert time.monotonic() - sent < 25, "it waited for the lease"
+        assert stage.effects("k") == stage.effects("deaf") == 1
+
+
+class TestRevokes:
+    def revoke(self, stage: Stage, task_id: str, number: str, **options: Any) -> None:
+        stage.client.control.revoke(task_id, terminate=True, signal=number, **options)
+
+    @pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+    def test_a_terminated_child_leaves_the_key_free(self, set_stage: SetStage, number: str):
+        stage = set_stage()
+        worker = stage.worker()
+        victim = stage.send("work", "k", "hangs once")
+        child = stage.started("k")
+        self.revoke(stage, victim.id, number)
+        wait_for(lambda: not alive(child), 10, "the child to end")
+        # The loss of a child is noticed at once or, by a timer of the pool's, after 5 s.
+        wait_for(lambda: f"{child} exited" in worker.log or free(stage, "k"), 10, "notice of it")
+        wait_for(lambda: free(stage, "k"), SOON + 5, "the key to be free")
+        stage.ran_once("k", stage.send("work", "k"))
+        assert revoked(victim)
+
+    def test_a_soft_limit_by_hand_gives_the_key_back(self, set_stage: SetStage):
+        stage = set_stage()
+        stage.worker()
+        victim = stage.send("work", "k", "hangs once")
+        child = stage.started("k")
+        self.revoke(stage, victim.id, "SIGUSR1")
+        wait_for(lambda: stage.record("k") is None, what="the key to be given back")
+        assert alive(child)
+        stage.ran_once("k", stage.send("work", "k"))
+
+    def test_a_child_that_ignores_the_signal_keeps_its_claim(self, set_stage: SetStage):
+        stage = set_stage()
+        worker = stage.worker()
+        victim = stage.send("work", "k", "", "gate")
+        child = stage.started("k")
+        before = stage.record("k")
+        self.revoke(stage, victim.id, "SIGINT")
+        stage.says(worker, f"Terminating {victim.id}")
+        wait_for(lambda: revoked(victim), what="its announcement")
+        # Longer than the main process takes to interrupt the claim of a child that is gone.
+        until = time.monotonic() + SOON
+        while time.monotonic() < until:
+            assert alive(child)
+            assert stage.record("k") == before
+            time.sleep(0.1)
+        stage.open("gate")
+        wait_for(lambda: stage.state("k") is State.COMPLETED, what="the run to end")
+        assert stage.told("interrupted", "k") == 0
+        duplicate = stage.send("work", "k")
+        assert stage.succeeds(duplicate) == f"done by {victim.id}"
+        assert stage.effects("k") == 1
+
+    def test_those_revoked_while_they_wait_touch_no_record(self, set_stage: SetStage):
+        stage = set_stage()
+        worker = stage.worker()
+        stage.send("hold", "child")
+        wait_for(lambda: stage.ledger.count("held"), what="the child to be held")
+        waiting = {
+            "in the pool": stage.send("work", "in the pool"),
+            "for its time": stage.send("work", "for its time", countdown=2),
+        }
+        theirs = {}
+        for key, result in waiting.items():
+            stage.says(worker, f"work[{result.id}] received")
+            theirs[key] = self.claimed_elsewhere(stage, key, result.id)
+            self.revoke(stage, result.id, "SIGKILL")
+            stage.says(worker, f"Terminating {result.id}")
+        stage.open("child")
+        for key, result in waiting.items():
+            wait_for(partial(revoked, result), what=f"the end of {key}")
+        line = f"Discarding revoked task: work[{waiting['for its time'].id}]"
+        stage.says(worker, line)
+        stage.succeeds(stage.send("work", "next"))
+        for key, record in theirs.items():
+            assert stage.record(key) == record
+            assert stage.starts(key) == 0
+            assert stage.told("interrupted", key) == 0
+
+    def claimed_elsewhere(self, stage: Stage, key: str, task_id: str) -> object:
+        """Have another machine hold the key for the same message."""
+        task: Any = stage.client.tasks["work"]
+        identity = task.identify_delivery({}, [key], {}, task_id=task_id).identity
+        answer = get_store(stage.client).claim(
+            identity,
+            attempt=os.urandom(8),
+            lease_ms=60_000,
+            keep_ms=60_000,
+            task_id=task_id,
+            worker=f"another-machine:{os.getpid()}",
+        )
+        assert isinstance(answer, Claimed)
+        return answer.record
+
+    def test_the_run_of_another_worker_survives_the_revoke_of_a_redelivery(
+        self,
+        set_stage: SetStage,
+        redis_proxy: Proxy,
+        private_redis: EmbeddedRedis,
+        digests: dict[str, bytes],
+    ):
+        stage = set_stage(store=private_redis.url())
+        a = stage.worker("a")
+        result = stage.send("work", "k", "", "gate")
+        stage.started("k")
+        before = stage.record("k")
+        host = socket.gethostname()
+        stage.client.control.cancel_consumer(stage.queue, destination=[f"a@{host}"], reply=True)
+        # B's child asks for the key, and never hears the answer.
+        redis_proxy.swallow_replies(digests["claim"], silent=True)
+        b = stage.worker("b", conf={"idempotency_store": f"{redis_proxy.url()}?socket_timeout=60"})
+        (child,) = b.children()
+        stage.send("work", "k", "", "gate", task_id=result.id)
+        wait_for(lambda: redis_proxy.swallowed, what="B's child to ask")
+        self.revoke(stage, result.id, "SIGKILL", destination=[f"b@{host}"])
+        wait_for(lambda: not alive(child), 10, "B's child to end")
+        wait_for(lambda: b.children() and child not in b.children(), 15, "B to notice")
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            assert stage.record("k") == before
+            time.sleep(0.1)
+        stage.open("gate")
+        wait_for(lambda: stage.state("k") is State.COMPLETED, what="the run to end")
+        assert stage.effects("k") == stage.starts("k") == 1
+        assert stage.told("interrupted", "k") == 0
+        assert a.running
+
+
+class TestShutdown:
+    def test_a_warm_one_finishes_the_run(self, set_stage: SetStage):
+        stage = set_stage()
+        worker = stage.worker()
+        result = stage.send("work", "k", "", "gate")
+        stage.started("k")
+        worker.send_signal(signal.SIGTERM)
+        stage.says(worker, "Warm shutdown")
+        stage.open("gate")
+        assert worker.wait() == 0
+        assert stage.succeeds(result) == f"done by {result.id}"
+        assert stage.state("k") is State.COMPLETED
+        assert stage.queued() == 0
+        worker.start()
+        stage.ran_once("k", result)
+
+    def test_a_cold_one_gives_the_key_back_and_the_redelivery_runs(self, set_stage: SetStage):
+        stage = set_stage()
+        worker = stage.worker()
+        result = stage.send("work", "k", "hangs once")
+        stage.started("k")
+        worker.send_signal(signal.SIGQUIT)
+        worker.wait()
+        assert free(stage, "k")
+        assert stage.told("released", "k") + stage.told("interrupted", "k") >= 1
+        assert stage.queued() == 1
+        worker.start()
+        stage.ran_once("k", result)
+        assert stage.starts("k") == 2
+
+
+class TestPoison:
+    def test_a_task_that_kills_its_process_each_time_is_failed(self, set_stage: SetStage):
+        stage = set_stage(idempotency_max_crashes=1)
+        worker = stage.worker()
+        result = stage.send("work", "k", "kills")
+        error = stage.fails(result, timeout=30)
+        assert isinstance(error, TooManyCrashes)
+        assert error.crashes == 2
+        record = stage.record("k")
+        assert (record.state, record.crashes) == (State.FAILED, 2)
+        assert stage.starts("k") == 2
+        duplicate = stage.send("work", "k")
+        assert isinstance(stage.fails(duplicate), TooManyCrashes)
+        worker.stop()
+        assert stage.queued() == 0

@@ -1,0 +1,186 @@
+"""Outages at other moments and of other kinds: whatever is away for a while, one run counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+
+from celery_idempotent.records import Record, State
+from tests.faults.conftest import Stage
+from tests.support.proxy import Proxy
+from tests.support.servers import EmbeddedRedis
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
+
+SetStage = Callable[..., Stage]
+
+
+def the_record(stage: Stage, key: str) -> Record:
+    record = stage.record(key)
+    assert isinstance(record, Record)
+    return record
+
+
+def deadline(stage: Stage, key: str) -> int:
+    return the_record(stage, key).deadline_ms or 0
+
+
+class TestOfTheStoreDuringARun:
+    def test_a_claim_survives_one_shorter_than_its_lease(
+        self, set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
+    ):
+        stage = set_stage(idempotency_lease=6, worker_prefetch_multiplier=1)
+        worker = stage.worker()
+        result = stage.send("work", "k", "", "gate")
+        stage.started("k")
+        before = the_record(stage, "k")
+        redis_proxy.refuse()
+        wait_for(lambda: "could not renew 1 claims" in worker.log, what="a renewal to fail")
+        redis_proxy.heal()
+        wait_for(lambda: deadline(stage, "k") > (before.deadline_ms or 0), what="the next one")
+        # Somebody else, whose store never failed, meets a holder.
+        stage.worker("other", conf={"idempotency_store": private_redis.url()})
+        again = stage.send("work", "k")
+        wait_for(lambda: stage.told("conflicted", "k"), what="the conflict")
+        # Past the first lease and a whole one more.
+        wait_for(
+            lambda: deadline(stage, "k") > (before.deadline_ms or 0) + 6000,
+            what="the lease to go on",
+        )
+        assert the_record(stage, "k").token == before.token
+        stage.open("gate")
+        assert stage.succeeds(result) == stage.succeeds(again) == f"done by {result.id}"
+        assert stage.starts("k") == stage.effects("k") == 1
+        assert stage.told("lease_lost", "k") == 0
+
+    def test_one_worker_cut_off_for_longer_than_its_lease_answers_with_the_winners_result(
+        self, set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
+    ):
+        stage = set_stage(idempotency_lease=2, worker_prefetch_multiplier=1)
+        stage.worker("cut_off")
+        late = stage.send("work", "k", "", "gate")
+        stage.started("k")
+        stage.worker("well", conf={"idempotency_store": private_redis.url()})
+        redis_proxy.refuse()
+        winner = stage.send("work", "k")
+        assert stage.succeeds(winner) == f"done by {winner.id}"
+        settled = the_record(stage, "k")
+        assert (settled.attempts, settled.crashes) == (2, 1)
+        redis_proxy.heal()
+        stage.open("gate")
+        assert stage.succeeds(late) == f"done by {winner.id}"
+        assert stage.told("lease_lost", "k") == 1
+        assert stage.told("settled", "k") == 1
+        assert the_record(stage, "k") == settled
+
+    def test_one_killed_and_restarted_with_its_data_knows_its_claims(
+        self, set_stage: SetStage, persistent_redis: EmbeddedRedis
+    ):
+        url = persistent_redis.url()
+        stage = set_stage(store=url, direct=url)
+        stage.worker(concurrency=2)
+        sent = {key: stage.send("work", key, "", "gate") for key in ("ends while away", "goes on")}
+        before = {}
+        for key in sent:
+            stage.started(key)
+            before[key] = the_record(stage, key)
+        persistent_redis.kill()
+        stage.open("gate")
+        for key, result in sent.items():
+            wait_for(partial(stage.effects, key), what="the run to end")
+            assert result.state == "PENDING"
+        # It comes back without the scripts that it was given.
+        persistent_redis.start()
+        for key, result in sent.items():
+            stage.ran_once(key, result)
+            after = the_record(stage, key)
+            assert (after.token, after.attempts, after.crashes) == (before[key].token, 1, 0)
+
+    def test_one_frozen_when_a_child_is_lost_does_not_hold_up_the_worker(
+        self, set_stage: SetStage, private_redis: EmbeddedRedis
+    ):
+        # Time enough to wait for the store that a wait would be seen.
+        stage = set_stage(store=f"{private_redis.url()}?socket_timeout=25")
+        worker = stage.worker(concurrency=2)
+        result = stage.send("work", "k", "hangs once")
+        child = stage.started("k")
+        private_redis.freeze()
+        worker.kill_child(child)
+        wait_for(
+            lambda: len(worker.children()) == 2 and child not in worker.children(),
+            12,
+            "the child to be replaced",
+        )
+        stage.send("hold", "")
+        wait_for(lambda: stage.ledger.count("held"), 8, "another task to run")
+        private_redis.thaw()
+        stage.ran_once("k", result)
+        assert stage.starts("k") == 2
+        assert stage.told("interrupted", "k") == 1
+
+
+class TestOfMemory:
+    @pytest.fixture
+    def set_limit(self, private_redis: EmbeddedRedis) -> Iterator[Callable[[int], None]]:
+        client = redis.Redis.from_url(private_redis.url())
+
+        def set_limit(limit: int) -> None:
+            client.config_set("maxmemory", limit)
+
+        yield set_limit
+        set_limit(0)
+        client.close()
+
+    def test_a_full_store_lets_nothing_new_run_and_runs_that_it_let_in_complete(
+        self, set_stage: SetStage, set_limit: Callable[[int], None]
+    ):
+        stage = set_stage(idempotency_lease=2)
+        worker = stage.worker(concurrency=2)
+        inside = stage.send("work", "inside", "", "gate")
+        stage.started("inside")
+        set_limit(1)
+        before = deadline(stage, "inside")
+        outside = stage.send("work", "outside")
+        wait_for(lambda: f"work[{outside.id}] did not run" in worker.log, what="the refusal")
+        assert "used memory > 'maxmemory'" in worker.log
+        wait_for(lambda: deadline(stage, "inside") > before + 2000, what="renewals")
+        stage.open("gate")
+        assert stage.succeeds(inside) == f"done by {inside.id}"
+        assert stage.state("inside") is State.COMPLETED
+        assert stage.starts("outside") == 0
+        assert outside.state == "PENDING"
+        set_limit(0)
+        stage.ran_once("outside", outside)
+        stage.ran_once("inside", inside)
+
+
+class TestOfTheResultBackend:
+    def test_a_result_that_could_not_be_handed_in_is_not_worked_for_again(
+        self, set_stage: SetStage, redis_url: str, prefix: str
+    ):
+        address = urlsplit(redis_url)
+        with Proxy(address.hostname or "127.0.0.1", address.port or 6379) as results:
+            stage = set_stage()
+            options = {
+                "global_keyprefix": prefix,
+                "retry_policy": {"max_retries": 1, "interval_start": 0.1, "interval_step": 0},
+            }
+            behind = address._replace(netloc=f"127.0.0.1:{results.port}").geturl()
+            worker = stage.worker(
+                conf={"result_backend": behind, "result_backend_transport_options": options}
+            )
+            lost = stage.send("work", "k", "", "gate")
+            stage.started("k")
+            results.refuse()
+            stage.open("gate")
+            wait_for(lambda: stage.state("k") is State.COMPLETED, what="the settle")
+            wait_for(lambda: "Connection refused" in worker.log, 30, "the result to be refused")
+            results.heal()
+            again = stage.send("work", "k")
+            assert stage.succeeds(again, 30) == f"done by {lost.id}"
+            assert stage.starts("k") == stage.effects("k") == 1

@@ -1,0 +1,147 @@
+"""Other pools, no result backend, and results that cannot be kept or read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from celery_idempotent import ResultUnavailable
+from celery_idempotent.records import State
+from tests.faults.conftest import Stage
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
+
+SetStage = Callable[..., Stage]
+
+
+class TestPools:
+    def test_threads_run_duplicates_once_and_renew_their_claims(self, set_stage: SetStage):
+        stage = set_stage(idempotency_lease=1)
+        stage.worker(pool="threads", concurrency=4)
+        sent = {key: [stage.send("work", key, "", "gate") for _ in range(4)] for key in "ab"}
+        for key in sent:
+            stage.started(key)
+        first = {key: stage.record(key) for key in sent}
+        # For three leases.
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            for key, before in first.items():
+                record = stage.record(key)
+                assert (record.state, record.token) == (State.PROCESSING, before.token)
+            time.sleep(0.1)
+        assert all(stage.record(key).deadline_ms > first[key].deadline_ms + 1000 for key in sent)
+        stage.open("gate")
+        for key, results in sent.items():
+            assert len({stage.succeeds(result) for result in results}) == 1
+            assert stage.effects(key) == stage.starts(key) == 1
+            assert stage.record(key).crashes == 0
+
+    def test_solo_runs_duplicates_once_and_renews_its_claim(self, set_stage: SetStage):
+        stage = set_stage(idempotency_lease=1)
+        stage.worker("one", pool="solo")
+        stage.worker("two", pool="solo")
+        sent = [stage.send("work", "k", "", "gate") for _ in range(4)]
+        stage.started("k")
+        first = stage.record("k")
+        wait_for(
+            lambda: stage.record("k").deadline_ms > first.deadline_ms + 1500,
+            what="the lease to be renewed, more than once",
+        )
+        assert stage.record("k").token == first.token
+        wait_for(lambda: stage.told("conflicted", "k"), what="the other worker to meet the claim")
+        stage.open("gate")
+        assert len({stage.succeeds(result) for result in sent}) == 1
+        assert stage.effects("k") == stage.starts("k") == 1
+        assert stage.record("k").crashes == 0
+
+
+class TestResults:
+    def test_without_a_result_backend_duplicates_are_answered_from_the_record(
+        self, set_stage: SetStage
+    ):
+        stage = set_stage(backend_url=None, idempotency_lease=1)
+        worker = stage.worker()
+        first = stage.send("work", "k")
+        wait_for(lambda: stage.state("k") is State.COMPLETED, what="the run")
+        again = stage.send("work", "k")
+        wait_for(
+            lambda: f"Task work[{again.id}] succeeded" in worker.log, what="the duplicate's answer"
+        )
+        line = next(line for line in worker.log.splitlines() if f"[{again.id}] succeeded" in line)
+        assert f"done by {first.id}" in line
+        # And a value that the record does not keep is nowhere else.
+        stage.send("value", "set", "a set")
+        wait_for(lambda: stage.state("set", "value") is State.COMPLETED, what="the run")
+        again = stage.send("value", "set", "a set")
+        wait_for(lambda: stage.told("replayed", "set"), what="the replay")
+        wait_for(
+            lambda: f"value[{again.id}] raised unexpected: ResultUnavailable" in worker.log,
+            what="the duplicate to be told",
+        )
+        assert stage.effects("set") == stage.effects("k") == 1
+
+    def test_ignored_results_are_kept_for_duplicates_all_the_same(self, set_stage: SetStage):
+        stage = set_stage()
+        worker = stage.worker()
+        stage.send("quiet", "k")
+        wait_for(lambda: stage.state("k", "quiet") is State.COMPLETED, what="the run")
+        assert stage.record("k", "quiet").value is not None
+        again = stage.send("quiet", "k")
+        wait_for(lambda: stage.told("replayed", "k"), what="the duplicate")
+        wait_for(lambda: f"Task quiet[{again.id}] succeeded" in worker.log, what="its success")
+        assert stage.effects("k") == 1
+
+    def test_a_result_that_cannot_be_serialized_completes_without_it(self, set_stage: SetStage):
+        stage = set_stage(idempotency_lease=1)
+        worker = stage.worker()
+        first = stage.send("value", "k", "a set")
+        # Celery cannot store it either, and says so.
+        assert type(stage.fails(first)).__name__ in ("EncodeError", "TypeError")
+        record = stage.record("k", "value")
+        assert (record.state, record.value) == (State.COMPLETED, None)
+        assert "is not kept in its record (unserializable)" in worker.log
+        assert "{1, 2}" not in worker.log.split("is not kept")[0]
+        duplicate = stage.send("value", "k", "a set")
+        assert type(stage.fails(duplicate)).__name__ in ("EncodeError", "TypeError")
+        assert stage.effects("k") == 1
+
+    def test_a_result_that_is_too_large_is_taken_from_the_result_backend(self, set_stage: SetStage):
+        stage = set_stage(idempotency_max_result_bytes=1000, idempotency_lease=1)
+        worker = stage.worker()
+        first = stage.send("value", "k", "large")
+        assert stage.succeeds(first) == "x" * 5000
+        assert stage.record("k", "value").value is None
+        assert "too-large: 5002 bytes" in worker.log
+        duplicate = stage.send("value", "k", "large")
+        assert stage.succeeds(duplicate) == "x" * 5000
+        assert stage.effects("k") == 1
+        # Gone from there, and certainly finished: nobody has it.
+        first.forget()
+        late = stage.send("value", "k", "large")
+        assert isinstance(stage.fails(late), ResultUnavailable)
+        assert stage.effects("k") == 1
+
+    def test_a_stored_pickle_is_not_read_by_an_app_that_accepts_json_only(
+        self, set_stage: SetStage
+    ):
+        stage = set_stage()
+        pickles = {
+            "idempotency_serializer": "pickle",
+            "result_accept_content": ["json", "pickle"],
+        }
+        writer = stage.worker("writer", conf=pickles)
+        assert stage.succeeds(stage.send("value", "k", "pair")) == [1, 2]
+        record = stage.record("k", "value")
+        assert record.value.content_type == "application/x-python-serialize"
+        writer.kill()
+        reader = stage.worker("reader")
+        duplicate = stage.send("value", "k", "pair")
+        error = stage.fails(duplicate)
+        assert type(error).__name__ == "StoreMisconfigured"
+        assert "does not accept" in str(error)
+        assert stage.record("k", "value") == record
+        assert stage.effects("k") == 1
+        assert reader.running

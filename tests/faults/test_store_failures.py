@@ -1,0 +1,286 @@
+"""The store fails before, during and after a run: nothing is lost, nothing is doubled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from celery.result import AsyncResult
+
+from celery_idempotent.records import State
+from tests.faults.conftest import Stage
+from tests.support.proxy import Proxy
+from tests.support.servers import EmbeddedRedis
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
+
+SetStage = Callable[..., Stage]
+
+
+def test_down_before_the_claim_nothing_runs_until_it_is_back(
+    set_stage: SetStage, redis_proxy: Proxy
+):
+    stage = set_stage()
+    worker = stage.worker(concurrency=3)
+    redis_proxy.refuse()
+    sent = {name: stage.send(name, name) for name in ("work", "early", "never_retried")}
+    for name, result in sent.items():
+        stage.says(worker, f"{name}[{result.id}] did not run, its store failed (2 times now)")
+        assert result.state == "PENDING"
+    assert stage.ledger.count("start") == 0
+    redis_proxy.heal()
+    for name, result in sent.items():
+        assert stage.succeeds(result) == f"done by {result.id}"
+        assert stage.ledger.count("retries 0", name) == 1
+        stage.ran_once(name, result, task=name)
+        assert stage.told("store_failed", name) >= 2
+    assert stage.queued() == 0
+
+
+def test_store_and_broker_down_together_lose_nothing(
+    set_stage: SetStage, redis_proxy: Proxy, rabbitmq_url: str, digests: dict[str, bytes]
+):
+    address = urlsplit(rabbitmq_url)
+    with Proxy(address.hostname or "127.0.0.1", address.port or 5672) as broker:
+        netloc = f"{address.username}:{address.password}@127.0.0.1:{broker.port}"
+        stage = set_stage(
+            worker_broker=address._replace(netloc=netloc).geturl(),
+            store=f"{redis_proxy.url()}?socket_timeout=60",
+            # The claims below are executed, though nobody hears of it: they last until their lease is over.
+            idempotency_lease=3,
+        )
+        worker = stage.worker(concurrency=2)
+        # Both in their claims, and the early one acknowledged: the broker has forgotten it.
+        redis_proxy.swallow_replies(digests["claim"], times=None, silent=True)
+        sent = {name: stage.send(name, name) for name in ("work", "early")}
+        wait_for(lambda: redis_proxy.swallowed == 2, what="both to ask for their keys")
+        wait_for(lambda: active(stage) == {r.id for r in sent.values()}, what="both to be accepted")
+        broker.refuse()
+        redis_proxy.refuse()
+        for name, result in sent.items():
+            stage.says(worker, f"{name}[{result.id}] cannot be published")
+        assert stage.ledger.count("start") == 0
+        broker.heal()
+        redis_proxy.heal()
+        for name, result in sent.items():
+            stage.ran_once(name, result, task=name)
+        assert worker.running
+
+
+def active(stage: Stage) -> set[str]:
+    """Return the ids of the tasks that a child has accepted; with early acks they are acknowledged by then."""
+    found = stage.client.control.inspect(timeout=0.3).active() or {}
+    return {task["id"] for tasks in found.values() for task in tasks}
+
+
+def test_one_redis_for_store_and_broker_down_loses_nothing(
+    set_stage: SetStage, persistent_redis: EmbeddedRedis
+):
+    url = persistent_redis.url()
+    visibility = {
+        "visibility_timeout": 3,
+        "unacked_restore_interval": 1,
+        "unacked_restore_throttle": 1,
+    }
+    stage = set_stage(broker=url, store=url, direct=url, broker_transport_options=visibility)
+    worker = stage.worker()
+    sent = frozen_before_their_claims(stage, worker, "work")
+    persistent_redis.kill()
+    worker.thaw(*worker.children())
+    stage.says(worker, f"work[{sent['work'].id}] reject requeue=True")
+    assert stage.ledger.count("start") == 0
+    # With kombu 5.7 the main process ends when it loses a broker that is gone ("'NoneType' object has no attribute
+    # 'hostname'"), and somebody starts it again.
+    worker.kill()
+    persistent_redis.start()
+    worker.start()
+    stage.ran_once("work", sent["work"])
+
+
+def frozen_before_their_claims(
+    stage: Stage, worker: Worker, *tasks: str
+) -> dict[str, AsyncResult[Any]]:
+    """Send each task to a frozen child of its own."""
+    for child in worker.children():
+        worker.freeze(child)
+    sent = {task: stage.send(task, task) for task in tasks}
+    for task, result in sent.items():
+        stage.says(worker, f"{task}[{result.id}] received")
+    return sent
+
+
+def test_down_between_claim_and_settle_the_settle_is_tried_until_it_is_back(
+    set_stage: SetStage, redis_proxy: Proxy
+):
+    stage = set_stage(idempotency_lease=12)
+    stage.worker()
+    result = stage.send("work", "k", "", "gate")
+    stage.started("k")
+    redis_proxy.refuse()
+    stage.open("gate")
+    wait_for(lambda: stage.effects("k"), what="the run to end")
+    down = time.monotonic()
+    while time.monotonic() - down < 3:
+        assert result.state == "PENDING"
+        assert stage.state("k") is State.PROCESSING
+        time.sleep(0.2)
+    redis_proxy.heal()
+    stage.ran_once("k", result)
+    assert stage.told("settled", "k") == 1
+    assert stage.told("settle_failed", "k") == 0
+
+
+def test_down_for_longer_than_a_lease_is_told_and_the_task_succeeds(
+    set_stage: SetStage, redis_proxy: Proxy
+):
+    stage = set_stage(idempotency_lease=2)
+    worker = stage.worker()
+    result = stage.send("work", "k", "", "gate")
+    stage.started("k")
+    redis_proxy.refuse()
+    stage.open("gate")
+    assert stage.succeeds(result) == f"done by {result.id}"
+    assert stage.told("settle_failed", "k") == 1
+    assert stage.told("settled", "k") == 0
+    (critical,) = [line for line in worker.log.splitlines() if "CRITICAL" in line]
+    assert f"task {result.id} of work key k took effect" in critical
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
+    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes], silent: bool
+):
+    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=1")
+    stage.worker()
+    # Twice: once for the connection that may have been idle for long, once for the fresh one.
+    times = 1 if silent else 2
+    for verb in ("claim", "settle"):
+        lost = redis_proxy.swallowed
+        redis_proxy.swallow_replies(digests[verb], times=times, silent=silent)
+        stage.ran_once(verb, stage.send("work", verb))
+        assert redis_proxy.swallowed == lost + times
+        assert stage.told("settled", verb) == 1
+    redis_proxy.swallow_replies(digests["release"], times=times, silent=silent)
+    stage.fails(stage.send("work", "release", "fails once"))
+    assert redis_proxy.swallowed == lost + 2 * times
+    assert stage.record("release") is None
+    stage.ran_once("release", stage.send("work", "release", "fails once"))
+    assert stage.ledger.count("signal conflicted") == 0
+    for verb in ("claim", "settle", "release"):
+        assert (stage.record(verb).attempts, stage.record(verb).crashes) == (1, 0)
+
+
+def test_flushed_while_the_task_runs_the_settle_is_accepted(
+    set_stage: SetStage, private_redis: EmbeddedRedis
+):
+    stage = set_stage()
+    stage.worker()
+    result = stage.send("work", "k", "", "gate")
+    stage.started("k")
+    with redis.Redis.from_url(private_redis.url()) as client:
+        client.flushall()
+        client.script_flush()
+    assert stage.record("k") is None
+    stage.open("gate")
+    stage.ran_once("k", result)
+
+
+def test_frozen_before_the_claim_and_before_the_settle_for_three_seconds(
+    set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
+):
+    # A lease of 2 s: a claim that gave up may still be in the frozen server's ears.
+    stage = set_stage(
+        store=f"{private_redis.url()}?socket_timeout=1&socket_connect_timeout=1",
+        idempotency_lease=4,
+    )
+    stage.worker()
+    private_redis.freeze()
+    frozen = time.monotonic()
+    result = stage.send("work", "claim")
+    while time.monotonic() - frozen < 3:
+        assert stage.ledger.count("start") == 0
+        time.sleep(0.1)
+    private_redis.thaw()
+    stage.ran_once("claim", result)
+
+    result = stage.send("work", "settle", "", "gate")
+    stage.started("settle")
+    private_redis.freeze()
+    frozen = time.monotonic()
+    stage.open("gate")
+    wait_for(lambda: stage.effects("settle"), what="the run to end")
+    while time.monotonic() - frozen < 3:
+        assert result.state == "PENDING"
+        time.sleep(0.1)
+    private_redis.thaw()
+    stage.ran_once("settle", result)
+    assert stage.told("settled", "settle") == 1
+
+
+def test_a_wrong_password_runs_nothing_loses_nothing_and_is_not_logged(
+    set_stage: SetStage, private_redis: EmbeddedRedis, redis_proxy: Proxy
+):
+    secret = "pa55-w0rd-0f-0urs"
+    store = redis_proxy.url().replace("//", f"//:{secret}@")
+    stage = set_stage(store=store)
+    worker = stage.worker()
+    result = stage.send("work", "k")
+    stage.says(worker, f"work[{result.id}] did not run")
+    (line, *_) = [line for line in worker.log.splitlines() if "did not run" in line]
+    assert "ERROR" in line
+    assert "Check user and password" in line
+    assert stage.starts("k") == 0
+    with redis.Redis.from_url(private_redis.url()) as client:
+        try:
+            client.config_set("requirepass", secret)
+            assert stage.succeeds(result) == f"done by {result.id}"
+        finally:
+            client.execute_command("AUTH", secret)
+            client.config_set("requirepass", "")
+    stage.ran_once("k", result)
+    assert secret not in worker.log
+
+
+class TestSignalsDuringTheSettle:
+    """A signal that lands when run() has returned undoes nothing."""
+
+    def strike(
+        self, stage: Stage, proxy: Proxy, settle: bytes, number: signal.Signals
+    ) -> AsyncResult[Any]:
+        result = stage.send("work", "k", "", "gate")
+        child = stage.started("k")
+        # The server executes the settle; the child waits for an answer, for longer than this test waits for anything.
+        proxy.swallow_replies(settle, silent=True)
+        stage.open("gate")
+        wait_for(lambda: proxy.swallowed, what="the settle to be under way")
+        assert stage.effects("k") == 1
+        os.kill(child, number)
+        return result
+
+    def test_a_soft_limit(self, set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]):
+        stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=60")
+        stage.worker()
+        result = self.strike(stage, redis_proxy, digests["settle"], signal.SIGUSR1)
+        stage.ran_once("k", result)
+        assert stage.told("released", "k") == 0
+        assert stage.told("settled", "k") == 1
+
+    def test_a_termination(
+        self, set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]
+    ):
+        stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=60")
+        worker = stage.worker()
+        result = self.strike(stage, redis_proxy, digests["settle"], signal.SIGTERM)
+        # The child is lost, its message unacknowledged: the redelivery replays.
+        stage.ran_once("k", result)
+        assert stage.starts("k") == 1
+        assert stage.told("released", "k") == 0
+        assert worker.running

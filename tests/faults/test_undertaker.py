@@ -1,0 +1,92 @@
+"""The thread that interrupts a lost child's claim: the pool may fork while it works."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_idempotent.records import Claimed, State
+from celery_idempotent.stores import get_store
+from tests.faults.app import BACKEND, BROKER, CONF, make_app
+from tests.support.servers import EmbeddedRedis
+from tests.support.workers import child_environment
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+#: What the main process of a worker does with its first lost child, and which modules that imports in which thread.
+_PROGRAM = """
+import subprocess, sys, threading
+
+import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
+from celery_idempotent import request
+from tests.faults.app import app
+
+app.finalize()
+task = app.tasks["work"]
+imported = []
+
+class Notice:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            imported.append(name)
+
+sys.meta_path.insert(0, Notice())
+ended = subprocess.Popen(["true"])
+ended.wait()
+print(ended.pid, flush=True)
+sys.stdin.readline()
+
+class Delivery:
+    task, id, worker_pid = task, "t", ended.pid
+    request_dict, _payload, _mourned = {}, (["k"], {}, {}), False
+    _child_lost, _lost = request.Request._child_lost, request.Request._lost
+
+threads = []
+start = threading.Thread.start
+threading.Thread.start = lambda self: (threads.append(self), start(self))[1]
+Delivery()._child_lost()
+assert [thread.name for thread in threads] == ["idempotency-interrupt"], threads
+threads[0].join()
+print("imported:", *imported)
+"""
+
+
+def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
+    """A child forked meanwhile would wait for ever for the lock of a module that nobody imports there."""
+    conf = {"idempotency_store": private_redis.url()}
+    env = {BROKER: "memory://", BACKEND: "", CONF: json.dumps(conf)}
+    main = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM],
+        cwd=tmp_path,
+        env=child_environment(env),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with main:
+        assert main.stdout is not None
+        lost = int(main.stdout.readline())
+        app = make_app("memory://", None, conf)
+        task: Any = app.tasks["work"]
+        claimed = get_store(app).claim(
+            task.identify_delivery({}, ["k"], {}, task_id="t").identity,
+            attempt=os.urandom(8),
+            lease_ms=30_000,
+            keep_ms=30_000,
+            task_id="t",
+            worker=task.worker_name(lost),
+        )
+        assert isinstance(claimed, Claimed)
+        output, _ = main.communicate("go on\n", timeout=60)
+    assert main.returncode == 0
+    # It did all that it can have to do.
+    record = task.idempotency_record("k")
+    assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
+    assert output == "imported:\n"
+    get_store(app).close()
