@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from celery.utils.dispatch import Signal
 from celery import Celery
+from celery.utils.dispatch import Signal
 
 from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, reaper, signals
 from celery_idempotent.errors import StoreUnavailable
