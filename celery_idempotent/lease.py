@@ -31,7 +31,8 @@ running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None
 
 def current_claim() -> Claim | None:
     """Return the claim of the run that this code is part of, or ``None`` outside an idempotent run."""
-    return running.get()
+    claim = running.get()
+    return None if claim is None or claim.over else claim
 
 
 class Claim:
@@ -44,6 +45,7 @@ class Claim:
         "_store",
         "given_back",
         "lost",
+        "over",
         "replaced",
         "settled",
     )
@@ -58,6 +60,8 @@ class Claim:
         self.given_back = False
         #: The run hands its task id over to another task (``self.replace``).
         self.replaced = False
+        #: The run is over: this claim is nobody's current one, and not to be renewed.
+        self.over = False
         #: The end of the run is written.
         self.settled = False
 
@@ -186,7 +190,7 @@ class Heartbeat:
         by_store: dict[Store, list[Claim]] = defaultdict(list)
         for known in due:
             claim = known()
-            if claim is not None:
+            if claim is not None and not claim.over:
                 by_store[claim.store].append(claim)
             else:
                 with self._lock:

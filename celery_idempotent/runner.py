@@ -22,7 +22,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -248,13 +247,13 @@ class Runner:
             body returns ─┬─ [signal: SoftTimeLimitExceeded] ─▶ settle again, the task succeeds
                           └─ settle ─ [signal: SystemExit] ───▶ settle once more, then leave it to the lease
 
-        For the same reason the claim becomes the current one by ``Context.run``, which leaves no claim behind.
+        For the same reason a claim says itself that it is over: whatever is struck after that leaves nothing behind.
         """
         claim = self._hold(record)
-        inside = copy_context()
-        inside.run(running.set, claim)
-        outcome: defaultdict[None, Any] = defaultdict(partial(inside.run, body))
+        outcome: defaultdict[None, Any] = defaultdict(body)
+        before = running.get()
         try:
+            running.set(claim)
             heartbeat.add(claim)
             self._emit(signals.claimed, call, record)
             outcome[None]
@@ -266,6 +265,8 @@ class Runner:
                 raise
             return None
         finally:
+            claim.over = True
+            running.set(before)
             heartbeat.remove(claim)
 
     def _returned(
@@ -280,6 +281,7 @@ class Runner:
         if not claim.given_back:
             dump = partial(self._codec.dump_value, value)
             settled = self._settle(call, claim, dump, State.COMPLETED, late)
+            claim.over = True
             if not settled and (late is None or isinstance(late, Exception)):
                 return None
         if late is None:

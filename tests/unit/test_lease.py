@@ -165,11 +165,11 @@ class TestHeartbeat:
         claims = [take(store, str(n), lease_ms=60_000) for n in range(100)]
         for claim in claims:
             heartbeat.add(claim)
-        assert threads() == 1
+        wait_for(lambda: threads() == 1, what="one heartbeat")
         for claim in claims:
             heartbeat.remove(claim)
         heartbeat.add(claims[0])
-        assert threads() == 1
+        wait_for(lambda: threads() == 1, what="one heartbeat")
 
     def test_claims_from_many_threads_share_it(self, heartbeat, store, threads):
         def run(n: int) -> None:
@@ -182,7 +182,7 @@ class TestHeartbeat:
             worker.start()
         for worker in workers:
             worker.join()
-        assert threads() == 1
+        wait_for(lambda: threads() == 1, what="one heartbeat")
 
     def test_a_claim_is_renewed_at_a_third_of_its_lease(self, heartbeat, store):
         claim = take(store, lease_ms=600)
