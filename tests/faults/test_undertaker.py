@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from celery_idempotent.records import Claimed, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
+from tests.faults.conftest import Stage
 from tests.support.servers import EmbeddedRedis
-from tests.support.workers import child_environment
+from tests.support.waiting import wait_for
+from tests.support.workers import alive, child_environment
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
@@ -90,3 +93,25 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
     assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
     assert output == "imported:\n"
     get_store(app).close()
+
+
+@pytest.mark.rabbitmq
+def test_it_lets_nobody_in_before_the_child_is_gone(set_stage: Callable[..., Stage]):
+    stage = set_stage()
+    stage.worker()
+    # The limit is announced at once; a child that is deaf to SIGTERM lives for another 0.1 s.
+    late = stage.send("work", "k", "hangs deaf once", time_limit=2)
+    child = stage.started("k")
+    lived = True
+
+    def interrupted() -> bool:
+        nonlocal lived
+        if stage.state("k") is not State.INTERRUPTED:
+            return False
+        lived = alive(child)
+        return True
+
+    wait_for(interrupted, 10, "the claim to be interrupted", interval=0.002)
+    assert not lived
+    assert type(stage.fails(late)).__name__ == "TimeLimitExceeded"
+    wait_for(lambda: stage.told("interrupted", "k") == 1, what="the signal")

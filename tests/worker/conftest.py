@@ -216,6 +216,10 @@ class Site:
         for states in self._states:
             states.close()
         get_store(self.app).close()
+        # A result that is collected later, with the server gone, would try for minutes to cancel its subscription.
+        consumer = self.app.backend.result_consumer
+        consumer.stop()
+        consumer._pubsub = None
         self.app.close()
         self.redis.close()
 

@@ -1,0 +1,128 @@
+"""User-space instructions, counted by valgrind's cachegrind: nearly the same in every run, whatever else goes on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.figures import Figure, Spread
+from benchmarks.session import ROOT, BenchmarkError, Session, children_environment
+from benchmarks.workers import REPLAYED, Plan, drain
+
+__all__ = ["available", "run"]
+
+_TASKS = (
+    ("by_task_id", "worker: IdempotentTask", "plain"),
+    ("by_argument", "worker: key of an argument", "plain"),
+    ("by_argument_ignore", "worker: the same, ignore_result", "plain_ignore"),
+    ("again", "worker: duplicate, answered from the record", "plain"),
+    ("floor", "worker: celery.Task and two bare round trips", "plain"),
+)
+_PUBLISHED = (
+    ("by_task_id", "publish: IdempotentTask", "plain"),
+    ("by_argument", "publish: key of an argument", "plain"),
+    ("by_webhook", "publish: the same, 1 kB of arguments", "plain_webhook"),
+)
+_VERBS = tuple(
+    (verb, f"verb: {verb}", "bare EVALSHA")
+    for verb in ("claim", "settle", "release", "renew", "claim of a completed key (replay)")
+)
+_LABELS = {
+    "plain_webhook": "celery.Task, 1 kB of arguments",
+    "plain": "celery.Task",
+    "plain_ignore": "celery.Task, ignore_result",
+}
+_FEW = 20
+
+
+def available() -> bool:
+    """Is valgrind here?"""
+    return shutil.which("valgrind") is not None
+
+
+def run(session: Session) -> Iterator[Figure]:
+    """Count each in two runs that differ in nothing but how often it is done."""
+    if not available():
+        raise BenchmarkError("valgrind is not installed")
+    more = session.choose(quick=50, full=200)
+    parts = (("verb", _VERBS), ("publish", _PUBLISHED), ("worker", _TASKS))
+    session.steps(sum(len(_names(rows)) for _, rows in parts) + 1, "instructions")
+    for kind, rows in parts:
+        names = _names(rows)
+        if kind == "worker":
+            counts = _worker(session, names, more)
+        else:
+            counts = {name: _child(session, kind, name, more) for name in names}
+        for name, label, against in rows:
+            yield Figure(
+                benchmark="instructions",
+                what=label,
+                unit="x",
+                value=_exactly(counts[name] / counts[against]),
+                against=_LABELS.get(against, against),
+                extra={
+                    "thousands": counts[name] / 1000,
+                    "baseline_thousands": counts[against] / 1000,
+                },
+            )
+
+
+def _names(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    return sorted({name for name, _, _ in rows} | {against for _, _, against in rows})
+
+
+def _worker(session: Session, names: Sequence[str], more: int) -> dict[str, float]:
+    """Let a worker drain a few messages of every task, then again with more of one of them."""
+    base = _drained(session, names, None, more)
+    session.step()
+    counts = {}
+    for name in names:
+        counts[name] = (_drained(session, names, name, more) - base) / more
+        session.step()
+    return counts
+
+
+def _drained(session: Session, names: Sequence[str], favoured: str | None, more: int) -> int:
+    blocks, start = [], 0
+    for name in names:
+        end = start + REPLAYED + (more if name == favoured else 0)
+        blocks.append((name, range(start, end)))
+        start = end
+    with session.server() as server, session.directory() as directory:
+        log = directory / "cachegrind"
+        drain(Plan(blocks), server, directory, "--pool=solo", under=_cachegrind(log))
+        return _counted(log)
+
+
+def _child(session: Session, kind: str, name: str, more: int) -> float:
+    counts = []
+    with session.server() as server, session.directory() as directory:
+        for times in (_FEW, _FEW + more):
+            log = directory / f"cachegrind-{times}"
+            arguments = (kind, name, server.port, times, _FEW + more)
+            command = [sys.executable, "-m", "benchmarks.instructions_child", *map(str, arguments)]
+            environment = children_environment(PYTHONHASHSEED=0, BENCH_HIREDIS=1)
+            subprocess.run([*_cachegrind(log), *command], check=True, cwd=ROOT, env=environment)
+            counts.append(_counted(log))
+    session.step()
+    return (counts[1] - counts[0]) / more
+
+
+def _cachegrind(log: Path) -> Sequence[str]:
+    options = ("--cache-sim=no", "--cachegrind-out-file=/dev/null", f"--log-file={log}")
+    return ("valgrind", "--tool=cachegrind", *options)
+
+
+def _counted(log: Path) -> int:
+    found = re.search(r"I\s+refs:\s+([\d,]+)", log.read_text())
+    if not found:
+        raise BenchmarkError(f"cachegrind counted nothing:\n{log.read_text()[-2000:]}")
+    return int(found[1].replace(",", ""))
+
+
+def _exactly(value: float) -> Spread:
+    return Spread(median=value, low=value, high=value, samples=1)

@@ -1,0 +1,131 @@
+"""The verbs of a store, each as calls that have been prepared and can be timed one by one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import uuid
+from collections.abc import Callable, Sequence
+
+import redis
+
+from celery_idempotent.records import Claimed, Identity, Lease, Record, State, Stored
+from celery_idempotent.stores.redis import RedisStore
+
+__all__ = ["LEASE_MS", "RESULT", "Operations", "claim", "prepared_claim", "settle"]
+
+LEASE_MS = 60_000
+KEEP_MS = 24 * 3_600_000
+FINGERPRINT = bytes(range(16))
+
+#: 100 bytes of JSON.
+RESULT = Stored(
+    content_type="application/json", content_encoding="utf-8", body=b'"' + b"r" * 98 + b'"'
+)
+
+Call = Callable[[], object]
+
+
+def prepared_claim(store: RedisStore, identity: Identity, lease_ms: int = LEASE_MS) -> Call:
+    """Return the call with which a worker claims the key."""
+    return functools.partial(
+        store.claim,
+        identity,
+        attempt=os.urandom(8),
+        lease_ms=lease_ms,
+        keep_ms=KEEP_MS,
+        fingerprint=FINGERPRINT,
+        task_id=str(uuid.uuid4()),
+        worker="worker-1.example.com:12345",
+    )
+
+
+def claim(store: RedisStore, identity: Identity, lease_ms: int = LEASE_MS) -> Record:
+    """Claim a key that is free."""
+    answer = prepared_claim(store, identity, lease_ms)()
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def settle(store: RedisStore, record: Record, value: Stored | None = RESULT) -> bool:
+    """Settle as a worker does."""
+    return store.settle(record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+
+
+class Operations:
+    """Calls of every verb, on records that were put into the state which the verb is for; empties the server."""
+
+    def __init__(self, url: str) -> None:
+        self._store = RedisStore(url)
+        self._client = redis.Redis.from_url(url)
+        self._client.flushall()
+        self._one = self._client.script_load("return 1")
+        self._numbers = itertools.count()
+        self._prepare: dict[str, Callable[[], Call]] = {
+            "bare EVALSHA": self._bare,
+            "claim": self._claim,
+            "settle": self._settle,
+            "release": self._release,
+            "renew": self._renew,
+            "interrupt": self._interrupt,
+            "get": self._get,
+            "claim of a completed key (replay)": self._replay,
+            "claim of a held key (conflict)": self._conflict,
+            "forget": self._forget,
+        }
+
+    @property
+    def names(self) -> Sequence[str]:
+        return tuple(self._prepare)
+
+    def prepare(self, name: str, count: int) -> list[Call]:
+        """Return so many calls; whatever has to happen before is done."""
+        return [self._prepare[name]() for _ in range(count)]
+
+    def _identity(self) -> Identity:
+        return Identity(namespace="shop.tasks.charge", key=f"order-{next(self._numbers):020}")
+
+    def _held(self) -> Record:
+        return claim(self._store, self._identity())
+
+    def _completed(self) -> Identity:
+        record = self._held()
+        settle(self._store, record)
+        return record.identity
+
+    def _bare(self) -> Call:
+        return functools.partial(self._client.evalsha, self._one, 0)
+
+    def _claim(self) -> Call:
+        return prepared_claim(self._store, self._identity())
+
+    def _settle(self) -> Call:
+        return functools.partial(settle, self._store, self._held())
+
+    def _release(self) -> Call:
+        record = self._held()
+        return functools.partial(self._store.release, record.identity, token=record.token)
+
+    def _renew(self) -> Call:
+        record = self._held()
+        lease = Lease(
+            identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
+        )
+        return functools.partial(self._store.renew, [lease])
+
+    def _interrupt(self) -> Call:
+        record = self._held()
+        return functools.partial(self._store.interrupt, record.identity, token=record.token)
+
+    def _get(self) -> Call:
+        return functools.partial(self._store.get, self._completed())
+
+    def _replay(self) -> Call:
+        return prepared_claim(self._store, self._completed())
+
+    def _conflict(self) -> Call:
+        return prepared_claim(self._store, self._held().identity)
+
+    def _forget(self) -> Call:
+        return functools.partial(self._store.forget, self._completed())

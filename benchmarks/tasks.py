@@ -1,0 +1,102 @@
+"""The empty tasks that are compared, on Celery's own class and on ours."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery, Task
+from redis import ConnectionPool
+
+from benchmarks.stamps import Stamps
+from celery_idempotent.task import IdempotentTask
+
+if TYPE_CHECKING:
+    PlainBase = Task[Any, Any]
+else:
+    PlainBase = Task
+
+__all__ = ["PAYLOAD", "make_app"]
+
+#: What a webhook brings, about 1 kB of JSON: more than a number to take a fingerprint of.
+PAYLOAD = {
+    "id": "evt_0123456789abcdef",
+    "type": "order.paid",
+    "lines": [
+        {"sku": f"SKU-{n:05}", "name": f"Article number {n}", "count": n, "price": 9.5 + n}
+        for n in range(12)
+    ],
+    "customer": {"id": 4711, "name": "Ada Example", "mail": "ada@example.com", "tags": ["a", "b"]},
+}
+
+
+def make_app(*, broker: str, backend: str, stamps: Path | None = None) -> Celery:
+    """Return an app with the tasks; the store is the result backend, as by default."""
+    app = Celery("bench", broker=broker, backend=backend, set_as_current=False)
+    app.conf.update(
+        task_default_queue="bench",
+        broker_connection_retry_on_startup=True,
+        worker_hijack_root_logger=False,
+    )
+    notes = Stamps(stamps) if stamps else None
+
+    @functools.cache
+    def connection() -> Any:
+        pool = ConnectionPool.from_url(backend)
+        return pool.connection_class(**pool.connection_kwargs)
+
+    def ping() -> None:
+        connection().send_command("PING")
+        connection().read_response()
+
+    class Stamped:
+        """Notes when a message is started: not in the body, which a replay does not reach."""
+
+        def before_start(self, _task_id: str, args: Any, _kwargs: Any) -> None:
+            if notes is not None:
+                notes.start(args[0])
+
+    class Plain(Stamped, PlainBase):
+        abstract = True
+
+    class Floor(Plain):
+        """Two bare round trips around the body, by the cheapest way: what any such protocol costs at least."""
+
+        abstract = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            ping()
+            value = self.run(*args, **kwargs)
+            ping()
+            return value
+
+    class Idempotent(Stamped, IdempotentTask):
+        abstract = True
+
+    def empty(n: int) -> None:
+        if notes is not None:
+            notes.run(n)
+
+    def again(n: int, key: int) -> None:  # noqa: ARG001  the key is what matters
+        empty(n)
+
+    def webhook(n: int, event: dict[str, Any]) -> None:  # noqa: ARG001  its size is what matters
+        empty(n)
+
+    def add(name: str, base: type[Any], body: Any = empty, **options: Any) -> None:
+        define: Any = app.task  # its overloads do not know our options
+        define(name=name, base=base, shared=False, **options)(body)
+
+    add("plain", Plain)
+    add("floor", Floor)
+    add("plain_late", Plain, acks_late=True, reject_on_worker_lost=True)
+    add("plain_ignore", Plain, ignore_result=True)
+    add("plain_webhook", Plain, webhook)
+    add("by_task_id", Idempotent)
+    add("by_argument", Idempotent, idempotency_key="n")
+    add("by_argument_ignore", Idempotent, idempotency_key="n", ignore_result=True)
+    add("by_webhook", Idempotent, webhook, idempotency_key=("n", "event.id"))
+    add("again", Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")
+    app.finalize()
+    return app

@@ -1,0 +1,141 @@
+"""Fills a queue with numbered messages and has one real worker drain it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from celery.result import denied_join_result
+
+from benchmarks.session import ROOT, BenchmarkError, Server, children_environment
+from benchmarks.stamps import Stamp, Stamps
+from benchmarks.tasks import make_app
+
+__all__ = ["Plan", "drain"]
+
+#: How many keys the task "again" has.
+REPLAYED = 20
+
+#: A worker that starts no message for so long is stuck.
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which messages go into the queue, in which order: blocks of one task each."""
+
+    blocks: Sequence[tuple[str, range]]
+
+    @classmethod
+    def interleaved(
+        cls, tasks: Sequence[str], *, rounds: int, size: int, order: random.Random
+    ) -> Plan:
+        """In each round one block of each task, in an order of its own; the very first round warms up."""
+        blocks: list[tuple[str, range]] = []
+        for number in range(rounds + 1):
+            shuffled = list(tasks)
+            if number:
+                order.shuffle(shuffled)
+            for task in shuffled:
+                start = len(blocks) * size
+                blocks.append((task, range(start, start + size)))
+        return cls(blocks)
+
+    @property
+    def messages(self) -> int:
+        return sum(len(numbers) for _, numbers in self.blocks)
+
+    def measured(self, stamps: Stamps) -> Mapping[str, list[list[Stamp]]]:
+        """Return the blocks of each task in the order of the rounds, without the round that warmed up."""
+        found: dict[str, list[list[Stamp]]] = {}
+        for task, numbers in self.blocks:
+            found.setdefault(task, []).append(stamps.read(numbers))
+        return {task: blocks[1:] for task, blocks in found.items()}
+
+
+def drain(
+    plan: Plan,
+    server: Server,
+    directory: Path,
+    *pool: str,
+    step: Callable[[float], None] = lambda _: None,
+    under: Sequence[str] = (),
+) -> Stamps:
+    """Publish what is planned, then let one worker run all of it; ``under`` is a program that runs the worker."""
+    path = directory / "stamps"
+    stamps = Stamps(path, plan.messages)
+    _publish(plan, server, step)
+    environment = children_environment(
+        BENCH_BROKER=server.url(0), BENCH_BACKEND=server.url(1), BENCH_STAMPS=path
+    )
+    command = [*under, sys.executable, "-m", "celery", "-A", "benchmarks.worker_child", "worker"]
+    command += [*pool, "--queues=bench", "--loglevel=WARNING"]
+    command += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    log = directory / "worker.log"
+    with _running(command, environment, log) as worker:
+        _wait(worker, stamps, plan.messages, log, step)
+    return stamps
+
+
+def _publish(plan: Plan, server: Server, step: Callable[[float], None]) -> None:
+    app = make_app(broker=server.url(0), backend=server.url(1))
+    # Nobody waits for the results: do not subscribe to each, their publication would count.
+    with app.producer_pool.acquire(block=True) as producer, denied_join_result():
+        for task, numbers in plan.blocks:
+            for place, number in enumerate(numbers):
+                args = (number, place % REPLAYED) if task == "again" else (number,)
+                app.tasks[task].apply_async(args, producer=producer)
+            step(len(numbers) / 2)
+    app.close()
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        yield worker
+    finally:
+        worker.terminate()
+        try:
+            worker.wait(30)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def _wait(
+    worker: subprocess.Popen[bytes],
+    stamps: Stamps,
+    messages: int,
+    log: Path,
+    step: Callable[[float], None],
+) -> None:
+    started, last = 0, time.monotonic()
+    while started < messages:
+        time.sleep(0.2)
+        before, started = started, stamps.started()
+        step((started - before) / 2)
+        if started > before:
+            last = time.monotonic()
+        elif worker.poll() is not None or time.monotonic() - last > _PATIENCE_S:
+            raise BenchmarkError(
+                f"the worker stopped at message {started} of {messages}:\n{log.read_text()[-3000:]}"
+            )
+    time.sleep(0.2)  # the last one has started: let it end
