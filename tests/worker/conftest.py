@@ -217,7 +217,7 @@ class Site:
             states.close()
         get_store(self.app).close()
         # A result that is collected later, with the server gone, would try for minutes to cancel its subscription.
-        consumer = self.app.backend.result_consumer
+        consumer = self.app.backend.result_consumer  # type: ignore[attr-defined]
         consumer.stop()
         consumer._pubsub = None
         self.app.close()
