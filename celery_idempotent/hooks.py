@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEY_HEADER",
+    "RUN_HEADER",
     "SCOPE_HEADER",
     "STAMP_HEADER",
     "as_mapping",
     "leaves",
+    "own_id",
     "stamp",
     "stamp_of",
 ]
@@ -28,6 +30,9 @@ SCOPE_HEADER = "idempotency_scope"
 
 #: Task id, canonical key, scope and fingerprint, computed once when the message was first published.
 STAMP_HEADER = "idempotency"
+
+#: Which application of a chain its last step belongs to: the task id of that application's head.
+RUN_HEADER = "idempotency_run"
 
 
 def stamp(identified: Identified, task_id: str) -> dict[str, str]:
@@ -59,6 +64,41 @@ def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
         if name in properties:
             value = properties.pop(name)
             headers.setdefault(name, value)
+
+
+@before_task_publish.connect(weak=False, dispatch_uid="celery_idempotent.mark_run")
+def mark_run(headers: Any = None, body: Any = None, **_: Any) -> None:
+    """Tell the last step of a chain which application of the chain it belongs to.
+
+    A chain object that is applied twice gives its last step the same task id both times (``prepare_steps`` leaves it in
+    the chain's options): without a mark the second one would pass for a redelivery of the first. A retried or
+    redelivered head carries the mark along.
+    """
+    embed: Any = body[2] if isinstance(body, (tuple, list)) and len(body) == 3 else None
+    chain = embed.get("chain") if isinstance(embed, dict) else None
+    if chain and isinstance(headers, dict) and headers.get("id"):
+        embed["chain"] = [_marked(chain[0], headers["id"]), *chain[1:]]
+
+
+def _marked(step: Any, run: str) -> Any:
+    """Return a copy of a chain's last step with the mark on what runs last in it."""
+    if not isinstance(step, Mapping):
+        return step
+    kwargs = step.get("kwargs") or {}
+    if step.get("task") == "celery.chord" and kwargs.get("body"):
+        return {**step, "kwargs": {**kwargs, "body": _marked(kwargs["body"], run)}}
+    if step.get("task") == "celery.chain" and kwargs.get("tasks"):
+        *first, last = kwargs["tasks"]
+        return {**step, "kwargs": {**kwargs, "tasks": [*first, _marked(last, run)]}}
+    options = step.get("options") or {}
+    marked = {RUN_HEADER: run, **as_mapping(options.get("headers"))}
+    return {**step, "options": {**options, "headers": marked}}
+
+
+def own_id(headers: Mapping[str, Any], task_id: str) -> str:
+    """Return what tells this message from all that are not redeliveries of it: its task id, and its run of a chain."""
+    run = headers.get(RUN_HEADER)
+    return f"{task_id}/{run}" if isinstance(run, str) else task_id
 
 
 @worker_init.connect(weak=False, dispatch_uid="celery_idempotent.open_store")

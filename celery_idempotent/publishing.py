@@ -13,6 +13,7 @@ from celery_idempotent.hooks import (
     SCOPE_HEADER,
     STAMP_HEADER,
     as_mapping,
+    own_id,
     stamp,
     stamp_of,
 )
@@ -84,7 +85,7 @@ def identify(
         identified = definition.identifier.identify(
             args,
             kwargs,
-            task_id=uuid() if eager else task_id,
+            task_id=uuid() if eager else own_id(headers, task_id),
             nesting=options.get("replaced_task_nesting") or 0,
             key=key,
             scope=scope,

@@ -24,6 +24,7 @@ from celery_idempotent.hooks import (
     SCOPE_HEADER,
     as_mapping,
     leaves,
+    own_id,
     stamp_of,
 )
 from celery_idempotent.keys import Identified
@@ -209,7 +210,7 @@ class IdempotentTask(TaskBase):
         return identifier.identify(
             args,
             kwargs,
-            task_id=uuid() if eager else task_id,
+            task_id=uuid() if eager else own_id(headers, task_id),
             nesting=nesting,
             key=headers.get(KEY_HEADER),
             scope=headers.get(SCOPE_HEADER),
