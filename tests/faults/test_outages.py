@@ -62,7 +62,7 @@ class TestOfTheStoreDuringARun:
     def test_one_worker_cut_off_for_longer_than_its_lease_answers_with_the_winners_result(
         self, set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
     ):
-        stage = set_stage(idempotency_lease=2, worker_prefetch_multiplier=1)
+        stage = set_stage(idempotency_lease=1, worker_prefetch_multiplier=1)
         stage.worker("cut_off")
         late = stage.send("work", "k", "", "gate")
         stage.started("k")

@@ -134,13 +134,13 @@ class TestInTheSettle:
     ):
         stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=60")
         worker = stage.worker()
-        late = stage.send("work", "k", "", "gate", time_limit=4)
+        late = stage.send("work", "k", "", "gate", time_limit=3)
         child = stage.started("k")
         redis_proxy.swallow_replies(digests["settle"], times=None, silent=True)
         stage.open("gate")
         wait_for(lambda: redis_proxy.swallowed, what="the settle to be written")
         settled = stage.record("k")
-        wait_for(lambda: f"Hard time limit (4s) exceeded for work[{late.id}]" in worker.log)
+        wait_for(lambda: f"Hard time limit (3s) exceeded for work[{late.id}]" in worker.log)
         wait_for(lambda: not alive(child), what="the child to be killed")
         assert type(stage.fails(late)).__name__ == "TimeLimitExceeded"
         redis_proxy.heal()
@@ -195,7 +195,7 @@ class TestInTheClaim:
     def test_answers_lost_for_longer_than_its_patience_end_in_one_run(
         self, set_stage: SetStage, redis_proxy: Proxy, digests: Digests
     ):
-        stage = set_stage(idempotency_lease=3)
+        stage = set_stage(idempotency_lease=1)
         worker = stage.worker()
         redis_proxy.swallow_replies(digests["claim"], times=None)
         result = stage.send("work", "k")
@@ -214,7 +214,7 @@ class TestInTheRelease:
     def test_a_failure_stays_what_it_is_and_the_key_is_left_to_its_lease(
         self, set_stage: SetStage, redis_proxy: Proxy
     ):
-        stage = set_stage(idempotency_lease=3)
+        stage = set_stage(idempotency_lease=2)
         worker = stage.worker()
         failed = stage.send("work", "k", "fails at the gate once", "gate")
         stage.started("k")
@@ -230,7 +230,7 @@ class TestInTheRelease:
     def test_a_retry_waits_for_the_lease_of_its_predecessor(
         self, set_stage: SetStage, redis_proxy: Proxy
     ):
-        stage = set_stage(idempotency_lease=3)
+        stage = set_stage(idempotency_lease=2)
         worker = stage.worker()
         result = stage.send("work", "k", "retries at the gate once", "gate")
         stage.started("k")
