@@ -7,6 +7,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
@@ -22,7 +23,6 @@ from celery_idempotent.errors import (
     TooManyCrashes,
 )
 from celery_idempotent.keys import ALL_ARGUMENTS
-from celery_idempotent.lease import Claim, current_claim
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, get_store
 

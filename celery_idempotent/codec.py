@@ -6,9 +6,10 @@ import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from celery.canvas import Signature
 from celery.result import ResultBase
 
-from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import Stored
 from celery_idempotent.serializers import NotStored, Serializer
@@ -32,7 +33,9 @@ class TaskCodec:
         self._serializer = Serializer(
             policy.serializer or conf.result_serializer,
             conf.result_accept_content or conf.accept_content,
+            policy.compression,
         )
+        self._messages = Serializer(conf.task_serializer, conf.accept_content)
 
     def dump_value(self, value: Any) -> Stored | None:
         """Serialize a result as the result backend would."""
@@ -50,6 +53,21 @@ class TaskCodec:
         """What most tasks return; kombu takes longer to write it than the record takes to pack."""
         return self._dump(None, "result")
 
+    def dump_step(self, name: str, value: Any) -> Stored:
+        """Serialize the result of a step.
+
+        Raises:
+            IdempotencyError: if it cannot be, or is too large.
+        """
+        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        if isinstance(stored, NotStored):
+            raise IdempotencyError(
+                f"The result of step {name!r} of {self._task}, a {stored.type_name}, cannot be recorded "
+                f"({stored.reason}): "
+                "let the step return what the serializer can write, or less of it."
+            )
+        return stored
+
     def load_value(self, stored: Stored) -> Any:
         """Return a stored result, as ``AsyncResult.get`` would.
 
@@ -58,6 +76,35 @@ class TaskCodec:
             ResultUnavailable: if it cannot be read.
         """
         return self._serializer.load(stored)
+
+    def dump_message(self, signature: Signature[Any]) -> bytes | None:
+        """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
+        stored = self._messages.dump(dict(signature), max_bytes=None)
+        if isinstance(stored, NotStored):
+            logger.warning(
+                "idempotency: the message of %s cannot be stored (%s), and a stale claim of it is not requeued",
+                self._task,
+                stored.reason,
+            )
+            return None
+        head = f"{stored.content_type}\n{stored.content_encoding}\n"
+        return head.encode() + stored.body
+
+    def load_message(self, message: bytes) -> Signature[Any]:
+        """Return what :meth:`dump_message` stored.
+
+        Raises:
+            StoreMisconfigured: if the app does not accept its format.
+            ResultUnavailable: if it cannot be read.
+        """
+        content_type, content_encoding, body = message.split(b"\n", 2)
+        stored = Stored(
+            content_type=content_type.decode(),
+            content_encoding=content_encoding.decode(),
+            body=body,
+        )
+        content: Any = self._messages.load(stored)
+        return Signature.from_dict(content, app=self._app)
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""

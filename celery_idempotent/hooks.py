@@ -55,8 +55,8 @@ def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
 def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
     """Move a key given to ``app.send_task("name", idempotency_key=...)`` into the headers.
 
-    Celery makes an option that it does not know a message property, which RabbitMQ drops (CELERY.md, "how a key
-    travels"); an ``IdempotentTask`` publishing itself has taken its key out of the options already.
+    Celery makes an option that it does not know a message property, which RabbitMQ drops; an
+    ``IdempotentTask`` publishing itself has taken its key out of the options already.
     """
     if not isinstance(headers, dict) or not isinstance(properties, dict):
         return

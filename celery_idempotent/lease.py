@@ -1,4 +1,4 @@
-"""Keeping claims alive: the claim that a run holds, and the one thread per process that renews all of them."""
+"""Keeping claims alive: one thread per process renews the leases of all of them."""
 
 from __future__ import annotations
 
@@ -10,121 +10,37 @@ import time
 import weakref
 from collections import defaultdict
 from contextlib import suppress
-from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from celery_idempotent.errors import IdempotencyError, LeaseLost
-from celery_idempotent.records import Lease, Record
+from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.records import Lease
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store
 
-__all__ = ["Claim", "Heartbeat", "current_claim", "heartbeat", "running"]
+__all__ = ["Heartbeat", "Renewable", "heartbeat"]
 
 logger = logging.getLogger(__name__)
 
 #: A renewal that could not reach the store is tried again after this many seconds at the latest.
 RETRY_AFTER = 1.0
 
-running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
 
+class Renewable(Protocol):
+    """What the heartbeat keeps alive."""
 
-def current_claim() -> Claim | None:
-    """Return the claim of the run that this code is part of, or ``None`` outside an idempotent run."""
-    claim = running.get()
-    return None if claim is None or claim.over else claim
-
-
-class Claim:
-    """A key that this run holds: what the body of a task may know about it and do with it."""
-
-    __slots__ = (
-        "__weakref__",
-        "_lease",
-        "_record",
-        "_store",
-        "given_back",
-        "lost",
-        "over",
-        "replaced",
-        "settled",
-    )
-
-    def __init__(self, store: Store, record: Record, lease: Lease) -> None:
-        self._store = store
-        self._record = record
-        self._lease = lease
-        #: The heartbeat found the claim gone.
-        self.lost = False
-        #: The key was released before the run ended: its retry is on its way, and its result is not to be recorded.
-        self.given_back = False
-        #: The run hands its task id over to another task (``self.replace``).
-        self.replaced = False
-        #: The run is over: this claim is nobody's current one, and not to be renewed.
-        self.over = False
-        #: The end of the run is written.
-        self.settled = False
-
-    def __repr__(self) -> str:
-        return f"<Claim of {self._record.identity}, token {self.token}>"
-
-    @property
-    def record(self) -> Record:
-        """The record as it was when the key was claimed."""
-        return self._record
+    lost: bool
+    over: bool
 
     @property
     def lease(self) -> Lease:
-        """What it takes to renew this claim."""
-        return self._lease
+        """What is renewed."""
+        ...
 
     @property
     def store(self) -> Store:
-        """The store that keeps the record."""
-        return self._store
-
-    @property
-    def key(self) -> str:
-        """The canonical key, to hand to a payment provider, say."""
-        return self._record.identity.key
-
-    @property
-    def scope(self) -> str:
-        """The canonical scope, empty without one."""
-        return self._record.identity.scope
-
-    @property
-    def token(self) -> int:
-        """The fencing token: it grows with every claim of this key, so that a resource can refuse an older one."""
-        return self._record.token
-
-    @property
-    def crashes(self) -> int:
-        """How many earlier runs of this key a crash took."""
-        return self._record.crashes
-
-    def renew(self) -> None:
-        """Let the lease start anew, now.
-
-        Raises:
-            LeaseLost: if the claim is gone.
-            StoreUnavailable: if the store did not answer.
-        """
-        if self.lost or not self._store.renew([self._lease])[0]:
-            self.lost = True
-            raise LeaseLost(
-                f"The claim of {self._record.identity} (token {self.token}) is gone: its lease ran out and the key was "
-                "claimed or swept, or an operator forgot it. Stop before the next irreversible step."
-            )
-
-    def ensure(self) -> None:
-        """Make sure, by asking the store, that the claim is still ours: call it before an irreversible step.
-
-        Raises:
-            LeaseLost: if the claim is gone.
-            StoreUnavailable: if the store did not answer.
-        """
-        self.renew()
+        """Where it is renewed."""
+        ...
 
 
 class Heartbeat:
@@ -147,12 +63,12 @@ class Heartbeat:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._bell = threading.Lock()  # free: rung
-        self._due: dict[weakref.ref[Claim], float] = {}
+        self._due: dict[weakref.ref[Renewable], float] = {}
         self._started = False
         self._tick = float("inf")
         self._next = float("inf")
 
-    def add(self, claim: Claim) -> None:
+    def add(self, claim: Renewable) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
         interval = claim.lease.lease_ms / 3000
         due = time.monotonic() + interval
@@ -168,7 +84,7 @@ class Heartbeat:
             with suppress(RuntimeError):  # rung already
                 self._bell.release()
 
-    def remove(self, claim: Claim) -> None:
+    def remove(self, claim: Renewable) -> None:
         """Let ``claim`` go; a renewal under way may still end after this."""
         with self._lock:
             self._due.pop(weakref.ref(claim), None)
@@ -186,8 +102,8 @@ class Heartbeat:
             if (left := self._next - time.monotonic()) > 0:
                 self._bell.acquire(timeout=left)
 
-    def _renew_all(self, due: list[weakref.ref[Claim]]) -> None:
-        by_store: dict[Store, list[Claim]] = defaultdict(list)
+    def _renew_all(self, due: list[weakref.ref[Renewable]]) -> None:
+        by_store: dict[Store, list[Renewable]] = defaultdict(list)
         for known in due:
             claim = known()
             if claim is not None and not claim.over:
@@ -198,7 +114,7 @@ class Heartbeat:
         for store, claims in by_store.items():
             self._renew(store, claims)
 
-    def _renew(self, store: Store, claims: list[Claim]) -> None:
+    def _renew(self, store: Store, claims: list[Renewable]) -> None:
         """Renew ``claims``; whatever goes wrong, the thread lives on."""
         alive: list[bool] | None = None
         try:
@@ -223,8 +139,8 @@ class Heartbeat:
                     del self._due[known]
                     logger.warning(
                         "idempotency: the claim of %s (token %d) is lost while its run goes on",
-                        claim.record.identity,
-                        claim.token,
+                        claim.lease.identity,
+                        claim.lease.token,
                     )
 
 

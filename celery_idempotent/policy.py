@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.records import OnStale
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = [
     "SETTINGS",
     "ConflictPolicy",
+    "Mode",
     "Policy",
+    "StoreErrorPolicy",
     "check_settings",
     "is_explicit",
     "milliseconds",
@@ -25,7 +28,9 @@ __all__ = [
     "read_options",
 ]
 
-ConflictPolicy = Literal["retry", "raise"]
+ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
+StoreErrorPolicy = Literal["closed", "open"]
+Mode = Literal["enforce", "observe", "off"]
 
 PREFIX: Final = "idempotency_"
 
@@ -33,10 +38,10 @@ PREFIX: Final = "idempotency_"
 KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint", "require_key")
 
 #: Settings of the app that are no attribute of a task.
-SETTINGS: Final = ("store", "sweep_interval")
+SETTINGS: Final = ("replica_timeout", "replicas", "store", "sweep_interval")
 
 #: Attributes of the task class with our prefix that are no options.
-_METHODS: Final = ("policy", "record", "forget")
+_METHODS: Final = ("definition", "policy", "record", "forget")
 
 _UNSET: Final = object()
 
@@ -49,12 +54,18 @@ class Policy:
     retention_ms: int = 24 * 3_600_000
     failure_retention_ms: int | None = None
     on_conflict: ConflictPolicy = "retry"
+    wait_ms: int = 10_000
     conflict_backoff_max_ms: int = 60_000
     permanent_errors: tuple[type[Exception], ...] = ()
     max_crashes: int = 3
     store_result: bool = True
     max_result_bytes: int = 1024 * 1024
     serializer: str | None = None
+    compression: str | None = None
+    on_store_error: StoreErrorPolicy = "closed"
+    on_stale: OnStale = "interrupt"
+    publish_once: bool = False
+    mode: Mode = "enforce"
 
     @property
     def keep_ms(self) -> int:
@@ -63,7 +74,7 @@ class Policy:
 
     @property
     def settled_keep_ms(self) -> int:
-        """How long a COMPLETED record is kept; a retention of 0 leaves the mark for one lease (SPEC: zombies)."""
+        """How long a COMPLETED record is kept; a retention of 0 leaves a mark for one lease."""
         return self.retention_ms or self.lease_ms
 
     @property
@@ -173,10 +184,15 @@ def _optional_duration(name: str, value: object) -> tuple[str, int | None]:
     return f"{name}_ms", None if value is None else milliseconds(value)
 
 
-def _conflict(name: str, value: object) -> tuple[str, object]:
-    if value not in get_args(ConflictPolicy):
-        raise ValueError(f"is one of {', '.join(map(repr, get_args(ConflictPolicy)))}")
-    return name, value
+def _one_of(choices: object) -> Callable[[str, object], tuple[str, object]]:
+    words = get_args(choices)
+
+    def check(name: str, value: object) -> tuple[str, object]:
+        if value not in words:
+            raise ValueError(f"is one of {', '.join(map(repr, words))}")
+        return name, value
+
+    return check
 
 
 def _errors(name: str, value: object) -> tuple[str, object]:
@@ -200,7 +216,7 @@ def _flag(name: str, value: object) -> tuple[str, bool]:
 
 def _name(name: str, value: object) -> tuple[str, str | None]:
     if value is not None and not isinstance(value, str):
-        raise ValueError("takes the name of a kombu serializer")
+        raise ValueError("takes a name of kombu's registry")
     return name, value
 
 
@@ -208,13 +224,19 @@ _CHECKS: Final[dict[str, Callable[[str, object], tuple[str, object]]]] = {
     "lease": _positive_duration,
     "retention": _duration,
     "failure_retention": _optional_duration,
-    "on_conflict": _conflict,
+    "on_conflict": _one_of(ConflictPolicy),
+    "wait": _duration,
     "conflict_backoff_max": _positive_duration,
     "permanent_errors": _errors,
     "max_crashes": _count,
     "store_result": _flag,
     "max_result_bytes": _count,
     "serializer": _name,
+    "compression": _name,
+    "on_store_error": _one_of(StoreErrorPolicy),
+    "on_stale": _one_of(OnStale),
+    "publish_once": _flag,
+    "mode": _one_of(Mode),
 }
 
 assert {name.removesuffix("_ms") for name in (f.name for f in fields(Policy))} == set(_CHECKS)

@@ -9,13 +9,17 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent import signals
-from celery_idempotent.errors import InvalidOption
-from celery_idempotent.policy import milliseconds
+from celery_idempotent.definition import Definition
+from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
+from celery_idempotent.policy import Policy, milliseconds
+from celery_idempotent.records import Record, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from celery_idempotent.stores.base import Store
 
 __all__ = ["SWEEP", "install", "sweep"]
 
@@ -26,6 +30,9 @@ SWEEP = "celery_idempotent.sweep"
 
 #: The most records that one sweep looks at: the next one goes on where it stopped.
 LIMIT = 10_000
+
+#: A requeued message that did not start in time counts as lost, and is published again.
+REQUEUE_MS = 60_000
 
 _installed: weakref.WeakSet[Celery] = weakref.WeakSet()
 _installing = threading.Lock()
@@ -42,8 +49,8 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     """
     store = get_store(app)
     started = time.monotonic()
-    report = store.sweep(limit=limit)
-    pruned = store.prune(limit=limit)
+    report = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
+    failed = 0
     for record in report.interrupted:
         logger.warning(
             "idempotency: %s was stale and is interrupted: %s did not come back (crash %d)",
@@ -51,21 +58,82 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
             record.owner,
             record.crashes,
         )
-        event = Event(
-            task=record.identity.namespace,
-            task_id=record.task_id,
-            identity=record.identity,
-            record=record,
-        )
-        emit(signals.interrupted, sender, event)
-    count = len(report.interrupted)
-    emit(signals.swept, sender, Event(task=SWEEP, count=count))
-    level = logging.INFO if count or pruned else logging.DEBUG
-    seconds = round(time.monotonic() - started, 4)
+        emit(signals.interrupted, sender, _event(record))
+        if record.on_stale == "fail":
+            failed += _fail(app, store, record, sender)
+    requeued = sum(_requeue(app, record, sender) for record in report.requeued)
+    pruned = store.prune(limit=limit)
+    counts: dict[str, Any] = {
+        "interrupted": len(report.interrupted),
+        "failed": failed,
+        "requeued": requeued,
+        "pruned": pruned,
+        "more": report.more,
+        "seconds": round(time.monotonic() - started, 4),
+    }
+    emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
+    busy = report.interrupted or report.requeued or pruned
     logger.log(
-        level, "idempotency: sweep interrupted %d, pruned %d in %.3f s", count, pruned, seconds
+        logging.INFO if busy else logging.DEBUG,
+        "idempotency: sweep interrupted %d, failed %d, requeued %d, pruned %d in %.3f s",
+        *(counts[word] for word in ("interrupted", "failed", "requeued", "pruned", "seconds")),
     )
-    return {"interrupted": count, "pruned": pruned, "more": report.more, "seconds": seconds}
+    return counts
+
+
+def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
+    """Settle a stale record FAILED for good (``idempotency_on_stale="fail"``), unless it was claimed meanwhile."""
+    error = ProcessingTimedOut(
+        f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
+    )
+    definition = _definition_of(app, record)
+    keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
+    value = None if definition is None else definition.codec.dump_error(error)
+    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms):
+        return False
+    logger.error("idempotency: %s", error)
+    emit(signals.settled, sender, _event(record, error))
+    return True
+
+
+def _requeue(app: Celery, record: Record, sender: object) -> bool:
+    """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
+    definition = _definition_of(app, record)
+    if definition is None or record.message is None:
+        logger.error(
+            "idempotency: %s cannot be requeued: no task of this app has that namespace",
+            record.identity,
+        )
+        return False
+    try:
+        definition.codec.load_message(record.message).apply_async()
+    except Exception as error:
+        logger.exception("idempotency: %s could not be requeued", record.identity)
+        emit(signals.store_failed, sender, _event(record, error))
+        return False
+    logger.warning(
+        "idempotency: %s was stale and is queued again (crash %d)", record.identity, record.crashes
+    )
+    emit(signals.requeued, sender, _event(record))
+    return True
+
+
+def _definition_of(app: Celery, record: Record) -> Definition | None:
+    for task in app.tasks.values():
+        definition: Definition | None = getattr(task, "_definition", None)
+        if definition and definition.identifier.namespace == record.identity.namespace:
+            return definition
+    return None
+
+
+def _event(record: Record, error: BaseException | None = None) -> Event:
+    return Event(
+        task=record.identity.namespace,
+        task_id=record.task_id,
+        identity=record.identity,
+        record=record,
+        error=error,
+    )
 
 
 def install(app: Celery) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from typing import Literal
 
 __all__ = [
     "FINGERPRINT_BYTES",
@@ -14,7 +15,10 @@ __all__ = [
     "Identity",
     "Lease",
     "Mismatched",
+    "OnStale",
     "Record",
+    "Reservation",
+    "Reserved",
     "Settled",
     "State",
     "Stored",
@@ -24,6 +28,9 @@ __all__ = [
 #: A fingerprint is the first 16 bytes of a SHA-256: enough that two calls never share one by accident,
 #: and half the memory of the whole digest in every record.
 FINGERPRINT_BYTES = 16
+
+#: What a sweep does with a stale record: note the crash; fail it for good; send its message again.
+OnStale = Literal["interrupt", "fail", "requeue"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -58,11 +65,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A serialized value or exception, as kombu's registry wrote it."""
+    """A serialized value or exception, as kombu's registry wrote it.
+
+    ``compression`` is the content type of its compression, empty without one.
+    """
 
     content_type: str
     content_encoding: str
     body: bytes
+    compression: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +83,11 @@ class Record:
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
     record (``None`` otherwise); ``worker`` is ``hostname:pid`` while a worker holds the key and empty once it is
     settled. ``value`` is the result of a COMPLETED and the exception of a FAILED record, or ``None`` when it was not
-    kept. ``replaced`` says that the task ended with ``self.replace``: another task carries the task id on.
+    kept. ``replaced`` says that the task ended with ``self.replace``: another task carries the task id on;
+    ``delivered`` that the callbacks of the settled task were sent; ``reserved`` that the key was reserved before its
+    message was published, so that a retry makes it QUEUED again. ``steps`` are the results of the steps that an
+    unfinished run recorded, in their order; ``message`` what to publish when it is requeued. ``deadline_ms`` of a
+    QUEUED record is when its message counts as lost.
     """
 
     identity: Identity
@@ -88,6 +103,11 @@ class Record:
     worker: str = ""
     value: Stored | None = None
     replaced: bool = False
+    delivered: bool = False
+    reserved: bool = False
+    on_stale: OnStale = "interrupt"
+    message: bytes | None = None
+    steps: tuple[tuple[str, Stored], ...] = ()
 
     @property
     def owner(self) -> str:
@@ -160,13 +180,28 @@ class Mismatched:
     record: Record
 
 
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The key waits for the message that we are about to publish, under the record's task id."""
+
+    record: Record
+
+
+#: What a reservation can answer.
+Reservation = Reserved | Held | Settled | Mismatched
+
 #: What a claim can answer.
 Answer = Claimed | Held | Settled | Mismatched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """What one sweep did: the records it interrupted (as they are now), and whether its limit left more to do."""
+    """What one sweep did, with the records as they are now.
+
+    ``requeued`` are QUEUED, and their messages are to be published now, before their deadlines. ``more`` says that
+    its limit left more to do.
+    """
 
     interrupted: tuple[Record, ...] = ()
+    requeued: tuple[Record, ...] = ()
     more: bool = False

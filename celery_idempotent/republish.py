@@ -46,6 +46,8 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
     )
     if request.is_eager or (policy.on_conflict == "raise" and not same):
         raise error
+    if policy.on_conflict == "ignore" and not same:
+        _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
     options: dict[str, Any] = {"expires": None} if same else {}
     count, delay, again = _again(task, request, CONFLICTS_HEADER, left, options)
@@ -62,6 +64,20 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
     if same:
         raise Ignore(str(error))
     raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
+
+
+def _ignored(task: IdempotentTask, request: Any, error: InProgress) -> NoReturn:
+    """Drop a duplicate, in plain sight: its state is IGNORED, not PENDING for ever."""
+    logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
+    if not request.ignore_result:
+        backend: Any = task.backend
+        try:
+            backend.store_result(request.id, str(error), "IGNORED", request=request)
+        except Exception:
+            logger.exception(
+                "idempotency: the state of %s[%s] is not stored", task.name, request.id
+            )
+    raise Ignore(str(error))
 
 
 def store_failed(task: IdempotentTask, request: Any, error: IdempotencyError) -> NoReturn:

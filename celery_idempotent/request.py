@@ -27,6 +27,7 @@ from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
+    from celery_idempotent.keys import Identified
     from celery_idempotent.task import IdempotentTask
 
 __all__ = ["Request", "gone"]
@@ -71,6 +72,23 @@ class Request(CeleryRequest):
             self._child_lost()
         return super().on_timeout(soft, timeout)
 
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        """Free the key of a task that was revoked, or expired, before it ran (``idempotency_publish_once``)."""
+        super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
+        task: Any = self.task
+        try:
+            definition = task.idempotency_definition()
+            if not terminated and definition and definition.policy.publish_once:
+                identity, store = _identity_of(self), get_store(task.app)
+                threading.Thread(
+                    target=_unreserve,
+                    args=(store, identity, self.id),
+                    name="idempotency-unreserve",
+                    daemon=True,
+                ).start()
+        except Exception:
+            logger.exception("idempotency: could not free the key of revoked task %s", self.id)
+
     def _child_lost(self) -> None:
         if self._mourned:
             return  # a hard time limit comes here twice
@@ -94,24 +112,39 @@ class Request(CeleryRequest):
         if not pid or pid == os.getpid():
             return None  # never started, or a pool without processes
         task: Any = self.task
-        headers = self.request_dict
-        args, kwargs, _ = self._payload  # type: ignore[attr-defined]
-        identified = task.identify_delivery(
-            {**as_mapping(headers.get("stamps")), **headers},
-            args,
-            kwargs,
-            task_id=self.id,
-            nesting=headers.get("replaced_task_nesting") or 0,
-        )
         return Lost(
             task=task,
-            identity=identified.identity,
+            identity=_identity_of(self),
             task_id=self.id,
             pid=pid,
             # Here, not in the thread: a child that is forked while a thread imports the store's modules
             # would find their import locks taken for ever.
             store=get_store(task.app),
         )
+
+
+def _identity_of(request: Any) -> Identity:
+    """Return what a delivery is about, as its task would say."""
+    headers = request.request_dict
+    args, kwargs, _ = request._payload  # noqa: SLF001
+    identified: Identified = request.task.identify_delivery(
+        {**as_mapping(headers.get("stamps")), **headers},
+        args,
+        kwargs,
+        task_id=request.id,
+        nesting=headers.get("replaced_task_nesting") or 0,
+    )
+    return identified.identity
+
+
+def _unreserve(store: Store, identity: Identity, task_id: str) -> None:
+    """Delete the reservation of a message that will never run: the worker discards whatever comes under its id."""
+    try:
+        record = store.get(identity)
+        if record is not None and record.state is State.QUEUED and record.task_id == task_id:
+            store.release(identity, token=record.token)
+    except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
+        logger.warning("idempotency: could not free %s: %s", identity, error)
 
 
 def _bury(lost: Lost) -> None:
@@ -131,6 +164,10 @@ def _bury(lost: Lost) -> None:
             or record.worker != lost.task.worker_name(lost.pid)
         ):
             return
+        task: Any = lost.task
+        comes_back = task.acks_late and task.reject_on_worker_lost
+        if record.on_stale != "interrupt" and not comes_back:
+            return  # its message is gone: the sweep does what the task wants once the lease is over
         record = store.interrupt(lost.identity, token=record.token)
     except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
         logger.warning(

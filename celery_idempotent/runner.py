@@ -22,18 +22,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from celery_idempotent import signals
+from celery_idempotent.claim import Claim, StepCodec, UnguardedClaim, running
 from celery_idempotent.errors import (
     FingerprintMismatch,
     StoreMisconfigured,
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.lease import Claim, heartbeat, running
+from celery_idempotent.lease import heartbeat
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import (
     Answer,
@@ -69,15 +70,22 @@ MAX_FAULTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One delivery of one call: what it is about, and who works on it."""
+    """One delivery of one call: what it is about, and who works on it.
+
+    ``may_wait``: the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a settle by this call.
+    ``message`` is what a sweep publishes should the claim go stale.
+    """
 
     identity: Identity
     fingerprint: bytes | None
     task_id: str
     worker: str
+    may_wait: bool = True
+    on_settled: Callable[[int], None] | None = None
+    message: bytes | None = None
 
 
-class Codec(Protocol):
+class Codec(StepCodec, Protocol):
     """How values and exceptions are stored; ``None`` means: settle without it."""
 
     def dump_value(self, value: Any) -> Stored | None:
@@ -119,6 +127,23 @@ class StoreFailed:
     error: StoreUnavailable | StoreMisconfigured
 
 
+class _Patience:
+    """How long a duplicate may hold its worker, and how often it asks meanwhile."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        self._pause = 0.02
+
+    def wait(self, left: float) -> bool:
+        """Pause until it is worth asking again; ``False`` if there is no patience left."""
+        remaining = self._until - time.monotonic()
+        if remaining <= 0:
+            return False
+        time.sleep(max(min(self._pause, remaining, left), 0.001))
+        self._pause = min(self._pause * 1.5, 0.5)
+        return True
+
+
 Result = Ran | Replay | Conflict | StoreFailed
 
 
@@ -147,6 +172,9 @@ class Runner:
             FingerprintMismatch: if the key belongs to a call with other arguments.
             BaseException: whatever ``body`` raised.
         """
+        if self.policy.mode == "observe":
+            return self._observe(call, body)
+        patience = _Patience(self.policy.wait_ms / 1000) if self._waits(call) else None
         while True:
             try:
                 answer = self._claim(call)
@@ -162,6 +190,8 @@ class Runner:
                     if result is not None:
                         return result
                 case Held(record, left_ms):
+                    if patience is not None and patience.wait(left_ms / 1000):
+                        continue
                     self._emit(signals.conflicted, call, record)
                     return Conflict(record, left_ms)
                 case Settled(record, age_ms):
@@ -174,6 +204,63 @@ class Runner:
                         "key stands for one intention. Use another key, or take what may differ out of "
                         "idempotency_fingerprint."
                     )
+
+    def _waits(self, call: Call) -> bool:
+        return self.policy.on_conflict == "wait" and call.may_wait
+
+    def _observe(self, call: Call, body: Callable[[], Any]) -> Ran:
+        """Run whatever the store says; record, count and log what would have been a duplicate."""
+        try:
+            answer = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
+        except _STORE_ERRORS as error:
+            logger.warning("idempotency: observing nothing, the store failed: %s", error)
+            return Ran(self.unguarded(call, body))
+        match answer:
+            case Claimed(record):
+                ran = self._run(call, record, body)
+                assert ran is not None, "observing, nothing is dropped"
+                return ran
+            case Held(record, _):
+                signal, word = signals.conflicted, "waited for"
+            case Settled(record, _):
+                signal, word = signals.replayed, "been answered by"
+            case Mismatched(record):
+                signal, word = signals.mismatched, "been refused because of"
+        logger.warning(
+            "idempotency: observed: task %s (%s) runs, and would have %s task %s, which claimed %s at %s and is %s",
+            call.task_id,
+            self.name,
+            word,
+            record.owner,
+            call.identity,
+            record.created_at.isoformat(timespec="milliseconds"),
+            record.state.value,
+        )
+        emit(signal, self._sender(), replace(self._event(call, record), observed=True))
+        return Ran(self.unguarded(call, body))
+
+    def unguarded(self, call: Call, body: Callable[[], Any]) -> Any:
+        """Run without protection, with a current claim that holds nothing."""
+        before = running.get()
+        running.set(self.unguarded_claim(call))
+        try:
+            return body()
+        finally:
+            running.set(before)
+
+    def unguarded_claim(self, call: Call) -> Claim:
+        """Return a claim of the call's key that holds nothing."""
+        record = Record(
+            identity=call.identity,
+            state=State.PROCESSING,
+            token=0,
+            created_ms=0,
+            updated_ms=0,
+            fingerprint=call.fingerprint,
+            task_id=call.task_id,
+            worker=call.worker,
+        )
+        return UnguardedClaim(self._store(), record, self._lease(record), self._codec)
 
     def _claim(self, call: Call) -> Answer:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
@@ -205,6 +292,8 @@ class Runner:
             fingerprint=call.fingerprint,
             task_id=call.task_id,
             worker=call.worker,
+            on_stale=self.policy.on_stale,
+            message=call.message,
         )
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
@@ -228,13 +317,15 @@ class Runner:
         self._settle(call, claim, lambda: self._codec.dump_error(error), State.FAILED)
 
     def _hold(self, record: Record) -> Claim:
-        lease = Lease(
+        return Claim(self._store(), record, self._lease(record), self._codec)
+
+    def _lease(self, record: Record) -> Lease:
+        return Lease(
             identity=record.identity,
             token=record.token,
             lease_ms=self.policy.lease_ms,
             keep_ms=self.policy.keep_ms,
         )
-        return Claim(self._store(), record, lease)
 
     def _run(self, call: Call, record: Record, body: Callable[[], Any]) -> Ran | None:
         """Run the body under the claim; ``None`` if the claim was lost and the call goes on as a duplicate.
@@ -307,7 +398,7 @@ class Runner:
         self.release(claim, patient=isinstance(error, Exception))
         return True
 
-    def release(self, claim: Claim, *, patient: bool = True) -> None:
+    def release(self, claim: Claim, *, patient: bool = True, requeue_ms: int | None = None) -> None:
         """Give the key back, or leave it to its lease if the store does not answer in time.
 
         Not ``patient``: the process is being ended, and has 0.1 s left (CELERY: a hard limit kills after SIGTERM).
@@ -320,7 +411,7 @@ class Runner:
             try:
                 if delay:
                     time.sleep(delay)
-                claim.store.release(identity, token=claim.token)
+                claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
                 break
             except _STORE_ERRORS as error:
                 delay = delay * 2 or 0.05
@@ -333,7 +424,7 @@ class Runner:
                     return
             except BaseException:
                 with suppress(Exception):
-                    claim.store.release(identity, token=claim.token)
+                    claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
                 raise
         self._emit(signals.released, claim.record, claim.record)
 
@@ -366,6 +457,11 @@ class Runner:
                 with suppress(Exception):
                     self._settle_once(call, claim, dump(), state)
                 raise
+            if self.policy.mode == "observe":
+                logger.warning(
+                    "idempotency: observing: could not settle %s: %s", call.identity, error
+                )
+                return True
             delay = min(delay * 2 or 0.05, 5.0)
             ending = late is not None and not isinstance(late, Exception)
             if ending or time.monotonic() + delay > give_up:
@@ -389,6 +485,8 @@ class Runner:
         )
         claim.settled = done
         self._emit(signals.settled if done else signals.lease_lost, call, claim.record)
+        if done and call.on_settled is not None:
+            call.on_settled(claim.token)
         if not done:
             logger.warning(
                 "idempotency: %s was claimed anew while task %s (token %d) ran: its result is dropped",
@@ -396,7 +494,7 @@ class Runner:
                 call.task_id,
                 claim.token,
             )
-        return done
+        return done or policy.mode == "observe"
 
     def _settle_failed(self, call: Call, claim: Claim, error: BaseException) -> bool:
         """The effect happened and cannot be recorded: say so as loudly as a library may."""

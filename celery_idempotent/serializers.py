@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kombu import serialization
+from kombu import compression, serialization
 from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, SerializerNotInstalled
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
@@ -54,6 +54,7 @@ class Serializer:
 
     name: str = "json"
     accept: Iterable[str] = ("json",)
+    compression: str | None = None
     _accepted: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +75,14 @@ class Serializer:
                 f"accepts {', '.join(accept) or 'nothing'}): add it to result_accept_content or "
                 "accept_content, or choose another."
             )
+        if self.compression is not None:
+            try:
+                compression.get_encoder(self.compression)
+            except KeyError:
+                raise InvalidOption(
+                    f"idempotency_compression {self.compression!r} is not installed; installed are "
+                    f"{', '.join(sorted(compression.encoders()))}."
+                ) from None
         object.__setattr__(self, "accept", accept)
         object.__setattr__(self, "_accepted", accepted)
 
@@ -91,7 +100,15 @@ class Serializer:
             return _not_stored("too-large", value, len(body))
         if not self._reads_back(content_type, content_encoding, body):
             return _not_stored("unserializable", value)
-        return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
+        if self.compression is None:
+            return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
+        packed, method = compression.compress(body, self.compression)
+        return Stored(
+            content_type=content_type,
+            content_encoding=content_encoding,
+            body=packed,
+            compression=method,
+        )
 
     def _reads_back(self, content_type: str, content_encoding: str, body: bytes) -> bool:
         """Whether a body can be loaded: most formats write things that they cannot read.
@@ -123,8 +140,21 @@ class Serializer:
                 f"(it accepts {', '.join(self.accept)}): add it to result_accept_content or "
                 "accept_content, or forget the key."
             )
+        body = stored.body
+        if stored.compression:
+            try:
+                body = compression.decompress(body, stored.compression)
+            except KeyError:
+                raise StoreMisconfigured(
+                    f"A stored result is compressed as {stored.compression!r}, which is not "
+                    "installed here."
+                ) from None
+            except Exception as error:  # noqa: BLE001  each compressor has errors of its own
+                cause = type(error).__name__
+                problem = f"A stored result of type {name} cannot be decompressed ({cause})."
+                raise ResultUnavailable(problem) from None
         try:
-            return _loads(stored.body, content_type, stored.content_encoding, accept=self._accepted)
+            return _loads(body, content_type, stored.content_encoding, accept=self._accepted)
         except (ContentDisallowed, SerializerNotInstalled):
             problem = f"A stored result is {name!r}, whose package is not installed here."
             raise StoreMisconfigured(problem) from None

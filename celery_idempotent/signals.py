@@ -27,6 +27,8 @@ __all__ = [
     "mismatched",
     "released",
     "replayed",
+    "requeued",
+    "reserved",
     "settle_failed",
     "settled",
     "store_failed",
@@ -39,7 +41,8 @@ class Event:
     """What happened: to which key, in which call of which task.
 
     ``record`` is the record as far as it is known (the holder's, in a conflict); ``error`` the exception behind a
-    failure; ``count`` how many records a sweep interrupted.
+    failure; ``count`` how many records a sweep interrupted; ``observed`` that this is what would have happened, had
+    ``idempotency_mode`` not been ``"observe"``.
     """
 
     task: str
@@ -48,8 +51,11 @@ class Event:
     record: Record | None = None
     error: BaseException | None = None
     count: int = 0
+    observed: bool = False
 
 
+#: A key was reserved, and its message is published (``idempotency_publish_once``).
+reserved = Signal("idempotency_reserved")
 #: The key is ours, and run() is about to start.
 claimed = Signal("idempotency_claimed")
 #: The stored result or exception answers this call.
@@ -66,6 +72,8 @@ released = Signal("idempotency_released")
 interrupted = Signal("idempotency_interrupted")
 #: A newer claim exists: the result of this run is dropped.
 lease_lost = Signal("idempotency_lease_lost")
+#: A stale record's message was published again: by a sweep, or by an operator.
+requeued = Signal("idempotency_requeued")
 #: A sweep is done; ``event.count`` records were interrupted.
 swept = Signal("idempotency_swept")
 #: run() returned, but its result could not be recorded within a lease.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore
 from celery.utils import uuid
 
-from celery_idempotent import publishing, reaper, republish
+from celery_idempotent import delivery, publishing, reaper, republish
+from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
 from celery_idempotent.errors import (
     IdempotencyError,
@@ -28,7 +30,6 @@ from celery_idempotent.hooks import (
     stamp_of,
 )
 from celery_idempotent.keys import Identified
-from celery_idempotent.lease import Claim, current_claim
 from celery_idempotent.policy import (
     Policy,
     is_explicit,
@@ -47,6 +48,8 @@ else:
     TaskBase = Task
 
 __all__ = ["IdempotentTask"]
+
+logger = logging.getLogger(__name__)
 
 _HOST = socket.gethostname()
 
@@ -77,7 +80,8 @@ class IdempotentTask(TaskBase):
         Raises:
             InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
         """
-        for attribute in ("acks_late", "reject_on_worker_lost"):
+        off = getattr(cls, "idempotency_mode", app.conf.get("idempotency_mode")) == "off"
+        for attribute in () if off else ("acks_late", "reject_on_worker_lost"):
             if getattr(cls, attribute) is None and not is_explicit(app, f"task_{attribute}"):
                 setattr(cls, attribute, True)
         app = getattr(app, "_get_current_object", lambda: app)()  # not a proxy of it
@@ -96,6 +100,11 @@ class IdempotentTask(TaskBase):
         if self._definition is None and not is_celerys_own(self):
             self.bind(self.app)
         return self._definition
+
+    def idempotency_definition(self) -> Definition | None:
+        """Return the definition of a task that is not left alone, nor switched off."""
+        definition = self._defined()
+        return None if definition is None or definition.policy.mode == "off" else definition
 
     @property
     def idempotency_policy(self) -> Policy:
@@ -132,7 +141,7 @@ class IdempotentTask(TaskBase):
         Raises:
             InvalidKey: if the key or scope cannot be used, or is missing where one is required.
         """
-        definition = self._defined()
+        definition = self.idempotency_definition()
         options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
         options |= {"link": link, "link_error": link_error}
         if definition is None:
@@ -141,7 +150,7 @@ class IdempotentTask(TaskBase):
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         """Run here and now, by the same protocol; takes ``idempotency_key`` and ``idempotency_scope`` too."""
-        definition = self._defined()
+        definition = self.idempotency_definition()
         if definition is not None:
             publishing.identify(definition, args, kwargs, options, eager=True)
         return super().apply(args, kwargs, *rest, **options)
@@ -151,14 +160,14 @@ class IdempotentTask(TaskBase):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: RET503
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
         request: Any = self.request
-        definition = self._defined()
+        definition = self.idempotency_definition()
         if definition is None or request.called_directly or request._protected:  # noqa: SLF001
             return super().__call__(*args, **kwargs)
         # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
         request._protected = 1  # noqa: SLF001
         way = super().__call__ if definition.overridden else self.run
         body = partial(way, *args, **kwargs)
-        call = self._call(request, args, kwargs)
+        call = self._call(definition, request, args, kwargs)
         match definition.runner.execute(call, body):
             case Ran(value):
                 return value
@@ -167,9 +176,23 @@ class IdempotentTask(TaskBase):
             case Conflict(record, left_ms):
                 republish.conflict(self, request, record, left_ms)
             case StoreFailed(error):
+                if self.idempotency_policy.on_store_error == "open":
+                    logger.warning(
+                        "idempotency: %s[%s] runs without protection: %s",
+                        self.name,
+                        request.id,
+                        error,
+                    )
+                    return definition.runner.unguarded(call, body)
                 republish.store_failed(self, request, error)
 
-    def _call(self, request: Context, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def _call(
+        self,
+        definition: Definition,
+        request: Context,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Call:
         task_id = str(request.id)
         identified = self.identify_delivery(
             {**as_mapping(request.stamps), **as_mapping(request.headers)},
@@ -179,12 +202,33 @@ class IdempotentTask(TaskBase):
             nesting=request.replaced_task_nesting or 0,
             eager=bool(request.is_eager),
         )
+        identity = identified.identity
+        noted = None
+        if delivery.sends_on(request):
+            noted = partial(delivery.expect, request, get_store(self.app), identity)
         return Call(
-            identity=identified.identity,
+            identity=identity,
             fingerprint=identified.fingerprint,
             task_id=task_id,
             worker=self.worker_name(os.getpid()),
+            may_wait=not request.is_eager,
+            on_settled=noted,
+            message=self._message(definition, request),
         )
+
+    def _message(self, definition: Definition, request: Context) -> bytes | None:
+        """Return this message as a sweep would publish it again, if the policy wants that."""
+        if definition.policy.on_stale != "requeue" or request.is_eager:
+            return None
+        again = self.signature_from_request(
+            request,
+            retries=request.retries,
+            # As a message that goes round again: the operation has begun in time.
+            expires=None,
+            headers={k: v for k, v in as_mapping(request.headers).items() if k != "redelivered"},
+            add_to_parent=False,
+        )
+        return definition.codec.dump_message(again)
 
     def identify_delivery(
         self,
@@ -268,7 +312,16 @@ class IdempotentTask(TaskBase):
     # -- duplicates ----------------------------------------------------------------------------------------------------
 
     def _replay(self, definition: Definition, request: Context, record: Record, age_ms: int) -> Any:
-        """Answer from the record: return its value or raise its exception."""
+        """Answer from the record: return its value or raise its exception.
+
+        A redelivery of the very message that settled it sends on what the first delivery did not; any other
+        duplicate is a link of its own chain, a member of its own chord.
+        """
+        if record.task_id == request.id and delivery.sends_on(request):
+            if record.delivered:
+                delivery.silence(request)
+            else:
+                delivery.expect(request, get_store(self.app), record.identity, record.token)
         if record.state is State.FAILED:
             raise definition.codec.load_error(record.value)
         if record.value is not None:
@@ -300,18 +353,17 @@ class IdempotentTask(TaskBase):
 
     @property
     def idempotency(self) -> Claim:
-        """The claim of the run in progress: ``self.idempotency.key``, ``.token``, ``.ensure()`` in a bound task.
+        """The claim of the run in progress: ``self.idempotency.key``, ``.token``, ``.step()`` in a bound task.
 
-        Raises:
-            IdempotencyError: outside an idempotent run, as when the task is called as a function.
+        Where a task runs without one (called as a function, or with protection switched off) this is a claim that holds
+        nothing: it knows the key, its token is 0, its steps just run.
         """
         claim = current_claim()
-        if claim is None:
-            raise IdempotencyError(
-                f"{self.name} is not running idempotently here: a task called as a function has no claim. "
-                "current_claim() returns None in that case."
-            )
-        return claim
+        if claim is not None:
+            return claim
+        request: Any = self.request
+        call = self._call(self._ours(), request, request.args or (), request.kwargs or {})
+        return self._ours().runner.unguarded_claim(call)
 
     def idempotency_record(self, key: Any, *, scope: Any = None) -> Record | None:
         """Return the record of a key of this task, or ``None``.

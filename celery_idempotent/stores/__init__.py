@@ -30,11 +30,12 @@ _SCHEMES = {
 _stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
     """Return a store for ``url``; nothing connects before its first verb.
 
-    Raises :exc:`~celery_idempotent.errors.InvalidOption` for a scheme that is not known or a URL
-    that cannot be read.
+    ``replicas`` is for a Redis, see :class:`~celery_idempotent.stores.redis.RedisStore`. Raises
+    :exc:`~celery_idempotent.errors.InvalidOption` for a scheme that is not known or a URL that
+    cannot be read.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
     if scheme not in _SCHEMES:
@@ -45,7 +46,9 @@ def open_store(url: str) -> Store:
             else f"the idempotency store is not a URL: start it with one of {allowed}"
         )
     path, extra = _SCHEMES[scheme]
-    store: Store = _resolve(path, extra)(url)
+    store: Store = _resolve(path, extra)(
+        url, replicas=replicas, replica_timeout_ms=replica_timeout_ms
+    )
     return store
 
 
@@ -53,6 +56,8 @@ def get_store(app: Celery) -> Store:
     """Return the app's store.
 
     It is the setting ``idempotency_store``, else where the app keeps its results or its messages.
+    With ``idempotency_replicas``, a claim and a settle wait for so many replicas, up to
+    ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
     The same app always gets the same store, also in a child that it forked; two apps never share
     one.
@@ -67,13 +72,22 @@ def get_store(app: Celery) -> Store:
 
 
 def _store_of(app: Celery) -> Store:
-    setting = app.conf.get("idempotency_store")
+    from celery_idempotent.stores import opening
+
+    setting, replication = app.conf.get("idempotency_store"), opening.replication(app)
     if setting is None:
-        store: Store = _resolve("celery_idempotent.stores.opening:from_app", "redis")(app)
+        store: Store = _resolve("celery_idempotent.stores.opening:from_app", "redis")(
+            app, **replication
+        )
         return store
     if isinstance(setting, str):
-        return open_store(setting)
+        return open_store(setting, **replication)
     if isinstance(setting, Store):
+        if replication:
+            raise InvalidOption(
+                "idempotency_replicas has no effect on a store that is given as an object:"
+                " make the store with replicas=…"
+            )
         return setting
     raise InvalidOption(
         f"idempotency_store is a {type(setting).__name__}:"

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-from celery_idempotent.records import Answer, Identity, Lease, Record, State, Stored, SweepReport
+from celery_idempotent.records import (
+    Answer,
+    Identity,
+    Lease,
+    OnStale,
+    Record,
+    Reservation,
+    State,
+    Stored,
+    SweepReport,
+)
 
 __all__ = ["ATTEMPT_BYTES", "Store"]
 
@@ -34,8 +44,13 @@ class Store(Protocol):
         fingerprint: bytes | None = None,
         task_id: str = "",
         worker: str = "",
+        on_stale: OnStale = "interrupt",
+        message: bytes | None = None,
     ) -> Answer:
         """Take the key if nobody holds it.
+
+        QUEUED and INTERRUPTED records are claimed as if there were none, but keep their crashes, steps and reservation.
+        ``on_stale`` tells a sweep what to do should the lease run out, ``message`` what to publish then.
 
         ``attempt`` (:data:`ATTEMPT_BYTES` random bytes, new for every claim) lets a claim whose answer was lost be
         repeated: while that claim holds, the same attempt gets the same token again. The lease lasts ``lease_ms``; the
@@ -64,8 +79,43 @@ class Store(Protocol):
         """
         ...
 
-    def release(self, identity: Identity, *, token: int) -> bool:
-        """Give the key back: delete the PROCESSING record with this token. ``False`` if there was none."""
+    def reserve(
+        self,
+        identity: Identity,
+        *,
+        task_id: str,
+        deadline_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+    ) -> Reservation:
+        """Take the key for a message that is about to be published.
+
+        ``Reserved``: publish, under the record's task id. The key had no record, was INTERRUPTED, was reserved under or
+        by this very task id (whose answer was lost: the token stays), or its reservation is past its deadline of
+        ``deadline_ms`` from when it was made: then the record's task id is the one of the first reservation, and stays.
+        Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out), a COMPLETED or FAILED
+        one ``Settled``. A new reservation gets a new token, and no attempt is counted before its claim.
+        """
+        ...
+
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the result of the step ``name`` to the PROCESSING record with this token; ``False`` if there is none.
+
+        A step that is there already keeps its first result. Steps stay with the record until it is settled.
+        """
+        ...
+
+    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
+        """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
+        ...
+
+    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+        """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
+
+        With ``requeue_ms`` (a retry is about to be published) a record that was reserved goes back to QUEUED, with a
+        deadline so many milliseconds from now, and lives that much longer. Any other record with steps becomes
+        INTERRUPTED instead of being deleted, without another crash.
+        """
         ...
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
@@ -80,10 +130,22 @@ class Store(Protocol):
         """Return the record as it is."""
         ...
 
-    def sweep(self, *, limit: int) -> SweepReport:
+    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+        """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, as an operator's sweep would.
+
+        Returns the record, whose message is to be published before its deadline, ``deadline_ms`` from now; ``None`` if
+        there is no such record.
+        """
+        ...
+
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt up to about ``limit`` PROCESSING records whose lease ran out, found through an index of leases.
 
         Whether a record is stale is decided again at the moment of the write, so any number of sweeps may run at once.
+        A stale record with ``on_stale="requeue"`` and a message counts the crash and becomes QUEUED in the same step,
+        for ``requeue_ms`` times two to the power of the times it was requeued before (at most ten); so does, without a
+        crash, a QUEUED one with a message whose deadline is past (its sender died). Each lives as much longer. A QUEUED
+        one without a message is left to the next reservation.
         """
         ...
 

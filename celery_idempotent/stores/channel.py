@@ -1,6 +1,6 @@
 """Connections to one Redis server, each put back only after a complete answer.
 
-Why not ``redis.Redis``? Two thirds of its cost is its pool and retry shell (MEASUREMENTS §1). And
+Why not ``redis.Redis``? Two thirds of its cost is its pool and retry shell. And
 an exception that a signal handler raises (``SoftTimeLimitExceeded``, ``SystemExit``) may land
 between any two instructions::
 
@@ -153,8 +153,11 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Any]:
         answers = link.exchange(commands)
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
-            repeated = link.exchange([commands[n].with_source() for n in unknown])
-            for n, answer in zip(unknown, repeated, strict=True):
+            # A WAIT waited for nothing yet.
+            waits = [n for n, c in enumerate(commands) if c.words[0] == b"WAIT"]
+            again = sorted(unknown + waits)
+            repeated = link.exchange([commands[n].with_source() for n in again])
+            for n, answer in zip(again, repeated, strict=True):
                 answers[n] = answer
     except (exceptions.RedisError, OSError) as error:
         raise trouble(error, link.where) from error
@@ -171,7 +174,11 @@ def passing(answer: object) -> str:
     for kind, word in _PASSING_ERRORS.items():
         if isinstance(answer, kind):
             return word
-    found = _PASSING.search(str(answer)) if isinstance(answer, exceptions.ResponseError) else None
+    if not isinstance(answer, exceptions.ResponseError):
+        return ""
+    if "WAIT cannot be used with replica" in str(answer):
+        return "READONLY"
+    found = _PASSING.search(str(answer))
     return found[1] if found else ""
 
 

@@ -2,10 +2,12 @@
 
 ::
 
-    idem:{7}:payments.charge:acct_1:order-17    the record (namespace, scope, key) idem:{7}!leases
-    sorted set: record names by deadline, PROCESSING only idem:{7}!failures
-    sorted set: names of FAILED records by the end of their retention idem:{7}!token
-    the largest token that the bucket gave out
+    idem:{7}:payments.charge:acct_1:order-17    the record (namespace, scope, key)
+    idem:{7}!leases                             sorted set: record names by deadline, PROCESSING
+                                                and QUEUED only
+    idem:{7}!failures                           sorted set: names of FAILED records by the end of
+                                                their retention
+    idem:{7}!token                              the largest token that the bucket gave out
 
 The bucket number in braces is the Cluster hash tag, so that all that a script touches lies in one
 slot. Redis takes the first braces of a name, hence braces further right do not matter and the

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from celery_idempotent.records import (
@@ -15,22 +15,18 @@ from celery_idempotent.records import (
     Held,
     Identity,
     Lease,
-    Mismatched,
+    OnStale,
     Record,
-    Settled,
+    Reservation,
+    Reserved,
     State,
     Stored,
     SweepReport,
 )
+from celery_idempotent.stores import transitions
+from celery_idempotent.stores.transitions import Kept
 
 __all__ = ["MemoryStore"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    record: Record
-    expires_ms: int
-    attempt: bytes = b""
 
 
 class MemoryStore:
@@ -42,7 +38,7 @@ class MemoryStore:
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or _wall_clock_us
-        self._kept: dict[Identity, _Kept] = {}
+        self._kept: dict[Identity, Kept] = {}
         self._highest_token = 0
         # Reentrant, because a signal handler may call the store while its thread is inside it.
         self._lock = threading.RLock()
@@ -61,6 +57,8 @@ class MemoryStore:
         fingerprint: bytes | None = None,
         task_id: str = "",
         worker: str = "",
+        on_stale: OnStale = "interrupt",
+        message: bytes | None = None,
     ) -> Answer:
         """Take the key if nobody holds it."""
         with self._locked():
@@ -77,17 +75,57 @@ class MemoryStore:
                 fingerprint=fingerprint,
                 task_id=task_id,
                 worker=worker,
+                on_stale=on_stale,
+                message=message,
             )
             if kept is not None:
-                answer = _refusal(kept, new, attempt, now)
-                if answer is not None:
-                    return answer
-                new = _successor(kept, new, attempt)
-            if not new.token:
-                self._highest_token = max(self._highest_token + 1, now_us)
-                new = replace(new, token=self._highest_token)
-            self._kept[identity] = _Kept(new, now + lease_ms + keep_ms, attempt)
-            return Claimed(new)
+                refusal = transitions.refusal(kept.record, fingerprint, now)
+                if refusal is not None:
+                    return refusal
+                taken = transitions.claimed(kept, new, attempt, now)
+                if isinstance(taken, Held):
+                    return taken
+                new = taken
+            return Claimed(self._take(kept, new, attempt, now_us, lease_ms + keep_ms))
+
+    def reserve(
+        self,
+        identity: Identity,
+        *,
+        task_id: str,
+        deadline_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+    ) -> Reservation:
+        """Take the key for a message that is about to be published."""
+        # Tells who reserves also where the record keeps another's task id; equal to no attempt of
+        # a claim.
+        attempt = b"reserved by " + task_id.encode()
+        with self._locked():
+            now_us = self._clock()
+            now = now_us // 1000
+            kept = self._find(identity, now)
+            new = Record(
+                identity=identity,
+                state=State.QUEUED,
+                token=0,
+                created_ms=now,
+                updated_ms=now,
+                deadline_ms=now + deadline_ms,
+                attempts=0,
+                fingerprint=fingerprint,
+                task_id=task_id,
+                reserved=True,
+            )
+            if kept is not None:
+                refusal = transitions.refusal(kept.record, fingerprint, now)
+                if refusal is not None:
+                    return refusal
+                taken = transitions.reserved(kept, new, attempt, now)
+                if isinstance(taken, Held):
+                    return taken
+                new = taken
+            return Reserved(self._take(kept, new, attempt, now_us, deadline_ms + keep_ms))
 
     def renew(self, leases: Sequence[Lease]) -> list[bool]:
         """Let each lease start anew."""
@@ -112,35 +150,51 @@ class MemoryStore:
                     return False
                 if kept.record.state.settled:
                     return True
-                record = replace(
-                    record, crashes=kept.record.crashes, created_ms=kept.record.created_ms
-                )
-            settled = replace(
-                record,
-                state=state,
-                updated_ms=now,
-                deadline_ms=None,
-                worker="",
-                value=value,
-                replaced=replaced,
+            end = transitions.settled(
+                record, kept, state=state, value=value, replaced=replaced, now_ms=now
             )
-            self._kept[record.identity] = _Kept(settled, now + max(keep_ms, 1))
+            self._kept[record.identity] = Kept(end, now + max(keep_ms, 1))
             return True
 
-    def release(self, identity: Identity, *, token: int) -> bool:
-        """Give the key back."""
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the result of a step."""
         with self._locked():
-            kept = self._processing(identity, token)
+            kept = self._held(identity, token)
             if kept is None:
                 return False
-            del self._kept[identity]
+            record = transitions.add_step(kept.record, name, value)
+            self._kept[identity] = replace(kept, record=record)
+            return True
+
+    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
+        """Note that the callbacks of the settled task were sent."""
+        with self._locked():
+            kept = self._held(identity, token, State.COMPLETED, State.FAILED)
+            if kept is None:
+                return False
+            self._kept[identity] = replace(kept, record=replace(kept.record, delivered=True))
+            return True
+
+    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+        """Give the key back."""
+        with self._locked():
+            kept = self._held(identity, token, State.PROCESSING, State.QUEUED)
+            if kept is None:
+                return False
+            after = transitions.given_back(kept, requeue_ms, self._clock() // 1000)
+            if after is None:
+                del self._kept[identity]
+            else:
+                self._kept[identity] = after
             return True
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
         with self._locked():
-            kept = self._processing(identity, token)
-            return None if kept is None else self._interrupt(kept)
+            kept = self._held(identity, token)
+            if kept is None:
+                return None
+            return self._put(transitions.interrupted(kept, self._clock() // 1000))
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
@@ -148,14 +202,34 @@ class MemoryStore:
             kept = self._find(identity, self._clock() // 1000)
             return None if kept is None else kept.record
 
-    def sweep(self, *, limit: int) -> SweepReport:
-        """Interrupt what is stale."""
+    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+        """Make an unfinished record that has a message QUEUED."""
         with self._locked():
             now = self._clock() // 1000
-            alive = [kept for kept in self._kept.values() if kept.expires_ms > now]
-            stale = [kept for kept in alive if kept.record.stale(now)]
-            swept = tuple(self._interrupt(kept) for kept in stale[:limit])
-            return SweepReport(interrupted=swept, more=len(stale) > limit)
+            kept = self._find(identity, now)
+            if kept is None or not (
+                kept.record.state is State.INTERRUPTED or kept.record.stale(now)
+            ):
+                return None
+            after = transitions.requeued(kept, deadline_ms, now)
+            return None if after is None else self._put(after)
+
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
+        """Interrupt or requeue what is stale, requeue what nobody sent."""
+        with self._locked():
+            now = self._clock() // 1000
+            due = [
+                after
+                for kept in self._kept.values()
+                if kept.expires_ms > now and _due(kept.record, now)
+                if (after := transitions.swept(kept, requeue_ms, now)) is not None
+            ]
+            records = [self._put(after) for after in due[:limit]]
+            return SweepReport(
+                interrupted=tuple(r for r in records if r.state is State.INTERRUPTED),
+                requeued=tuple(r for r in records if r.state is State.QUEUED),
+                more=len(due) > limit,
+            )
 
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention."""
@@ -184,64 +258,44 @@ class MemoryStore:
             self._pid = os.getpid()
         return self._lock
 
-    def _find(self, identity: Identity, now_ms: int) -> _Kept | None:
+    def _find(self, identity: Identity, now_ms: int) -> Kept | None:
         kept = self._kept.get(identity)
         return kept if kept is not None and kept.expires_ms > now_ms else None
 
-    def _processing(self, identity: Identity, token: int) -> _Kept | None:
+    def _held(self, identity: Identity, token: int, *states: State) -> Kept | None:
+        """Return what is kept if it has this token and one of the states, PROCESSING by default."""
         kept = self._find(identity, self._clock() // 1000)
-        if kept is None or kept.record.state is not State.PROCESSING or kept.record.token != token:
+        if kept is None or kept.record.token != token:
             return None
-        return kept
+        return kept if kept.record.state in (states or (State.PROCESSING,)) else None
+
+    def _take(
+        self, kept: Kept | None, new: Record, attempt: bytes, now_us: int, life_ms: int
+    ) -> Record:
+        """Keep a claim or a reservation, with the next token unless it has one."""
+        if not new.token:
+            self._highest_token = max(self._highest_token + 1, now_us)
+            new = replace(new, token=self._highest_token)
+        requeues = kept.requeues if kept is not None else 0
+        return self._put(Kept(new, now_us // 1000 + life_ms, attempt, requeues))
+
+    def _put(self, kept: Kept) -> Record:
+        self._kept[kept.record.identity] = kept
+        return kept.record
 
     def _renew(self, lease: Lease) -> bool:
-        kept = self._processing(lease.identity, lease.token)
+        kept = self._held(lease.identity, lease.token)
         if kept is None:
             return False
         deadline_ms = self._clock() // 1000 + lease.lease_ms
         renewed = replace(kept.record, deadline_ms=deadline_ms)
-        self._kept[lease.identity] = _Kept(renewed, deadline_ms + lease.keep_ms, kept.attempt)
+        self._put(replace(kept, record=renewed, expires_ms=deadline_ms + lease.keep_ms))
         return True
 
-    def _interrupt(self, kept: _Kept) -> Record:
-        record = replace(
-            kept.record,
-            state=State.INTERRUPTED,
-            crashes=kept.record.crashes + 1,
-            updated_ms=self._clock() // 1000,
-            deadline_ms=None,
-        )
-        self._kept[record.identity] = _Kept(record, kept.expires_ms, kept.attempt)
-        return record
 
-
-def _refusal(kept: _Kept, new: Record, attempt: bytes, now_ms: int) -> Answer | None:
-    """Return why the claim cannot have the key, ``None`` if it can."""
-    old = kept.record
-    known, given = old.fingerprint, new.fingerprint
-    if known is not None and given is not None and known != given:
-        return Mismatched(old)
-    if old.state.settled:
-        return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
-    if old.state is State.PROCESSING and old.deadline_ms is not None and kept.attempt != attempt:
-        left_ms = old.deadline_ms - now_ms
-        if left_ms > 0:
-            return Held(old, left_ms=left_ms)
-    return None
-
-
-def _successor(kept: _Kept, new: Record, attempt: bytes) -> Record:
-    """Return the claim with what it takes over from the old record, its token only if it holds."""
-    old = kept.record
-    if old.state is State.PROCESSING and kept.attempt == attempt:
-        return replace(old, deadline_ms=new.deadline_ms)
-    return replace(
-        new,
-        created_ms=old.created_ms,
-        crashes=old.crashes + (old.state is State.PROCESSING),
-        attempts=old.attempts + 1,
-        fingerprint=new.fingerprint if new.fingerprint is not None else old.fingerprint,
-    )
+def _due(record: Record, now_ms: int) -> bool:
+    """Is this an unfinished record whose lease or deadline is past?"""
+    return record.deadline_ms is not None and record.deadline_ms <= now_ms
 
 
 def _wall_clock_us() -> int:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.policy import milliseconds
 from celery_idempotent.stores.base import Store
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["from_app", "memory", "redis"]
+__all__ = ["from_app", "memory", "redis", "replication"]
 
 _WHAT_TO_SET = (
     "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
@@ -20,21 +21,42 @@ _WHAT_TO_SET = (
 )
 
 
-def memory(_url: str) -> Store:
-    """Open ``memory://``."""
+def memory(_url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
+    """Open ``memory://``, which has no replicas to wait for."""
     from celery_idempotent.stores.memory import MemoryStore
 
+    if replicas:
+        raise InvalidOption("idempotency_replicas needs a store with replicas: memory:// has none.")
     return MemoryStore()
 
 
-def redis(url: str) -> Store:
+def redis(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
     """Open any URL that :class:`~celery_idempotent.stores.redis.RedisStore` reads."""
     from celery_idempotent.stores.redis import RedisStore
 
-    return RedisStore(url)
+    return RedisStore(url, replicas=replicas, replica_timeout_ms=replica_timeout_ms)
 
 
-def from_app(app: Celery) -> Store:
+def replication(app: Celery) -> dict[str, int]:
+    """Return how many replicas the app wants a store to wait for, and how long.
+
+    Raises:
+        InvalidOption: for a bad value, saying what is allowed.
+    """
+    replicas = app.conf.get("idempotency_replicas", 0)
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
+        raise InvalidOption("idempotency_replicas takes a whole number from 0.")
+    try:
+        timeout_ms = milliseconds(app.conf.get("idempotency_replica_timeout", 1))
+    except ValueError as error:
+        raise InvalidOption(f"idempotency_replica_timeout {error}.") from None
+    if not timeout_ms:
+        # To Redis that would be for ever.
+        raise InvalidOption("idempotency_replica_timeout takes more than 0 seconds.")
+    return {"replicas": replicas, "replica_timeout_ms": timeout_ms} if replicas else {}
+
+
+def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
     """Open the Redis that keeps the app's results, or else its messages.
 
     The ``global_keyprefix`` that keeps apps on one server apart starts our keys as well.
@@ -54,7 +76,14 @@ def from_app(app: Celery) -> Store:
         if tls and ours.startswith("redis://"):
             ours = "rediss" + ours.removeprefix("redis")
         keyprefix = transport.get("global_keyprefix")
-        return RedisStore(ours, prefix=f"{keyprefix}idem" if keyprefix else None, options=options)
+        prefix = f"{keyprefix}idem" if keyprefix else None
+        return RedisStore(
+            ours,
+            prefix=prefix,
+            options=options,
+            replicas=replicas,
+            replica_timeout_ms=replica_timeout_ms,
+        )
     raise InvalidOption(_WHAT_TO_SET)
 
 

@@ -2,25 +2,30 @@
 
 All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
 
-    1      state       C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING
-    2      flags       1 has a fingerprint, 2 task id is a UUID, 4 has a value, 8 was replaced
+    1      state       C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
+    2      flags       1 has a fingerprint
+                       C, F: 2 task id is a UUID, 4 has a value, 8 was replaced, 16 is delivered
+                       P, I, Q: 16 was reserved, 32 fails when stale, 64 is requeued when stale
     3-9    token
     10-15  created, ms
     16-21  updated, ms
     22     crashes     stays at 255
     23     attempts    stays at 255
 
-    P, I:  24-29 deadline, ms · 30-37 attempt id · [16 bytes fingerprint] · task id and worker, each
-    after its
-           length in 2 bytes · extension: whatever a later version adds; a new claim carries it over
-    C, F:  [16 bytes fingerprint] · task id: the 16 bytes of a UUID, else text after its length in 2
-    bytes ·
-           [value: 1 byte for a known pair of content type and encoding, or 0 and the two, each
-           after its length in 2 bytes; then the body to the end]
+    P, I, Q:  24-29 deadline, ms · 30-37 id of the attempt that wrote this ·
+              [16 bytes fingerprint] · task id and worker, each after its length in 2 bytes ·
+              extension: items, each a letter, its length in 4 bytes, its content:
+                  M  the message to publish when it is requeued; the first item, if there
+                  R  how often it was requeued, 1 byte; after the message, before all others
+                  S  a step: its name after its length in 2 bytes, its value (see values.py)
+              and whatever a later version adds. A new claim brings its own message and carries
+              the other items over.
+    C, F:     [16 bytes fingerprint] · task id: the 16 bytes of a UUID, else text after its length
+              in 2 bytes · [value, see values.py]
 
-A hash would leave its compact form at fields of 64 bytes and more than double (MEASUREMENTS §2).
-The scripts write PROCESSING and INTERRUPTED records themselves; an unknown state or flag was
-written by a newer version.
+A hash would leave its compact form at fields of 64 bytes and more than double, see docs/benchmarks.md.
+The scripts write live records (P, I, Q) themselves; an unknown state or flag was written by a
+newer version.
 """
 
 from __future__ import annotations
@@ -28,35 +33,47 @@ from __future__ import annotations
 import re
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import FINGERPRINT_BYTES, Identity, Record, State, Stored
+from celery_idempotent.records import (
+    FINGERPRINT_BYTES,
+    Identity,
+    OnStale,
+    Record,
+    State,
+    Stored,
+)
+from celery_idempotent.stores.values import pack_text, pack_value, unpack_text, unpack_value
 
-__all__ = ["pack_owner", "pack_settled", "pack_token", "unpack", "unreadable"]
+__all__ = [
+    "ON_STALE_FLAGS",
+    "pack_claimant",
+    "pack_settled",
+    "pack_token",
+    "unpack",
+    "unreadable",
+]
 
 _STATES = {
     ord("C"): State.COMPLETED,
     ord("F"): State.FAILED,
     ord("I"): State.INTERRUPTED,
     ord("P"): State.PROCESSING,
+    ord("Q"): State.QUEUED,
 }
 _LETTERS = {state: letter for letter, state in _STATES.items()}
 
-_FINGERPRINT, _UUID, _VALUE, _REPLACED = 1, 2, 4, 8
-_KNOWN_FLAGS = _FINGERPRINT | _UUID | _VALUE | _REPLACED
+_FINGERPRINT = 1
+_UUID, _VALUE, _REPLACED, _DELIVERED = 2, 4, 8, 16
+_RESERVED, _FAIL, _REQUEUE = 16, 32, 64
+_SETTLED_FLAGS = _FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED
+_LIVE_FLAGS = _FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
+#: What a claim says about its end, as flags.
+ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
+_ON_STALE = {flags: word for word, flags in ON_STALE_FLAGS.items()}
+
 _HEAD_BYTES = 23
 _LIVE_HEAD_BYTES = 37
-
-#: One byte each for what kombu's serializers write. Numbers are stored: add, never change.
-_CONTENT = {
-    1: ("application/json", "utf-8"),
-    2: ("application/x-python-serialize", "binary"),
-    3: ("application/x-msgpack", "binary"),
-    4: ("application/x-yaml", "utf-8"),
-    5: ("application/data", "binary"),
-    6: ("text/plain", "utf-8"),
-    7: ("application/data", "utf-8"),
-}
-_CONTENT_CODES = {pair: code for code, pair in _CONTENT.items()}
-_OTHER_CONTENT = 0
+_ITEM_HEAD_BYTES = 5
+_MESSAGE, _STEP = ord("M"), ord("S")
 
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -66,9 +83,12 @@ def pack_token(token: int) -> bytes:
     return token.to_bytes(7, "big")
 
 
-def pack_owner(task_id: str, worker: str) -> bytes:
-    """Return the part of a PROCESSING record that names its owner."""
-    return _pack_text(task_id) + _pack_text(worker)
+def pack_claimant(task_id: str, worker: str, message: bytes | None = None) -> bytes:
+    """Return the part of a live record that names its owner, and what to publish in its stead."""
+    owner = pack_text(task_id) + pack_text(worker)
+    if message is None:
+        return owner
+    return owner + b"M" + len(message).to_bytes(4, "big") + message
 
 
 def pack_settled(record: Record, *, state: State, value: Stored | None, replaced: bool) -> bytes:
@@ -82,11 +102,10 @@ def pack_settled(record: Record, *, state: State, value: Stored | None, replaced
         flags |= _UUID
         parts.append(bytes.fromhex(record.task_id.replace("-", "")))
     else:
-        parts.append(_pack_text(record.task_id))
+        parts.append(pack_text(record.task_id))
     if value is not None:
         flags |= _VALUE
-        parts.append(_pack_content(value.content_type, value.content_encoding))
-        parts.append(value.body)
+        parts.append(pack_value(value))
     if replaced:
         flags |= _REPLACED
     head = (
@@ -102,7 +121,7 @@ def pack_settled(record: Record, *, state: State, value: Stored | None, replaced
 def unpack(identity: Identity, packed: bytes) -> Record:
     """Return the record that ``packed`` holds."""
     state = _STATES.get(packed[0]) if len(packed) >= _HEAD_BYTES else None
-    if state is None or packed[1] & ~_KNOWN_FLAGS:
+    if state is None or packed[1] & ~(_SETTLED_FLAGS if state.settled else _LIVE_FLAGS):
         raise unreadable(identity)
     flags = packed[1]
     at = _HEAD_BYTES if state.settled else _LIVE_HEAD_BYTES
@@ -111,13 +130,19 @@ def unpack(identity: Identity, packed: bytes) -> Record:
         fingerprint = packed[at : at + FINGERPRINT_BYTES]
         at += FINGERPRINT_BYTES
     worker, value, deadline_ms = "", None, None
+    message: bytes | None = None
+    steps: tuple[tuple[str, Stored], ...] = ()
+    live = 0
     if state.settled:
         task_id, at = _unpack_task_id(packed, at, flags)
-        value = _unpack_value(packed, at) if flags & _VALUE else None
+        value = unpack_value(packed, at) if flags & _VALUE else None
     else:
-        task_id, at = _unpack_text(packed, at)
-        worker, at = _unpack_text(packed, at)
-        if state is State.PROCESSING:
+        live = flags
+        task_id, at = unpack_text(packed, at)
+        worker, at = unpack_text(packed, at)
+        if at < len(packed):
+            message, steps = _unpack_extension(identity, packed, at)
+        if state is not State.INTERRUPTED:
             deadline_ms = int.from_bytes(packed[23:29], "big")
     return Record(
         identity=identity,
@@ -133,6 +158,11 @@ def unpack(identity: Identity, packed: bytes) -> Record:
         worker=worker,
         value=value,
         replaced=bool(flags & _REPLACED),
+        delivered=state.settled and bool(flags & _DELIVERED),
+        reserved=bool(live & _RESERVED),
+        on_stale=_ON_STALE.get(live & (_FAIL | _REQUEUE), "interrupt"),
+        message=message,
+        steps=steps,
     )
 
 
@@ -146,40 +176,26 @@ def unreadable(identity: Identity) -> StoreMisconfigured:
 
 def _unpack_task_id(packed: bytes, at: int, flags: int) -> tuple[str, int]:
     if not flags & _UUID:
-        return _unpack_text(packed, at)
+        return unpack_text(packed, at)
     digits = packed[at : at + 16].hex()
     text = f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
     return text, at + 16
 
 
-def _unpack_value(packed: bytes, at: int) -> Stored:
-    code = packed[at]
-    at += 1
-    if code == _OTHER_CONTENT:
-        content_type, at = _unpack_text(packed, at)
-        content_encoding, at = _unpack_text(packed, at)
-    elif code in _CONTENT:
-        content_type, content_encoding = _CONTENT[code]
-    else:
-        raise StoreMisconfigured(
-            f"a value of content code {code} was written by a newer version of celery-idempotent:"
-            " upgrade this one"
-        )
-    return Stored(content_type=content_type, content_encoding=content_encoding, body=packed[at:])
-
-
-def _pack_content(content_type: str, content_encoding: str) -> bytes:
-    code = _CONTENT_CODES.get((content_type, content_encoding), _OTHER_CONTENT)
-    if code != _OTHER_CONTENT:
-        return bytes((code,))
-    return bytes((code,)) + _pack_text(content_type) + _pack_text(content_encoding)
-
-
-def _pack_text(text: str) -> bytes:
-    data = text.encode()
-    return len(data).to_bytes(2, "big") + data
-
-
-def _unpack_text(packed: bytes, at: int) -> tuple[str, int]:
-    end = at + 2 + int.from_bytes(packed[at : at + 2], "big")
-    return packed[at + 2 : end].decode(), end
+def _unpack_extension(
+    identity: Identity, packed: bytes, at: int
+) -> tuple[bytes | None, tuple[tuple[str, Stored], ...]]:
+    """Return the message and the steps; items of any other kind are for others to read."""
+    message, steps = None, []
+    while at < len(packed):
+        start = at + _ITEM_HEAD_BYTES
+        kind, at = packed[at], start + int.from_bytes(packed[at + 1 : start], "big")
+        if at > len(packed):
+            raise unreadable(identity)
+        if kind == _MESSAGE:
+            message = packed[start:at]
+        elif kind == _STEP:
+            step = packed[start:at]
+            name, value_at = unpack_text(step, 0)
+            steps.append((name, unpack_value(step, value_at)))
+    return message, tuple(steps)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
@@ -15,30 +16,35 @@ from celery_idempotent.records import (
     Identity,
     Lease,
     Mismatched,
+    OnStale,
     Record,
+    Reservation,
+    Reserved,
     Settled,
     State,
     Stored,
     SweepReport,
 )
+from celery_idempotent.stores import redis_upkeep
 from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.channel import exchange
-from celery_idempotent.stores.keyspace import BUCKETS, Keyspace
+from celery_idempotent.stores.cluster import Cluster
+from celery_idempotent.stores.keyspace import Keyspace
 from celery_idempotent.stores.packed import (
-    pack_owner,
+    ON_STALE_FLAGS,
+    pack_claimant,
     pack_settled,
     pack_token,
     unpack,
     unreadable,
 )
-from celery_idempotent.stores.redis_url import link_and_prefix
+from celery_idempotent.stores.redis_url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix
 from celery_idempotent.stores.scripts import VERBS, Command, plain, script
+from celery_idempotent.stores.values import pack_text, pack_value
 
 __all__ = ["RedisStore"]
 
-#: No script works on more records than this at a time, so that no other client waits for one for
-#: long.
-_PER_SCRIPT = 100
+_ON_STALE = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
 
 
 class RedisStore:
@@ -49,6 +55,10 @@ class RedisStore:
     and ``options`` (arguments of redis-py's connections) may also be given apart. Nothing connects
     before the first verb. Safe to share between threads and greenlets and to take along over a
     fork.
+
+    With ``replicas``, a claim and a settle wait up to ``replica_timeout_ms`` for so many replicas
+    to have them; :exc:`~celery_idempotent.errors.StoreUnavailable` if they have not: the claim is
+    undone, the settle stays, to be repeated. Not in a Cluster.
     """
 
     def __init__(
@@ -57,9 +67,24 @@ class RedisStore:
         *,
         prefix: str | None = None,
         options: Mapping[str, Any] | None = None,
+        replicas: int = 0,
+        replica_timeout_ms: int = 1000,
     ) -> None:
-        self._link, named = link_and_prefix(url, options or {})
+        if replicas < 0 or replica_timeout_ms <= 0:
+            raise InvalidOption("replicas takes a number from 0, replica_timeout_ms one from 1.")
+        options = options or {}
+        if replicas:
+            # The answer to a WAIT comes that much later.
+            patience = DEFAULT_SOCKET_TIMEOUT + replica_timeout_ms / 1000
+            options = {"socket_timeout": patience, **options}
+        self._link, named = link_and_prefix(url, options)
         self._keys = Keyspace(named if prefix is None else prefix)
+        self._replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
+        if replicas and isinstance(self._link, Cluster):
+            raise StoreMisconfigured(
+                f"{self._link.where}: waiting for replicas is not supported in a Redis Cluster:"
+                " use Sentinel, or set idempotency_replicas to 0"
+            )
         for verb in VERBS:
             script(verb)  # read now: a process may be forked while a thread reads one
 
@@ -81,44 +106,32 @@ class RedisStore:
         fingerprint: bytes | None = None,
         task_id: str = "",
         worker: str = "",
+        on_stale: OnStale = "interrupt",
+        message: bytes | None = None,
     ) -> Answer:
         """Take the key if nobody holds it."""
-        fingerprint = fingerprint or b""
-        if len(attempt) != ATTEMPT_BYTES or len(fingerprint) not in (0, FINGERPRINT_BYTES):
-            raise ValueError(
-                f"an attempt has {ATTEMPT_BYTES} bytes, a fingerprint {FINGERPRINT_BYTES}"
-            )
-        bucket, name = self._keys.locate(identity)
-        keys = (
-            name,
-            self._keys.leases(bucket),
-            self._keys.failures(bucket),
-            self._keys.token(bucket),
-        )
-        word, *rest = self._ask(
+        if len(attempt) != ATTEMPT_BYTES:
+            raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
+        bucket, *keys = self._names(identity)
+        (word, *rest), replicated = self._ask_replicated(
             script("claim").call(
                 bucket,
                 keys,
                 attempt,
                 b"%d" % lease_ms,
                 b"%d" % (lease_ms + keep_ms),
-                fingerprint,
-                pack_owner(task_id, worker),
+                _checked(fingerprint),
+                pack_claimant(task_id, worker, message),
+                _ON_STALE[on_stale],
             )
         )
-        if word == b"unreadable":
-            raise unreadable(identity)
-        record = unpack(identity, rest[0])
-        match word:
-            case b"claimed":
-                return Claimed(record)
-            case b"held":
-                return Held(record, left_ms=rest[1])
-            case b"settled":
-                return Settled(record, age_ms=max(rest[1], 0))
-            case b"mismatched":
-                return Mismatched(record)
-        raise StoreMisconfigured(f"{self._link.where} answered a claim with {word!r}")
+        if word == b"claimed":
+            record = unpack(identity, rest[0])
+            if not replicated:
+                self._release(identity, record.token, requeue_ms=lease_ms, keep_crashes=True)
+                raise self._not_replicated("claim", identity)
+            return Claimed(record)
+        return self._refusal(identity, word, rest)
 
     def renew(self, leases: Sequence[Lease]) -> list[bool]:
         """Let each lease start anew."""
@@ -135,7 +148,8 @@ class RedisStore:
                     b"%d" % (lease.lease_ms + lease.keep_ms),
                 )
             )
-        return [answer == b"renewed" for answer in self._ask_all(commands)]
+        answers = exchange(self._link, commands) if commands else []
+        return [answer == b"renewed" for answer in answers]
 
     def settle(
         self,
@@ -147,31 +161,68 @@ class RedisStore:
         replaced: bool = False,
     ) -> bool:
         """Write the end state, unless the key has another token by now."""
-        bucket, name = self._keys.locate(record.identity)
-        word = self._ask(
+        bucket, name, leases, failures, _ = self._names(record.identity)
+        word, replicated = self._ask_replicated(
             script("settle").call(
                 bucket,
-                (name, self._keys.leases(bucket), self._keys.failures(bucket)),
+                (name, leases, failures),
                 pack_settled(record, state=state, value=value, replaced=replaced),
                 b"%d" % max(keep_ms, 1),
+                b"1" if self._replicas else b"",
             )
         )
         if word == b"unreadable":
             raise unreadable(record.identity)
+        if word == b"settled" and not replicated:
+            raise self._not_replicated("settle", record.identity)
         return bool(word == b"settled")
 
-    def release(self, identity: Identity, *, token: int) -> bool:
+    def reserve(
+        self,
+        identity: Identity,
+        *,
+        task_id: str,
+        deadline_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+    ) -> Reservation:
+        """Take the key for a message that is about to be published."""
+        bucket, *keys = self._names(identity)
+        owner = pack_text(task_id)
+        word, *rest = self._ask(
+            script("reserve").call(
+                bucket,
+                keys,
+                # Tells who reserves also where the record keeps another's task id.
+                hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
+                b"%d" % deadline_ms,
+                b"%d" % (deadline_ms + keep_ms),
+                _checked(fingerprint),
+                owner,
+            )
+        )
+        if word == b"reserved":
+            return Reserved(unpack(identity, rest[0]))
+        return self._refusal(identity, word, rest)
+
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the result of a step."""
+        step = (pack_text(name), pack_value(value))
+        word = self._ask_about("checkpoint", identity, pack_token(token), *step)
+        return bool(word != b"lost")
+
+    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
+        """Note that the callbacks of the settled task were sent."""
+        word = self._ask_about("mark_delivered", identity, pack_token(token))
+        return bool(word == b"marked")
+
+    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back."""
-        bucket, name = self._keys.locate(identity)
-        keys = (name, self._keys.leases(bucket))
-        word = self._ask(script("release").call(bucket, keys, pack_token(token)))
-        return bool(word == b"released")
+        return self._release(identity, token, requeue_ms=requeue_ms)
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
-        bucket, name = self._keys.locate(identity)
-        keys = (name, self._keys.leases(bucket))
-        word, *rest = self._ask(script("interrupt").call(bucket, keys, pack_token(token)))
+        word, *rest = self._ask_about("interrupt", identity, pack_token(token))
         return unpack(identity, rest[0]) if word == b"interrupted" else None
 
     def get(self, identity: Identity) -> Record | None:
@@ -180,74 +231,87 @@ class RedisStore:
         packed = self._ask(plain(bucket, b"GET", name))
         return None if packed is None else unpack(identity, packed)
 
-    def sweep(self, *, limit: int) -> SweepReport:
-        """Interrupt what is stale."""
-        each = min(limit, _PER_SCRIPT)
-        commands, asked, left, more = [], [], limit, False
-        # One more than a script may take, to know whether there is more.
-        for bucket, names in self._due(self._keys.leases, each=each + 1):
-            more = more or len(names) > min(each, left)
-            names = names[: min(each, left)]
-            if not names:
-                break
-            left -= len(names)
-            asked += names
-            commands.append(script("sweep").call(bucket, (self._keys.leases(bucket), *names)))
-        swept = [packed for answer in self._ask_all(commands) for packed in answer]
-        records = tuple(
-            unpack(self._keys.identity(name), packed)
-            for name, packed in zip(asked, swept, strict=True)
-            if packed is not None
-        )
-        return SweepReport(interrupted=records, more=more)
+    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+        """Make an unfinished record that has a message QUEUED."""
+        attempt = os.urandom(ATTEMPT_BYTES)
+        word, *rest = self._ask_about("requeue", identity, b"%d" % deadline_ms, attempt)
+        if word == b"unreadable":
+            raise unreadable(identity)
+        return unpack(identity, rest[0]) if word == b"requeued" else None
+
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
+        """Interrupt or requeue what is stale, requeue what nobody sent."""
+        return redis_upkeep.sweep(self._link, self._keys, limit=limit, requeue_ms=requeue_ms)
 
     def prune(self, *, limit: int) -> int:
         """Drop index entries of expired records; Redis drops the records by itself."""
-        commands, left = [], limit
-        for bucket, names in self._due(self._keys.failures, each=min(limit, _PER_SCRIPT)):
-            if left <= 0:
-                break
-            commands.append(
-                script("prune").call(
-                    bucket, (self._keys.failures(bucket),), b"%d" % min(left, len(names))
-                )
-            )
-            left -= len(names)
-        return sum(self._ask_all(commands))
+        return redis_upkeep.prune(self._link, self._keys, limit=limit)
 
     def forget(self, identity: Identity) -> bool:
         """Delete the record whatever its state."""
-        bucket, name = self._keys.locate(identity)
-        keys = (name, self._keys.leases(bucket), self._keys.failures(bucket))
-        return bool(self._ask(script("forget").call(bucket, keys)) == b"forgotten")
+        bucket, name, leases, failures, _ = self._names(identity)
+        word = self._ask(script("forget").call(bucket, (name, leases, failures)))
+        return bool(word == b"forgotten")
 
     def close(self) -> None:
         """Close the idle connections."""
         self._link.close()
 
-    def _due(
-        self, index: Callable[[int], bytes], *, each: int
-    ) -> Iterator[tuple[int, list[bytes]]]:
-        """Look into all buckets for names whose time has come, up to ``each`` names of a bucket.
+    def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes]:
+        """Return the bucket, and the names of the record and of the bucket's indexes and token."""
+        bucket, name = self._keys.locate(identity)
+        keys = self._keys
+        return bucket, name, keys.leases(bucket), keys.failures(bucket), keys.token(bucket)
 
-        Starts anywhere, so that a limit never starves the same buckets. One node's time serves for
-        all: this only finds candidates, and a script decides about each by its own server's time.
-        """
-        start = random.randrange(BUCKETS)
-        buckets = [*range(start, BUCKETS), *range(start)]
-        seconds, micros = self._ask(plain(start, b"TIME"))
-        now = b"%d" % (int(seconds) * 1000 + int(micros) // 1000)
-        limit = b"%d" % each
-        found = self._ask_all(
-            [
-                plain(b, b"ZRANGEBYSCORE", index(b), b"-inf", now, b"LIMIT", b"0", limit)
-                for b in buckets
-            ]
+    def _refusal(
+        self, identity: Identity, word: bytes, rest: Sequence[Any]
+    ) -> Held | Settled | Mismatched:
+        """Return why a key cannot be had."""
+        if word == b"unreadable":
+            raise unreadable(identity)
+        record = unpack(identity, rest[0])
+        match word:
+            case b"held":
+                return Held(record, left_ms=rest[1])
+            case b"settled":
+                return Settled(record, age_ms=max(rest[1], 0))
+            case b"mismatched":
+                return Mismatched(record)
+        raise StoreMisconfigured(f"{self._link.where} answered with {word!r}")
+
+    def _release(
+        self, identity: Identity, token: int, *, requeue_ms: int | None, keep_crashes: bool = False
+    ) -> bool:
+        deadline = b"" if requeue_ms is None else b"%d" % requeue_ms
+        crashes = b"1" if keep_crashes else b""
+        word = self._ask_about("release", identity, pack_token(token), deadline, crashes)
+        return bool(word != b"lost")
+
+    def _not_replicated(self, verb: str, identity: Identity) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self._link.where}: fewer than {self._replicas} replicas acknowledged the {verb} of"
+            f" {identity} within {self._replica_timeout_ms} ms"
         )
-        return ((bucket, names) for bucket, names in zip(buckets, found, strict=True) if names)
 
     def _ask(self, command: Command) -> Any:
         return exchange(self._link, (command,))[0]
 
-    def _ask_all(self, commands: Sequence[Command]) -> list[Any]:
-        return exchange(self._link, commands) if commands else []
+    def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Any:
+        """Run the script of a verb that needs the record and the leases."""
+        bucket, name = self._keys.locate(identity)
+        return self._ask(script(verb).call(bucket, (name, self._keys.leases(bucket)), *arguments))
+
+    def _ask_replicated(self, command: Command) -> tuple[Any, bool]:
+        """Return the answer, and whether as many replicas as we want have what was written."""
+        if not self._replicas:
+            return self._ask(command), True
+        wanted, patience = b"%d" % self._replicas, b"%d" % self._replica_timeout_ms
+        wait = plain(command.bucket, b"WAIT", wanted, patience)
+        answer, acknowledged = exchange(self._link, (command, wait))
+        return answer, acknowledged >= self._replicas
+
+
+def _checked(fingerprint: bytes | None) -> bytes:
+    if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
+        raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
+    return fingerprint or b""

@@ -15,12 +15,17 @@ from celery_idempotent.stores.channel import Address, Link, Server
 from celery_idempotent.stores.cluster import Cluster
 from celery_idempotent.stores.sentinel import Sentinels
 
-__all__ = ["DEFAULT_PREFIX", "link_and_prefix"]
+__all__ = ["DEFAULT_PREFIX", "DEFAULT_SOCKET_TIMEOUT", "link_and_prefix"]
 
 DEFAULT_PREFIX = "idem"
 
 #: A task would rather hear that the store is away than hang; a URL's query may say otherwise.
-_DEFAULTS: Mapping[str, Any] = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0, "protocol": 2}
+DEFAULT_SOCKET_TIMEOUT = 5.0
+_DEFAULTS: Mapping[str, Any] = {
+    "socket_timeout": DEFAULT_SOCKET_TIMEOUT,
+    "socket_connect_timeout": 2.0,
+    "protocol": 2,
+}
 #: Celery writes these the long way, redis-py the short one.
 _CERT_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED": "required"}
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379

@@ -11,10 +11,27 @@ from importlib.resources import files
 __all__ = ["VERBS", "Command", "Script", "plain", "script"]
 
 #: The verbs that are a script.
-VERBS = ("claim", "forget", "interrupt", "prune", "release", "renew", "settle", "sweep")
+VERBS = (
+    "checkpoint",
+    "claim",
+    "forget",
+    "interrupt",
+    "mark_delivered",
+    "prune",
+    "release",
+    "renew",
+    "requeue",
+    "reserve",
+    "settle",
+    "sweep",
+)
 
 #: What stands before a word of so many bytes; formatting it takes longer than all the rest.
 _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])
+
+
+#: Scripts that take live records apart, with functions that they share.
+_ON_LIVE_RECORDS = frozenset({"checkpoint", "release", "requeue", "reserve", "sweep"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +67,8 @@ class Command:
 
     def with_source(self) -> Command:
         """Return the same call with the script itself, for a server that does not know it."""
-        assert self.source is not None
+        if self.source is None:
+            return self
         return Command(self.bucket, (b"EVAL", self.source, *self.words[2:]))
 
 
@@ -62,6 +80,12 @@ def plain(bucket: int, *words: bytes) -> Command:
 @functools.cache
 def script(verb: str) -> Script:
     """Return the script of a verb."""
-    source = (files("celery_idempotent.stores") / "lua" / f"{verb}.lua").read_bytes()
+    source = _read(verb)
+    if verb in _ON_LIVE_RECORDS:
+        source = _read("live") + source
     # The digest is Redis' name for the script, not a matter of security.
     return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
+
+
+def _read(name: str) -> bytes:
+    return (files("celery_idempotent.stores") / "lua" / f"{name}.lua").read_bytes()

@@ -22,6 +22,7 @@ values = st.builds(
     content_type=st.sampled_from(["application/json", "application/data", ""]) | texts,
     content_encoding=st.sampled_from(["utf-8", "binary", ""]) | texts,
     body=st.binary(max_size=300),
+    compression=st.sampled_from(["", "application/x-gzip", "application/zstd"]) | texts,
 )
 milliseconds = st.integers(0, 2**48 - 1)
 records = st.builds(
@@ -123,14 +124,67 @@ def test_what_is_stored_stays_readable():
     )
 
 
+def test_a_compression_takes_one_byte_where_there_is_one():
+    assert COMPLETED.value is not None
+    for name, more in {"": 0, "application/x-gzip": 1, "application/zstd": 1, "own": 6}.items():
+        value = dataclasses.replace(COMPLETED.value, compression=name)
+        assert len(pack(dataclasses.replace(COMPLETED, value=value))) == 156 + more
+
+
+def test_what_is_stored_of_a_run_stays_readable():
+    # Never change these lines: head, attempt, task id, worker; message, requeues, steps.
+    stored = bytes.fromhex(
+        "51500000000000000100000000000200000000000301020000000000046174746d7074313800026964000377"
+        "3a314d000000026d6752000000010353000000080003706179013137530000000c00"
+        "0473686970810100789c7a"
+        "5a00000003616263"
+    )
+    assert unpack(identity, stored) == Record(
+        identity=identity,
+        state=State.QUEUED,
+        token=1,
+        created_ms=2,
+        updated_ms=3,
+        deadline_ms=4,
+        crashes=1,
+        attempts=2,
+        task_id="id",
+        worker="w:1",
+        reserved=True,
+        on_stale="requeue",
+        message=b"mg",
+        steps=(
+            ("pay", Stored(content_type="application/json", content_encoding="utf-8", body=b"17")),
+            (
+                "ship",
+                Stored(
+                    content_type="application/json",
+                    content_encoding="utf-8",
+                    body=b"\x00x\x9cz",
+                    compression="application/x-gzip",
+                ),
+            ),
+        ),
+    )
+
+
+def test_a_delivered_record_stays_readable():
+    packed = pack(COMPLETED)
+    marked = packed[:1] + bytes((packed[1] | 16,)) + packed[2:]
+    assert unpack(identity, marked) == dataclasses.replace(COMPLETED, delivered=True)
+
+
 @pytest.mark.parametrize(
     "newer",
     [
+        b"S" + pack(COMPLETED)[1:],
         b"Q" + pack(COMPLETED)[1:],
+        b"C\x20" + pack(COMPLETED)[2:],
         b"C\x80" + pack(COMPLETED)[2:],
         b"",
         b"C",
         pack(dataclasses.replace(COMPLETED, task_id=""))[:41] + b"\xff{}",
+        pack(dataclasses.replace(COMPLETED, task_id=""))[:41] + b"\x81\x7f{}",
     ],
 )
 def test_what_a_newer_version_wrote_is_told_so(newer):

@@ -10,14 +10,25 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
 from typing import Any
 
 import pytest
 import redis
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    Held,
+    Identity,
+    Lease,
+    Reserved,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.scripts import script
 
 pytestmark = pytest.mark.redis
 
@@ -50,8 +61,11 @@ def store(private_redis):
 
 
 @pytest.fixture
-def proxied(redis_proxy):
-    """A store behind a proxy that can break its connections."""
+def proxied(redis_proxy, direct):
+    """A store behind a proxy that can break its connections; the server knows the scripts."""
+    for file in (files("celery_idempotent.stores") / "lua").iterdir():
+        if file.name != "live.lua":
+            direct.script_load(script(file.name.removesuffix(".lua")).source)
     store = RedisStore(redis_proxy.url() + "?socket_timeout=2")
     yield store
     store.close()
@@ -116,6 +130,51 @@ class TestLostAnswers:
         proxied.sweep(limit=10)
         found = proxied.get(KEY)
         assert (found.state, found.crashes) == (State.INTERRUPTED, 2)
+
+    def test_a_reservation_gets_its_token_again(self, redis_proxy, proxied):
+        asked = {"deadline_ms": 1, "keep_ms": KEEP_MS}
+        proxied.reserve(KEY, task_id="first", **asked)
+        time.sleep(0.01)
+        for task_id in ("first", "another"):
+            redis_proxy.swallow_replies(b"order-17")
+            # Past its deadline the second one gets it, and it is not held for himself.
+            answer = proxied.reserve(KEY, task_id=task_id, deadline_ms=50, keep_ms=KEEP_MS)
+            assert isinstance(answer, Reserved)
+            assert answer.record.task_id == "first"
+            time.sleep(0.06)
+        assert redis_proxy.swallowed == 2
+
+    def test_a_step_and_a_mark_are_made_once(self, redis_proxy, proxied):
+        record = claim(proxied)
+        redis_proxy.swallow_replies(b"order-17")
+        assert proxied.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        assert proxied.get(KEY).steps == (("pay", VALUE),)
+        assert complete(proxied, record)
+        redis_proxy.swallow_replies(b"order-17")
+        assert proxied.mark_delivered(KEY, token=record.token)
+        assert redis_proxy.swallowed == 2
+
+    def test_what_a_retry_releases_is_queued(self, redis_proxy, proxied):
+        proxied.reserve(KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        record = claim(proxied)
+        redis_proxy.swallow_replies(b"order-17")
+        assert proxied.release(KEY, token=record.token, requeue_ms=LEASE_MS)
+        assert redis_proxy.swallowed == 1
+        assert proxied.get(KEY).state is State.QUEUED
+
+    def test_what_is_requeued_is_told(self, redis_proxy, proxied):
+        """Nobody else would publish its message before the deadline."""
+        claim(proxied, message=b"{}", on_stale="requeue", lease_ms=1)
+        time.sleep(0.01)
+        redis_proxy.swallow_replies(b"order-17")
+        (swept,) = proxied.sweep(limit=10).requeued
+        assert redis_proxy.swallowed == 1
+        assert (swept.crashes, swept.message) == (1, b"{}")
+        record = claim(proxied, message=b"{}")
+        proxied.interrupt(KEY, token=record.token)
+        redis_proxy.swallow_replies(b"order-17")
+        assert proxied.requeue(KEY, deadline_ms=LEASE_MS) == proxied.get(KEY)
+        assert redis_proxy.swallowed == 2
 
 
 class TestConnections:
@@ -335,6 +394,16 @@ class TestRefusals:
     def test_a_full_server_takes_no_new_claim_but_finishes_what_it_let_in(self, store, direct):
         record = claim(store)
         swept = claim(store, Identity(namespace="stale", key="1"), lease_ms=1)
+        again = claim(
+            store,
+            Identity(namespace="stale", key="2"),
+            lease_ms=1,
+            on_stale="requeue",
+            message=b"x" * 1000,
+        )
+        retried = Identity(namespace="n", key="retried")
+        store.reserve(retried, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        token = claim(store, retried).token
         time.sleep(0.01)
         used = direct.info("memory")["used_memory"]
         direct.config_set("maxmemory", used // 2)
@@ -344,8 +413,18 @@ class TestRefusals:
                 ask(store, Identity(namespace="n", key="n"))
             lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
             assert store.renew([lease]) == [True]
-            assert [each.token for each in store.sweep(limit=10).interrupted] == [swept.token]
+            with pytest.raises(StoreUnavailable, match=r"memory|OOM"):
+                store.reserve(
+                    Identity(namespace="n", key="n"), task_id="id", deadline_ms=1, keep_ms=1
+                )
+            report = store.sweep(limit=10)
+            assert [each.token for each in report.interrupted] == [swept.token]
+            assert [each.token for each in report.requeued] == [again.token]
+            assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+            assert store.release(retried, token=token, requeue_ms=LEASE_MS)
+            assert store.get(retried).state is State.QUEUED
             assert complete(store, record)
+            assert store.mark_delivered(KEY, token=record.token)
             assert store.get(KEY).value == VALUE
         finally:
             direct.config_set("maxmemory", 0)

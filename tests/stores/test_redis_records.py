@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State
+from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
 from celery_idempotent.stores.redis import RedisStore
 from tests.stores.shifted import Shift
 from tests.support.waiting import wait_for
@@ -18,6 +18,7 @@ from tests.support.waiting import wait_for
 pytestmark = pytest.mark.redis
 
 KEY = Identity(namespace="charge", key="order-17")
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
 LEASE_MS = 60_000
 KEEP_MS = 120_000
 
@@ -34,8 +35,12 @@ def names(redis_store: RedisStore):
     return name, keys.leases(bucket), keys.failures(bucket), keys.token(bucket)
 
 
-def claim(store: RedisStore, identity: Identity = KEY, lease_ms: int = LEASE_MS) -> Record:
-    answer = store.claim(identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS)
+def claim(
+    store: RedisStore, identity: Identity = KEY, lease_ms: int = LEASE_MS, **changes: Any
+) -> Record:
+    answer = store.claim(
+        identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
+    )
     assert isinstance(answer, Claimed)
     return answer.record
 
@@ -186,17 +191,43 @@ def test_a_flushed_high_water_mark_is_made_good_by_the_record_itself(
 def test_a_new_claim_carries_over_what_a_later_version_appended(redis_store, redis_client, names):
     first = claim(redis_store)
     packed = redis_client.get(names[0])
-    redis_client.set(names[0], packed + b"steps: 1, 2", keepttl=True)
+    newer = b"Z\0\0\0\5later"
+    redis_client.set(names[0], packed + newer, keepttl=True)
     assert redis_store.get(KEY) == first
     assert redis_store.interrupt(KEY, token=first.token)
-    second = claim(redis_store)
-    assert redis_client.get(names[0]).endswith(b"steps: 1, 2")
-    lease = Lease(identity=KEY, token=second.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+    second = claim(redis_store, message=b"{}", on_stale="requeue", lease_ms=1)
+    assert redis_client.get(names[0]).endswith(newer)
+    time.sleep(0.01)
+    assert redis_store.sweep(limit=10).requeued
+    assert redis_store.get(KEY).message == b"{}"
+    reserved = redis_store.reserve(
+        KEY, task_id=second.task_id, deadline_ms=1000, keep_ms=KEEP_MS
+    ).record
+    assert redis_client.get(names[0]).endswith(newer)
+    third = claim(redis_store)
+    assert third.token > reserved.token
+    assert redis_store.checkpoint(KEY, token=third.token, name="pay", value=VALUE)
+    assert newer in redis_client.get(names[0])
+    lease = Lease(identity=KEY, token=third.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
     assert redis_store.renew([lease]) == [True]
-    assert redis_client.get(names[0]).endswith(b"steps: 1, 2")
+    found = redis_store.get(KEY)
+    assert (found.message, found.steps) == (None, (("pay", VALUE),))
+    assert newer in redis_client.get(names[0])
 
 
-@pytest.mark.parametrize("foreign", [b"Q" + bytes(50), b"P\x10" + bytes(60), b"X"])
+def test_an_extension_that_ends_too_early_is_told_so(redis_store, redis_client, names):
+    claim(redis_store)
+    redis_client.append(names[0], b"Z\0\0\0\5late")
+    with pytest.raises(StoreMisconfigured, match="newer version"):
+        redis_store.get(KEY)
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [b"S" + bytes(50), b"X"]
+    + [bytes((state, flag)) + bytes(60) for state in b"PQI" for flag in (2, 4, 8, 128)]
+    + [bytes((state, flag)) + bytes(60) for state in b"CF" for flag in (32, 64, 128)],
+)
 def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, names, foreign):
     record = claim(redis_store)
     redis_client.set(names[0], foreign, px=KEEP_MS)
@@ -204,13 +235,19 @@ def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, na
         redis_store.get(KEY)
     with pytest.raises(StoreMisconfigured, match="newer version"):
         claim(redis_store)
+    with pytest.raises(StoreMisconfigured, match="newer version"):
+        redis_store.reserve(KEY, task_id="id", deadline_ms=1000, keep_ms=KEEP_MS)
+    if foreign[0] not in b"CF":
+        with pytest.raises(StoreMisconfigured, match="newer version"):
+            redis_store.requeue(KEY, deadline_ms=1000)
     assert redis_store.release(KEY, token=record.token) is False
     redis_client.zadd(names[1], {names[0]: 1})
-    if not foreign.startswith(b"P"):
+    if foreign[0] not in b"PQICF":
         with pytest.raises(StoreMisconfigured, match="newer version"):
             complete(redis_store, record)
-        assert redis_store.sweep(limit=10).interrupted == ()
-        assert redis_client.get(names[0]) == foreign
+    report = redis_store.sweep(limit=10)
+    assert (report.interrupted, report.requeued) == ((), ())
+    assert redis_client.get(names[0]) == foreign
     assert redis_store.forget(KEY)
 
 
@@ -244,7 +281,7 @@ def test_a_sweep_says_whether_its_limit_left_something(redis_store):
 def test_what_would_not_fit_the_record_is_refused(redis_store):
     for wrong in ({"attempt": b"short"}, {"fingerprint": bytes(32)}):
         asked = {"attempt": bytes(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS, **wrong}
-        with pytest.raises(ValueError, match="8 bytes"):
+        with pytest.raises(ValueError, match="bytes"):
             redis_store.claim(KEY, **asked)
 
 

@@ -16,7 +16,16 @@ import pytest
 import redis
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    Held,
+    Identity,
+    Lease,
+    Reserved,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores import open_store as open_any_store
 from celery_idempotent.stores.keyspace import BUCKETS
 from celery_idempotent.stores.redis import RedisStore
@@ -36,8 +45,10 @@ def open_store(url: str) -> Any:
     return open_any_store(url)
 
 
-def claim(store, identity=KEY, lease_ms=LEASE_MS):
-    answer = store.claim(identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS)
+def claim(store, identity=KEY, lease_ms=LEASE_MS, **changes):
+    answer = store.claim(
+        identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
+    )
     assert isinstance(answer, Claimed)
     return answer.record
 
@@ -65,8 +76,27 @@ def use(store):
     answer = store.claim(KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
     assert isinstance(answer, Settled)
     assert answer.record.value == VALUE
+    assert store.mark_delivered(KEY, token=record.token)
     assert store.forget(KEY)
+    use_reserved(store)
     store.close()
+
+
+def use_reserved(store):
+    """Use the verbs of reserved keys, steps and messages, so that every script runs."""
+    assert isinstance(
+        store.reserve(KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS), Reserved
+    )
+    record = claim(store, lease_ms=1, on_stale="requeue", message=b"{}")
+    assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+    time.sleep(0.005)
+    assert [swept.identity for swept in store.sweep(limit=10).requeued] == [KEY]
+    record = claim(store, message=b"{}")
+    assert store.release(KEY, token=record.token, requeue_ms=LEASE_MS)
+    record = claim(store, message=b"{}")
+    assert store.interrupt(KEY, token=record.token)
+    assert store.requeue(KEY, deadline_ms=LEASE_MS).steps == (("pay", VALUE),)
+    assert store.forget(KEY)
 
 
 class TestUnixSocket:
@@ -149,7 +179,7 @@ def acl_server(tmp_path_factory: pytest.TempPathFactory):
             commands=[
                 f"+{command}"
                 for command in (
-                    *("evalsha", "eval", "get", "set", "del", "time"),
+                    *("evalsha", "eval", "get", "set", "del", "pttl", "time"),
                     *("zadd", "zrem", "zrangebyscore"),
                 )
             ],

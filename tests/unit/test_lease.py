@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from celery_idempotent import lease
+from celery_idempotent.claim import Claim
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.lease import Claim, Heartbeat
+from celery_idempotent.lease import Heartbeat
 from celery_idempotent.records import Claimed, Identity, Lease, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -50,7 +51,7 @@ def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int 
         lease_ms=lease_ms,
         keep_ms=10_000,
     )
-    return Claim(store, answer.record, held)
+    return Claim(store, answer.record, held, None)  # type: ignore[arg-type]  # takes no steps
 
 
 @pytest.fixture

@@ -99,6 +99,8 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 def test_there_is_one_for_each_outcome():
     assert set(NAMES) == {
+        "requeued",
+        "reserved",
         "claimed",
         "replayed",
         "conflicted",

@@ -351,7 +351,7 @@ class TestAConflict:
 
 
 class TestAShortVisibilityTimeout:
-    """Redis gives back what is not acknowledged in time: SPEC §1, the commonest way to run a task twice."""
+    """Redis gives back what is not acknowledged in time: the commonest way to run a task twice."""
 
     def test_lets_a_long_task_run_once_and_the_plain_one_several_times(self, open_site):
         site = open_site("redis", broker_transport_options=IMPATIENT)

@@ -2,7 +2,7 @@
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket)
 -- ARGV     1 attempt id, 8 bytes · 2 lease, ms · 3 life of the record, ms
---          4 fingerprint, 16 bytes or '' · 5 owner, packed
+--          4 fingerprint, 16 bytes or '' · 5 owner and message, packed · 6 flags of on_stale
 -- returns  {'claimed', record}
 --          {'held', record, ms until its lease runs out}
 --          {'settled', record, ms since it was settled}
@@ -15,16 +15,20 @@ local time = redis.call('TIME')
 local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
 local token, created, crashes, attempts, extension = micros, now, 0, 1, ''
+local reserved = 0
 
 local old = redis.call('GET', KEYS[1])
 if old then
   local state = old:sub(1, 1)
-  local live = state == 'P' or state == 'I'
-  if not live and state ~= 'C' and state ~= 'F' or old:byte(2) > 15 then
+  local live = state == 'P' or state == 'I' or state == 'Q'
+  local flags = old:byte(2)
+  -- 142 are the flags that no live record has, 31 all that a settled one may have.
+  if live and bit.band(flags, 142) ~= 0
+    or not live and (state ~= 'C' and state ~= 'F' or flags > 31) then
     return {'unreadable'}
   end
   local at = live and 38 or 24
-  if old:byte(2) % 2 == 1 then
+  if flags % 2 == 1 then
     local known = old:sub(at, at + 15)
     if fingerprint == '' then
       fingerprint = known
@@ -55,14 +59,19 @@ if old then
   token = math.max(token, struct.unpack('>I7', old, 3) + 1)
   at = at + 2 + struct.unpack('>I2', old, at)
   at = at + 2 + struct.unpack('>I2', old, at)
+  if old:byte(at) == 77 then
+    -- 'M': the new claim brings a message of its own, or none.
+    at = at + 5 + struct.unpack('>I4', old, at + 1)
+  end
   extension = old:sub(at)
+  reserved = bit.band(flags, 16)
 end
 
 local highest = redis.call('GET', KEYS[4])
 if highest then
   token = math.max(token, struct.unpack('>I7', highest) + 1)
 end
-local flags = fingerprint == '' and 0 or 1
+local flags = (fingerprint == '' and 0 or 1) + reserved + ARGV[6]
 local new = struct.pack('>c1BI7I6I6BBI6',
   'P', flags, token, created, now, crashes, attempts, now + lease)
   .. attempt .. fingerprint .. ARGV[5] .. extension

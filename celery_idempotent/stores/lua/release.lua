@@ -1,10 +1,39 @@
--- Give the key back: delete the PROCESSING record with this token.
+-- Give the key back: delete the PROCESSING or QUEUED record with this token. Put after live.lua.
 --
 -- KEYS     1 record · 2 leases
--- ARGV     1 token, 7 bytes
--- returns  'released' | 'lost'
+-- ARGV     1 token, 7 bytes · 2 ms until the deadline of a reserved record's retry, or ''
+--          3 '1' to keep a record with crashes, as one with steps is, else ''
+-- returns  'released'
+--          'requeued': it was reserved, and is QUEUED again
+--          'interrupted': it stays
+--          'lost'
 local old = redis.call('GET', KEYS[1])
-if not old or old:sub(1, 1) ~= 'P' or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
-redis.call('DEL', KEYS[1])
+local state = old and old:sub(1, 1)
+if state ~= 'P' and state ~= 'Q' or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
+-- ZREM comes first, so that a server without memory left gives back what it let in.
 redis.call('ZREM', KEYS[2], KEYS[1])
-return 'released'
+
+local requeued = ARGV[2] ~= '' and bit.band(old:byte(2), 16) ~= 0
+local stays, at = ARGV[3] == '1' and old:byte(22) > 0, extension(old)
+while not requeued and not stays and at <= #old do
+  stays, at = old:sub(at, at) == 'S', past(old, at)
+end
+if not requeued and not stays then
+  redis.call('DEL', KEYS[1])
+  return 'released'
+end
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if not requeued then
+  local new = 'I' .. old:sub(2, 15) .. struct.pack('>I6', now) .. old:sub(22)
+  redis.call('SET', KEYS[1], new, 'KEEPTTL')
+  return 'interrupted'
+end
+local deadline = now + ARGV[2]
+local new = 'Q' .. old:sub(2, 15) .. struct.pack('>I6', now) .. old:sub(22, 23)
+  .. struct.pack('>I6', deadline) .. old:sub(30)
+local left = math.max(redis.call('PTTL', KEYS[1]), 0)
+redis.call('SET', KEYS[1], new, 'PX', left + ARGV[2])
+redis.call('ZADD', KEYS[2], deadline, KEYS[1])
+return 'requeued'

@@ -2,6 +2,7 @@
 --
 -- KEYS     1 record · 2 leases · 3 failures
 -- ARGV     1 the record as settled, with the claim's times and counts · 2 how long to keep it, ms
+--          3 '1' to write a settled record again, so that a WAIT waits for it, else ''
 -- returns  'settled' (now, or before with this token: then the first value stays)
 --          'lost' | 'unreadable'
 local new = ARGV[1]
@@ -10,9 +11,15 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if old then
   local state = old:sub(1, 1)
-  if state ~= 'P' and state ~= 'I' and state ~= 'C' and state ~= 'F' then return 'unreadable' end
+  if not state:find('[PIQCF]') then return 'unreadable' end
   if old:sub(3, 9) ~= new:sub(3, 9) then return 'lost' end
-  if state == 'C' or state == 'F' then return 'settled' end
+  if state == 'C' or state == 'F' then
+    if ARGV[3] == '1' then
+      redis.call('ZREM', KEYS[2], KEYS[1])
+      redis.call('SET', KEYS[1], old, 'KEEPTTL')
+    end
+    return 'settled'
+  end
   -- A sweep may have counted a crash since the claim.
   new = new:sub(1, 2) .. old:sub(3, 15) .. struct.pack('>I6', now) .. old:sub(22, 23) .. new:sub(24)
 else

@@ -9,18 +9,32 @@ pytest.register_assert_rewrite(
     "celery_idempotent.testing.contract.claims",
     "celery_idempotent.testing.contract.endings",
     "celery_idempotent.testing.contract.identities",
+    "celery_idempotent.testing.contract.requeues",
+    "celery_idempotent.testing.contract.reservations",
+    "celery_idempotent.testing.contract.steps",
     "celery_idempotent.testing.contract.upkeep",
 )
 
 from celery_idempotent.testing.contract.claims import ClaimContract  # noqa: E402
 from celery_idempotent.testing.contract.endings import EndingContract  # noqa: E402
 from celery_idempotent.testing.contract.identities import IdentityContract  # noqa: E402
+from celery_idempotent.testing.contract.requeues import RequeueContract  # noqa: E402
+from celery_idempotent.testing.contract.reservations import ReservationContract  # noqa: E402
+from celery_idempotent.testing.contract.steps import StepContract  # noqa: E402
 from celery_idempotent.testing.contract.upkeep import UpkeepContract  # noqa: E402
 
 __all__ = ["StoreContract"]
 
 
-class StoreContract(ClaimContract, EndingContract, UpkeepContract, IdentityContract):
+class StoreContract(
+    ClaimContract,
+    EndingContract,
+    ReservationContract,
+    StepContract,
+    RequeueContract,
+    UpkeepContract,
+    IdentityContract,
+):
     """Holds a store to the contract.
 
     Subclass it with a fixture ``store``, a store without any record. Time has to pass, too: give a

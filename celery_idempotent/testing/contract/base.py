@@ -11,16 +11,29 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
-from celery_idempotent.records import Claimed, Identity, Lease, Record, State, Stored
+from celery_idempotent.records import Claimed, Identity, Lease, Record, Reserved, State, Stored
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
-__all__ = ["KEY", "VALUE", "Advance", "ContractBase", "EndState", "all_at_once", "attempt"]
+__all__ = [
+    "FINGERPRINT",
+    "KEY",
+    "MESSAGE",
+    "OTHER_FINGERPRINT",
+    "TASK_ID",
+    "VALUE",
+    "Advance",
+    "ContractBase",
+    "EndState",
+    "all_at_once",
+    "attempt",
+]
 
 Advance = Callable[[float], None]
 EndState = Literal[State.COMPLETED, State.FAILED]
 T = TypeVar("T")
 
 KEY = Identity(namespace="payments.charge", scope="acct_1", key="order-17")
+MESSAGE = b'{"id": "6ff5d5ba", "args": [17]}'
 VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b'{"paid": true}')
 FINGERPRINT = bytes(range(16))
 OTHER_FINGERPRINT = bytes(range(16, 32))
@@ -79,6 +92,22 @@ class ContractBase:
         }
         return store.claim(identity, **{**asked, **changes})
 
+    def reserve(self, store: Store, identity: Identity = KEY, **changes: Any) -> Record:
+        """Reserve a key that can be reserved; return the record."""
+        answer = self.try_reserve(store, identity, **changes)
+        assert isinstance(answer, Reserved)
+        return answer.record
+
+    def try_reserve(self, store: Store, identity: Identity = KEY, **changes: Any) -> Any:
+        """Reserve a key, whatever the answer."""
+        asked: dict[str, Any] = {
+            "task_id": TASK_ID,
+            "deadline_ms": self.lease_ms,
+            "keep_ms": self.keep_ms,
+            "fingerprint": FINGERPRINT,
+        }
+        return store.reserve(identity, **{**asked, **changes})
+
     def settle(
         self,
         store: Store,
@@ -103,6 +132,9 @@ class ContractBase:
 
     def bring_to(self, store: Store, advance: Advance, state: str, **changes: Any) -> Record:
         """Bring the key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
+        if state == "QUEUED":
+            wanted = ("task_id", "fingerprint")
+            return self.reserve(store, **{n: v for n, v in changes.items() if n in wanted})
         record = self.claim(store, **changes)
         if state == "STALE":
             advance(self.lease_ms + 1)
@@ -115,6 +147,12 @@ class ContractBase:
         found = store.get(record.identity)
         assert found is not None
         return found
+
+    def found(self, store: Store, identity: Identity = KEY) -> Record:
+        """Return the record that there is."""
+        record = store.get(identity)
+        assert record is not None
+        return record
 
     def known(self, store: Store, identities: Sequence[Identity]) -> list[Record]:
         """Return the records that these identities have."""

@@ -11,6 +11,7 @@ from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
     KEY,
+    MESSAGE,
     OTHER_FINGERPRINT,
     TASK_ID,
     VALUE,
@@ -21,7 +22,7 @@ from celery_idempotent.testing.contract.base import (
     attempt,
 )
 
-STATES = ("PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
+STATES = ("QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
 
 
 class ClaimContract(ContractBase):
@@ -44,6 +45,29 @@ class ClaimContract(ContractBase):
         record = self.claim(store, fingerprint=None, task_id="", worker="")
         assert (record.fingerprint, record.task_id, record.worker) == (None, "", "")
         assert store.get(KEY) == record
+
+    @pytest.mark.parametrize("on_stale", ["interrupt", "fail", "requeue"])
+    @pytest.mark.parametrize("message", [None, b"", MESSAGE, b"x" * 100_000])
+    def test_a_claim_keeps_what_to_do_when_it_is_stale(
+        self, store: Store, on_stale: str, message: bytes | None
+    ) -> None:
+        first = self.claim(store, on_stale=on_stale, message=message)
+        assert (first.on_stale, first.message) == (on_stale, message)
+        assert store.get(KEY) == first
+        assert self.renew(store, first)
+        swept = store.interrupt(KEY, token=first.token)
+        assert swept is not None
+        assert (swept.on_stale, swept.message) == (on_stale, message)
+
+    @pytest.mark.parametrize("message", [None, b"another"])
+    def test_a_new_claim_says_anew_what_to_do_when_it_is_stale(
+        self, store: Store, message: bytes | None
+    ) -> None:
+        first = self.claim(store, on_stale="requeue", message=MESSAGE)
+        store.interrupt(KEY, token=first.token)
+        second = self.claim(store, on_stale="fail", message=message)
+        assert (second.on_stale, second.message) == ("fail", message)
+        assert store.get(KEY) == second
 
     def test_a_token_is_at_least_the_time_in_microseconds(self, store: Store) -> None:
         record = self.claim(store)
@@ -255,7 +279,7 @@ class ClaimContract(ContractBase):
     def test_nothing_is_renewed_by_no_leases(self, store: Store) -> None:
         assert store.renew([]) == []
 
-    @pytest.mark.parametrize("state", ["INTERRUPTED", "COMPLETED", "FAILED"])
+    @pytest.mark.parametrize("state", ["QUEUED", "INTERRUPTED", "COMPLETED", "FAILED"])
     def test_only_a_processing_record_is_renewed(
         self, store: Store, advance: Advance, state: str
     ) -> None:

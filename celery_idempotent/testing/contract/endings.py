@@ -11,6 +11,7 @@ from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
     KEY,
+    MESSAGE,
     TASK_ID,
     VALUE,
     Advance,
@@ -119,6 +120,52 @@ class EndingContract(ContractBase):
         assert (found.created_ms, found.task_id) == (record.created_ms, TASK_ID)
         assert isinstance(self.try_claim(store), Settled)
 
+    @pytest.mark.parametrize("state", END_STATES)
+    def test_an_end_keeps_nothing_of_the_run(self, store: Store, state: EndState) -> None:
+        self.reserve(store)
+        record = self.claim(store, on_stale="requeue", message=MESSAGE)
+        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        assert self.settle(store, record, state)
+        found = self.found(store)
+        assert (found.on_stale, found.message, found.steps) == ("interrupt", None, ())
+        assert (found.reserved, found.delivered, found.attempts) == (False, False, 1)
+
+    @pytest.mark.parametrize("state", END_STATES)
+    @pytest.mark.parametrize("replaced", [True, False])
+    def test_a_settled_record_is_marked_as_delivered(
+        self, store: Store, state: EndState, replaced: bool
+    ) -> None:
+        record = self.claim(store)
+        assert self.settle(store, record, state, replaced=replaced)
+        before = self.found(store)
+        assert before.delivered is False
+        for _ in range(2):
+            assert store.mark_delivered(KEY, token=record.token) is True
+            assert store.get(KEY) == dataclasses.replace(before, delivered=True)
+        assert self.settle(store, record, state)
+        assert self.found(store).delivered is True
+
+    def test_a_mark_does_not_prolong_a_record(self, store: Store, advance: Advance) -> None:
+        record = self.claim(store)
+        self.settle(store, record)
+        advance(self.keep_ms / 2)
+        assert store.mark_delivered(KEY, token=record.token)
+        advance(self.keep_ms / 2 + 1)
+        assert store.get(KEY) is None
+
+    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "INTERRUPTED"])
+    def test_only_a_settled_record_with_this_token_is_marked(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        record = self.bring_to(store, advance, state)
+        assert store.mark_delivered(KEY, token=record.token) is False
+        assert store.get(KEY) == record
+        store.forget(KEY)
+        assert store.mark_delivered(KEY, token=record.token) is False
+        assert self.settle(store, self.claim(store))
+        assert store.mark_delivered(KEY, token=record.token) is False
+        assert self.found(store).delivered is False
+
     def test_a_settled_key_is_not_swept(self, store: Store, advance: Advance) -> None:
         self.settle(store, self.claim(store), keep_ms=2 * self.lease_ms)
         advance(self.lease_ms + 1)
@@ -145,11 +192,12 @@ class EndingContract(ContractBase):
         assert store.get(KEY) == second
 
     @pytest.mark.parametrize("state", ["INTERRUPTED", "COMPLETED", "FAILED"])
-    def test_only_a_processing_record_is_released_or_interrupted(
+    def test_what_nobody_holds_is_neither_released_nor_interrupted(
         self, store: Store, advance: Advance, state: str
     ) -> None:
         record = self.bring_to(store, advance, state)
         assert store.release(KEY, token=record.token) is False
+        assert store.release(KEY, token=record.token, requeue_ms=1) is False
         assert store.interrupt(KEY, token=record.token) is None
         assert store.get(KEY) == record
 
@@ -237,4 +285,8 @@ class EndingContract(ContractBase):
         assert self.settle(store, zombie, value=ANOTHER_VALUE) is False
         assert self.settle(store, zombie, State.FAILED, value=None) is False
         assert store.release(zombie.identity, token=zombie.token) is False
+        assert store.release(zombie.identity, token=zombie.token, requeue_ms=1) is False
         assert store.interrupt(zombie.identity, token=zombie.token) is None
+        assert store.mark_delivered(zombie.identity, token=zombie.token) is False
+        name, token = zombie.identity, zombie.token
+        assert store.checkpoint(name, token=token, name="pay", value=ANOTHER_VALUE) is False

@@ -17,6 +17,7 @@ from celery_idempotent.testing.contract.base import (
     all_at_once,
 )
 
+STATES = ("QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
 MANY = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(100)]
 
 
@@ -144,7 +145,7 @@ class UpkeepContract(ContractBase):
         assert store.prune(limit=10) == 0
         assert self.known(store, MANY) == []
 
-    @pytest.mark.parametrize("state", ["PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED"])
+    @pytest.mark.parametrize("state", STATES)
     def test_a_forgotten_key_is_free_whatever_its_state_was(
         self, store: Store, advance: Advance, state: str
     ) -> None:

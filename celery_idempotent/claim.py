@@ -1,0 +1,205 @@
+"""A key that a run holds: what the body of a task may know about it and do with it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+
+from celery_idempotent.errors import LeaseLost, StoreUnavailable
+from celery_idempotent.records import Lease, Record, Stored
+
+if TYPE_CHECKING:
+    from celery_idempotent.stores.base import Store
+
+__all__ = ["Claim", "StepCodec", "UnguardedClaim", "current_claim", "running"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
+
+
+def current_claim() -> Claim | None:
+    """Return the claim of the run that this code is part of, or ``None`` outside an idempotent run."""
+    claim = running.get()
+    return None if claim is None or claim.over else claim
+
+
+class StepCodec(Protocol):
+    """How the result of a step is stored."""
+
+    def dump_step(self, name: str, value: object) -> Stored:
+        """Serialize the result of a step, or raise: a step that cannot be recorded protects nothing."""
+        ...
+
+    def load_value(self, stored: Stored) -> object:
+        """Return a stored value."""
+        ...
+
+
+class Claim:
+    """The claim of the run in progress: ``self.idempotency`` in a bound task, :func:`current_claim` anywhere."""
+
+    __slots__ = (
+        "__weakref__",
+        "_codec",
+        "_lease",
+        "_record",
+        "_steps",
+        "_store",
+        "given_back",
+        "lost",
+        "over",
+        "replaced",
+        "settled",
+    )
+
+    def __init__(self, store: Store, record: Record, lease: Lease, codec: StepCodec) -> None:
+        self._store = store
+        self._record = record
+        self._lease = lease
+        self._codec = codec
+        self._steps = dict(record.steps)
+        #: The heartbeat, or the body, found the claim gone.
+        self.lost = False
+        #: The key was released before the run ended: its retry is on its way, and its result is not to be recorded.
+        self.given_back = False
+        #: The run hands its task id over to another task (``self.replace``).
+        self.replaced = False
+        #: The run is over: this claim is nobody's current one, and not to be renewed.
+        self.over = False
+        #: The end of the run is written.
+        self.settled = False
+
+    def __repr__(self) -> str:
+        return f"<Claim of {self._record.identity}, token {self.token}>"
+
+    @property
+    def record(self) -> Record:
+        """The record as it was when the key was claimed."""
+        return self._record
+
+    @property
+    def lease(self) -> Lease:
+        """What it takes to renew this claim."""
+        return self._lease
+
+    @property
+    def store(self) -> Store:
+        """The store that keeps the record."""
+        return self._store
+
+    @property
+    def key(self) -> str:
+        """The canonical key, the same for every run of the operation."""
+        return self._record.identity.key
+
+    @property
+    def scope(self) -> str:
+        """The canonical scope, empty without one."""
+        return self._record.identity.scope
+
+    @property
+    def token(self) -> int:
+        """The fencing token: it grows with every claim of this key, so that a resource can refuse an older one."""
+        return self._record.token
+
+    @property
+    def crashes(self) -> int:
+        """How many earlier runs of this key a crash took."""
+        return self._record.crashes
+
+    def renew(self) -> None:
+        """Let the lease start anew, now.
+
+        Raises:
+            LeaseLost: if the claim is gone.
+            StoreUnavailable: if the store did not answer.
+        """
+        if self.lost or not self._store.renew([self._lease])[0]:
+            raise self._gone()
+
+    def ensure(self) -> None:
+        """Make sure, by asking the store, that the claim is still ours: call it before an irreversible step.
+
+        Raises:
+            LeaseLost: if the claim is gone.
+            StoreUnavailable: if the store did not answer.
+        """
+        self.renew()
+
+    def derived_key(self, name: str) -> str:
+        """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
+        identity = self._record.identity
+        parts = (identity.namespace, identity.scope, identity.key, name)
+        framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
+        return str(uuid.UUID(bytes=hashlib.sha256(framed).digest()[:16]))
+
+    def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one part of the operation once: ``charge = self.idempotency.step("charge", provider.charge, amount)``.
+
+        Its result is written to the record before this returns. A later run of the same key (a retry, another attempt
+        after a failure or a crash) gets that result back, and ``function`` is not called again. Should the process die
+        between the two, it is called again: hand :meth:`derived_key` to the outside system, so that *it* can tell.
+
+        The result comes back as the serializer makes it (a tuple as a list), the first time, too. Steps of one task
+        have different names.
+
+        Raises:
+            LeaseLost: if the claim is gone; what ``function`` did was not recorded.
+            StoreUnavailable: if the store could not be reached for a lease.
+            IdempotencyError: if the result cannot be serialized, or is too large.
+        """
+        known = self._steps.get(name)
+        if known is None:
+            if self.lost:
+                raise self._gone()
+            known = self._codec.dump_step(name, function(*args, **kwargs))
+            self._checkpoint(name, known)
+            self._steps[name] = known
+        return self._codec.load_value(known)  # type: ignore[return-value]  # what the serializer makes of a T
+
+    def _checkpoint(self, name: str, value: Stored) -> None:
+        """Write the step's result, for up to a lease: it has happened, and shall not happen again."""
+        give_up = time.monotonic() + self._lease.lease_ms / 1000
+        delay = 0.05
+        while True:
+            try:
+                written = self._store.checkpoint(
+                    self._record.identity, token=self.token, name=name, value=value
+                )
+            except StoreUnavailable:
+                if time.monotonic() + delay > give_up:
+                    raise
+                time.sleep(delay)
+                delay = min(delay * 2, 5.0)
+                continue
+            if written:
+                return
+            raise self._gone()
+
+    def _gone(self) -> LeaseLost:
+        self.lost = True
+        return LeaseLost(
+            f"The claim of {self._record.identity} (token {self.token}) is gone: its lease ran out and the key "
+            "was claimed "
+            "or swept, or an operator forgot it. Stop before the next irreversible step."
+        )
+
+
+class UnguardedClaim(Claim):
+    """A claim that holds nothing, where a task runs without protection: nothing to renew, and steps just run."""
+
+    __slots__ = ()
+
+    def renew(self) -> None:
+        """Do nothing: there is no lease."""
+
+    def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function``, and return its result as a recorded one would come back."""
+        value = self._codec.dump_step(name, function(*args, **kwargs))
+        return self._codec.load_value(value)  # type: ignore[return-value]  # as in a guarded step

@@ -1,0 +1,82 @@
+-- Take the key for a message that is about to be published. Put after live.lua.
+--
+-- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket)
+-- ARGV     1 who reserves, 8 bytes · 2 until the deadline, ms · 3 life of the record, ms
+--          4 fingerprint, 16 bytes or '' · 5 task id, packed
+-- returns  {'reserved', record}
+--          {'held', record, ms until its lease or its deadline}
+--          {'settled', record, ms since it was settled}
+--          {'mismatched', record}
+--          {'unreadable'}: written by a newer version
+local fingerprint, owner = ARGV[4], ARGV[5] .. '\0\0'
+local time = redis.call('TIME')
+local micros = time[1] * 1000000 + time[2]
+local now = math.floor(micros / 1000)
+local deadline = now + ARGV[2]
+local token, created, crashes, attempts, extra, flags = micros, now, 0, 0, '', 16
+
+local old = redis.call('GET', KEYS[1])
+if old then
+  local state = old:sub(1, 1)
+  local settled = state == 'C' or state == 'F'
+  if not settled and (not state:find('[PIQ]') or foreign(old)) or settled and old:byte(2) > 31 then
+    return {'unreadable'}
+  end
+  local at = settled and 24 or 38
+  if old:byte(2) % 2 == 1 then
+    local known = old:sub(at, at + 15)
+    if fingerprint == '' then
+      fingerprint = known
+    elseif fingerprint ~= known then
+      return {'mismatched', old}
+    end
+    at = at + 16
+  end
+  if settled then
+    return {'settled', old, now - struct.unpack('>I6', old, 16)}
+  end
+  if state == 'P' then
+    return {'held', old, math.max(struct.unpack('>I6', old, 24) - now, 0)}
+  end
+
+  flags = bit.bor(old:byte(2), 16)
+  if state == 'Q' then
+    if old:sub(30, 37) == ARGV[1] or old:sub(at, at + #ARGV[5] - 1) == ARGV[5] then
+      -- The answer to this very reservation was lost, or the first sender publishes again.
+      local again = 'Q' .. string.char(flags) .. old:sub(3, 23) .. struct.pack('>I6', deadline)
+        .. ARGV[1] .. old:sub(38)
+      redis.call('SET', KEYS[1], again, 'PX', ARGV[3])
+      redis.call('ZADD', KEYS[2], deadline, KEYS[1])
+      return {'reserved', again}
+    end
+    local left = struct.unpack('>I6', old, 24) - now
+    if left > 0 then return {'held', old, left} end
+    -- Its sender died before it published: the message goes out under the same task id.
+    owner, extra = '', old:sub(at)
+  else
+    -- Its message was under another task id: there will be a new one.
+    flags = bit.band(flags, 17)
+    at = extension(old)
+    if old:sub(at, at) == 'M' then at = past(old, at) end
+    extra = old:sub(at)
+  end
+  crashes, attempts = old:byte(22, 23)
+  created = struct.unpack('>I6', old, 10)
+  token = math.max(token, struct.unpack('>I7', old, 3) + 1)
+end
+
+local highest = redis.call('GET', KEYS[4])
+if highest then
+  token = math.max(token, struct.unpack('>I7', highest) + 1)
+end
+if fingerprint ~= '' then flags = bit.bor(flags, 1) end
+local new = struct.pack('>c1BI7I6I6BBI6',
+  'Q', flags, token, created, now, crashes, attempts, deadline)
+  .. ARGV[1] .. fingerprint .. owner .. extra
+-- A SET comes first: a server without memory left judges a script by its first write, and shall
+-- take no new work.
+redis.call('SET', KEYS[4], new:sub(3, 9))
+redis.call('SET', KEYS[1], new, 'PX', ARGV[3])
+redis.call('ZADD', KEYS[2], deadline, KEYS[1])
+if not old then redis.call('ZREM', KEYS[3], KEYS[1]) end
+return {'reserved', new}

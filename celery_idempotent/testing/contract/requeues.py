@@ -1,0 +1,230 @@
+"""The contract of `requeue`, and of sweeps that requeue: whose message is lost is sent again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from celery_idempotent.records import Held, Record, State
+from celery_idempotent.stores.base import Store
+from celery_idempotent.testing.contract.base import (
+    KEY,
+    MESSAGE,
+    VALUE,
+    Advance,
+    ContractBase,
+    all_at_once,
+)
+
+MANY = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(50)]
+
+
+class RequeueContract(ContractBase):
+    """Requeueing, by a sweep and by an operator."""
+
+    def test_a_sweep_requeues_a_stale_record_with_its_message(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.requeueable(store, advance)
+        report = store.sweep(limit=10, requeue_ms=self.lease_ms)
+        (swept,) = report.requeued
+        assert (report.interrupted, report.more) == ((), False)
+        assert swept.updated_ms > record.updated_ms
+        assert swept == dataclasses.replace(
+            record,
+            state=State.QUEUED,
+            crashes=1,
+            updated_ms=swept.updated_ms,
+            deadline_ms=swept.updated_ms + self.lease_ms,
+        )
+        assert swept.message == MESSAGE
+        assert store.get(KEY) == swept
+        assert store.sweep(limit=10, requeue_ms=self.lease_ms).requeued == ()
+
+    @pytest.mark.parametrize(
+        ("on_stale", "message"), [("requeue", None), ("fail", MESSAGE), ("interrupt", MESSAGE)]
+    )
+    def test_a_sweep_interrupts_what_it_cannot_or_shall_not_requeue(
+        self, store: Store, advance: Advance, on_stale: str, message: bytes | None
+    ) -> None:
+        record = self.requeueable(store, advance, on_stale=on_stale, message=message)
+        report = store.sweep(limit=10)
+        (swept,) = report.interrupted
+        assert report.requeued == ()
+        assert (swept.state, swept.crashes) == (State.INTERRUPTED, 1)
+        assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
+
+    def test_what_was_requeued_is_claimed_with_its_crash(
+        self, store: Store, advance: Advance
+    ) -> None:
+        zombie = self.requeueable(store, advance)
+        store.sweep(limit=10)
+        assert not self.renew(store, zombie)
+        record = self.claim(store)
+        assert record.token > zombie.token
+        assert (record.crashes, record.attempts) == (1, 2)
+        assert self.settle(store, zombie) is False
+
+    def test_a_late_result_is_accepted_before_the_next_claim(
+        self, store: Store, advance: Advance
+    ) -> None:
+        zombie = self.requeueable(store, advance)
+        store.sweep(limit=10, requeue_ms=self.lease_ms)
+        assert self.settle(store, zombie)
+        found = self.found(store)
+        assert (found.state, found.crashes) == (State.COMPLETED, 1)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).requeued == ()
+
+    def test_a_message_that_nobody_sent_is_requeued_for_twice_as_long(
+        self, store: Store, advance: Advance
+    ) -> None:
+        self.requeueable(store, advance)
+        waited = self.lease_ms // 4
+        (record,) = store.sweep(limit=10, requeue_ms=waited).requeued
+        for _ in range(4):
+            assert store.sweep(limit=10, requeue_ms=waited).requeued == ()
+            assert record.deadline_ms is not None
+            advance(record.deadline_ms - self.time(store, record) + 1)
+            (again,) = store.sweep(limit=10, requeue_ms=self.lease_ms // 4).requeued
+            waited *= 2
+            assert again.deadline_ms is not None
+            # No crash: it was never claimed.
+            assert again == dataclasses.replace(record, deadline_ms=again.deadline_ms)
+            assert again.deadline_ms - record.deadline_ms >= waited
+            record = again
+
+    def test_the_times_doubled_are_counted_over_claims(
+        self, store: Store, advance: Advance
+    ) -> None:
+        for doubled in range(3):
+            self.requeueable(store, advance)
+            (record,) = store.sweep(limit=10, requeue_ms=1000).requeued
+            assert record.deadline_ms == record.updated_ms + 1000 * 2**doubled
+            assert record.crashes == doubled + 1
+
+    def test_a_requeued_record_lives_as_much_longer(self, store: Store, advance: Advance) -> None:
+        self.requeueable(store, advance)
+        store.sweep(limit=10, requeue_ms=10 * self.keep_ms)
+        advance(10 * self.keep_ms + self.keep_ms / 2)
+        assert store.get(KEY) is not None
+        advance(self.keep_ms / 2 + 1)
+        assert store.get(KEY) is None
+
+    def test_a_reservation_without_a_message_is_left_to_the_next_one(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.reserve(store)
+        advance(self.lease_ms + 1)
+        for _ in range(2):
+            report = store.sweep(limit=10)
+            assert (report.interrupted, report.requeued, report.more) == ((), (), False)
+        assert store.get(KEY) == record
+        again = self.reserve(store, task_id="another")
+        assert again.task_id == record.task_id
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).requeued == ()
+        assert self.claim(store).attempts == 1
+
+    def test_a_retry_whose_sender_died_is_requeued(self, store: Store, advance: Advance) -> None:
+        self.reserve(store)
+        record = self.claim(store, message=MESSAGE)
+        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        store.release(KEY, token=record.token, requeue_ms=self.lease_ms)
+        assert store.sweep(limit=10).requeued == ()
+        advance(self.lease_ms + 1)
+        (swept,) = store.sweep(limit=10).requeued
+        assert (swept.message, swept.crashes, swept.task_id) == (MESSAGE, 0, record.task_id)
+        assert swept.steps == (("pay", VALUE),)
+        assert self.claim(store).steps == swept.steps
+
+    def test_what_was_requeued_is_held_for_other_publishers_until_its_deadline(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.requeueable(store, advance)
+        store.sweep(limit=10, requeue_ms=self.lease_ms)
+        assert isinstance(self.try_reserve(store, task_id="another"), Held)
+        advance(self.lease_ms + 1)
+        again = self.reserve(store, task_id="another")
+        assert (again.task_id, again.message) == (record.task_id, MESSAGE)
+        assert (again.crashes, again.reserved, again.on_stale) == (1, True, "requeue")
+
+    def test_sweeps_at_once_requeue_each_record_once(self, store: Store, advance: Advance) -> None:
+        for name in MANY:
+            self.claim(store, name, on_stale="requeue", message=MESSAGE)
+        for crashes in (1, 1):
+            advance(self.lease_ms + 1)
+            reports = all_at_once(8, lambda _: store.sweep(limit=1000, requeue_ms=self.lease_ms))
+            swept = Counter(record.identity for report in reports for record in report.requeued)
+            assert swept == Counter(MANY)
+            assert {record.crashes for record in self.known(store, MANY)} == {crashes}
+            advance(self.lease_ms)
+
+    def test_a_limited_sweep_says_that_there_is_more_to_requeue(
+        self, store: Store, advance: Advance
+    ) -> None:
+        for name in MANY:
+            self.claim(store, name, on_stale="requeue", message=MESSAGE)
+        advance(self.lease_ms + 1)
+        swept: Counter[object] = Counter()
+        for _ in range(10 * len(MANY)):
+            report = store.sweep(limit=10, requeue_ms=self.lease_ms)
+            assert len(report.requeued) <= 10
+            swept.update(record.identity for record in report.requeued)
+            if not report.more:
+                break
+        assert swept == Counter(MANY)
+
+    @pytest.mark.parametrize("on_stale", ["interrupt", "fail", "requeue"])
+    @pytest.mark.parametrize("stale", [True, False])
+    def test_an_operator_requeues_an_unfinished_record(
+        self, store: Store, advance: Advance, stale: bool, on_stale: str
+    ) -> None:
+        record = self.requeueable(store, advance, on_stale=on_stale)
+        if not stale:
+            store.interrupt(KEY, token=record.token)
+        queued = store.requeue(KEY, deadline_ms=2 * self.lease_ms)
+        assert queued is not None
+        assert queued == dataclasses.replace(
+            record,
+            state=State.QUEUED,
+            crashes=1,
+            updated_ms=queued.updated_ms,
+            deadline_ms=queued.updated_ms + 2 * self.lease_ms,
+        )
+        assert store.get(KEY) == queued
+        assert store.requeue(KEY, deadline_ms=1000) is None
+        assert store.sweep(limit=10).requeued == ()
+        advance(2 * self.lease_ms + 1)
+        assert len(store.sweep(limit=10).requeued) == 1
+
+    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "COMPLETED", "FAILED"])
+    def test_nothing_else_is_requeued(self, store: Store, advance: Advance, state: str) -> None:
+        record = self.bring_to(store, advance, state, message=MESSAGE)
+        assert store.requeue(KEY, deadline_ms=1000) is None
+        assert store.get(KEY) == record
+
+    @pytest.mark.parametrize("state", ["STALE", "INTERRUPTED"])
+    def test_nothing_without_a_message_is_requeued(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        record = self.bring_to(store, advance, state)
+        assert store.requeue(KEY, deadline_ms=1000) is None
+        assert store.get(KEY) == record
+        store.forget(KEY)
+        assert store.requeue(KEY, deadline_ms=1000) is None
+
+    def requeueable(self, store: Store, advance: Advance, **changes: Any) -> Record:
+        """Claim the key with a message and let the lease run out; return the record."""
+        record = self.claim(store, **{"on_stale": "requeue", "message": MESSAGE, **changes})
+        advance(self.lease_ms + 1)
+        return record
+
+    def time(self, store: Store, record: Record) -> int:
+        """Return the store's time, by a claim of some other key."""
+        other = dataclasses.replace(record.identity, key="what time is it?")
+        store.forget(other)
+        return self.claim(store, other).updated_ms

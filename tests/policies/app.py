@@ -1,0 +1,412 @@
+"""The app of the policy tests: one task for each option, and hooks that count and break things from outside.
+
+A worker finds its settings as JSON in the environment; a test makes its own app of the same settings with
+:func:`make_app`. In a worker's main process every message that arrives is written down, to be delivered again as it is;
+in its children every effect goes to the ledger, and a process kills itself at the point that a file names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from celery import Celery, Task, current_task
+from celery.signals import (
+    task_postrun,
+    task_prerun,
+    task_received,
+    task_revoked,
+    task_success,
+    worker_ready,
+)
+
+from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, signals
+from tests.support.ledger import LEDGER_VARIABLE, Ledger
+
+__all__ = ["SETTINGS_VARIABLE", "crash_file", "environment", "make_app", "receipts"]
+
+#: The settings of a worker, and their prefix, as JSON: see :func:`environment`.
+SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
+
+#: How long a gate may stay closed before a run gives up: longer than any test waits.
+_GATE_SECONDS = 60
+
+_OUTCOMES = (
+    "claimed",
+    "conflicted",
+    "interrupted",
+    "lease_lost",
+    "mismatched",
+    "replayed",
+    "requeued",
+    "reserved",
+    "settle_failed",
+    "store_failed",
+)
+
+
+class Refused(Exception):
+    """The bank will never accept this card."""
+
+
+def environment(settings: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
+    """Return what makes a worker of this module use these settings, with a prefix as a Django project gives them."""
+    return {SETTINGS_VARIABLE: json.dumps({"settings": settings, "prefix": prefix})}
+
+
+def make_app(settings: Mapping[str, Any], *, prefix: str = "") -> Celery:
+    """Return an app with every task of the tests."""
+    app = Celery("policy_tests", set_as_current=False)
+    settings = {
+        name: timedelta(**value) if isinstance(value, dict) and name.startswith("idemp") else value
+        for name, value in settings.items()
+    }
+    if prefix:
+        named = {f"{prefix}_{name}".upper(): value for name, value in settings.items()}
+        app.config_from_object(SimpleNamespace(**named), namespace=prefix)
+    else:
+        app.conf.update(settings)
+    _define(app)
+    return app
+
+
+def _define(app: Celery) -> None:
+    idempotent = partial(app.task, base=IdempotentTask, bind=True, shared=False)
+    keyed = partial(idempotent, idempotency_key="key")
+    plain = partial(app.task, base=Task, bind=True, shared=False)
+
+    keyed(name="work")(work)
+    for suffix, early in {"": {}, "_early": {"acks_late": False}}.items():
+        waiting: dict[str, Any] = {"idempotency_on_conflict": "wait", **early}
+        keyed(name=f"waiting{suffix}", idempotency_wait=30, **waiting)(work)
+        keyed(name=f"impatient{suffix}", idempotency_wait=timedelta(seconds=0.5), **waiting)(work)
+        keyed(name=f"ignoring{suffix}", idempotency_on_conflict="ignore", **early)(work)
+
+    once: dict[str, Any] = {"idempotency_publish_once": True}
+    keyed(name="once", **once)(work)
+    keyed(name="once_retrying", max_retries=3, **once)(retrying)
+    keyed(name="once_failing", **once)(failing)
+
+    stale: dict[str, Any] = {"idempotency_lease": 1}
+    keyed(name="timing_out", idempotency_on_stale="fail", **stale)(work)
+    requeue: dict[str, Any] = {"idempotency_on_stale": "requeue", **stale}
+    keyed(name="requeued", acks_late=False, **requeue)(work)
+    keyed(name="expiring", acks_late=False, **requeue)(work)
+
+    keyed(name="open", idempotency_on_store_error="open")(work)
+    keyed(name="observed", idempotency_mode="observe")(work)
+    idempotent(
+        name="observed_failing", idempotency_key="label", idempotency_mode="observe", **_permanent
+    )(refuse)
+    keyed(name="off", idempotency_mode="off")(work)
+    keyed(name="compressed", idempotency_compression="gzip")(large)
+    idempotent(name="everything", idempotency_key=ALL_ARGUMENTS)(echo)
+    idempotent(name="fingerprinted", idempotency_key="key")(echo_key)
+
+    saying = partial(app.task, base=Saying, bind=True, shared=False)
+    saying(name="say")(say)
+    saying(name="pay_once", idempotency_key="order")(pay_once)
+    saying(name="refuse", **_permanent)(refuse)
+    saying(name="item")(item)
+    saying(name="pair")(pair)
+    app.task(name="mourn", base=Saying, shared=False)(mourn)
+    plain(name="plain_say")(say)
+    plain(name="echo")(same)
+    app.task(name="fence", base=Task, shared=False)(fence)
+
+    keyed(name="purchase")(purchase)
+    keyed(name="purchase_observed", idempotency_mode="observe")(purchase)
+    keyed(name="purchase_off", idempotency_mode="off")(purchase)
+    keyed(name="purchase_retrying", max_retries=2)(purchase_retrying)
+    keyed(name="purchase_failing")(purchase_failing)
+
+
+_permanent: dict[str, Any] = {"idempotency_permanent_errors": (Refused,)}
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def work(self: Any, key: str, gate: str = "", seconds: float = 0.0) -> dict[str, Any]:
+    """Take ``seconds``, and until the file ``gate`` exists; no two runs return the same."""
+    _note("start", key)
+    time.sleep(seconds)
+    _wait_at(gate)
+    _note("end", key)
+    return {"run": uuid.uuid4().hex}
+
+
+def retrying(self: Any, key: str) -> dict[str, Any]:
+    """Ask for a retry."""
+    _note("start", key)
+    if self.request.retries < 1:
+        raise self.retry(countdown=0.1)
+    _note("end", key)
+    return {"run": uuid.uuid4().hex}
+
+
+def failing(self: Any, key: str) -> dict[str, Any]:
+    """Fail the first time."""
+    _note("start", key)
+    if Ledger.from_env().count("start", key) == 1:
+        raise RuntimeError("not today")
+    _note("end", key)
+    return {"run": uuid.uuid4().hex}
+
+
+def large(self: Any, key: str) -> dict[str, Any]:
+    """Return a lot that compresses well."""
+    _note("start", key)
+    return {"run": uuid.uuid4().hex, "much": "idempotent " * 5_000}
+
+
+def echo(self: Any, label: str, *values: Any, **named: Any) -> dict[str, Any]:
+    """Say what arrived."""
+    _note("start", label)
+    return {"values": list(values), "named": named, "run": uuid.uuid4().hex}
+
+
+def echo_key(self: Any, key: str, *values: Any, **named: Any) -> dict[str, Any]:
+    """Say what arrived."""
+    _note("start", key)
+    return {"values": list(values), "named": named, "run": uuid.uuid4().hex}
+
+
+def fence() -> None:
+    """Do nothing: whatever was sent before this has arrived."""
+
+
+# -- canvas ----------------------------------------------------------------------------------------------------------
+
+
+class Saying(IdempotentTask):
+    """A task whose process may die between the sending of its callbacks and the note that they were sent."""
+
+    abstract = True
+
+    def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+        crash("sent")
+
+    def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        crash("sent")
+
+
+#: What this process is working on: the label of the last ``say``.
+_label = ""
+
+
+def say(self: Any, *given: Any) -> str:
+    """Append the letter of the label to what was said before; the last argument is the label, ``key/letter``."""
+    *before, label = given
+    _begin(label)
+    said = "".join("".join(each) if isinstance(each, list) else str(each) for each in before)
+    return said + str(label).rsplit("/", 1)[1]
+
+
+def same(self: Any, value: Any) -> Any:
+    """Return what was given."""
+    return value
+
+
+def item(self: Any, label: str) -> str:
+    """Do one item of a map."""
+    _begin(label)
+    return label.rsplit("/", 1)[1]
+
+
+def pair(self: Any, label: str, letter: str) -> str:
+    """Do one item of a starmap or of a chunk."""
+    _begin(f"{label}/{letter}")
+    return letter
+
+
+def pay_once(self: Any, order: str) -> str:
+    """Pay an order; no two runs say the same."""
+    _begin(order)
+    return uuid.uuid4().hex
+
+
+def refuse(self: Any, label: str) -> None:
+    """Fail for good."""
+    _begin(label)
+    raise Refused(f"the card of {label} expired", 4)
+
+
+def mourn(failed: str, *, label: str) -> None:
+    """Note that a task failed."""
+    _begin(label)
+
+
+def _begin(label: str) -> None:
+    global _label
+    _label = label
+    _note("effect", label)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+def purchase(self: Any, key: str) -> list[Any]:
+    """Charge with one provider and ship with another."""
+    return _purchase(self, key)
+
+
+def purchase_retrying(self: Any, key: str) -> list[Any]:
+    """As ``purchase``, with a retry between the two."""
+
+    def between() -> None:
+        if self.request.retries == 0:
+            raise self.retry(countdown=0.1)
+
+    return _purchase(self, key, between)
+
+
+def purchase_failing(self: Any, key: str) -> list[Any]:
+    """As ``purchase``, failing between the two the first time."""
+
+    def between() -> None:
+        if Ledger.from_env().count("between", key) == 1:
+            raise RuntimeError("not today")
+
+    return _purchase(self, key, between)
+
+
+def _purchase(self: Any, key: str, between: Callable[[], None] = lambda: None) -> list[Any]:
+    global _label
+    _label = key
+    claim = self.idempotency
+
+    def provider(name: str, amount: int) -> dict[str, Any]:
+        crash(f"before {name}")
+        _note(name, f"{key}:{claim.derived_key(name)}")
+        crash(f"after {name}")
+        return {"amount": amount, "receipt": uuid.uuid4().hex, "parts": (1, 2)}
+
+    crash("at the start")
+    charged = claim.step("charge", provider, "charge", 10)
+    _note("charged", f"{key}:{json.dumps(charged)}")
+    _note("between", key)
+    crash("between")
+    between()
+    shipped = claim.step("ship", provider, "ship", amount=1)
+    _note("shipped", f"{key}:{json.dumps(shipped)}")
+    crash("at the end")
+    return [charged, shipped]
+
+
+# -- counting and breaking -------------------------------------------------------------------------------------------
+
+
+def _note(phase: str, key: str) -> None:
+    task_id = getattr(getattr(current_task, "request", None), "id", "") or ""
+    Ledger.from_env().append(phase, key, task_id)
+
+
+def _wait_at(gate: str) -> None:
+    until = time.monotonic() + _GATE_SECONDS
+    while gate and not Path(gate).exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{gate} stayed closed")
+        time.sleep(0.02)
+
+
+def crash_file(ledger: Ledger, point: str, label: str) -> Path:
+    """Return the file that lets one process die at ``point`` of the work on ``label``."""
+    return ledger.path.parent / f"crash {point} {label.replace('/', '.')}"
+
+
+def crash(point: str) -> None:
+    """Take this process down, if a file says so, and only once."""
+    with contextlib.suppress(FileNotFoundError):
+        crash_file(Ledger.from_env(), point, _label).unlink()
+        _note("crash", f"{point} {_label}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _receipts_of(ledger: Ledger) -> Path:
+    return ledger.path.with_suffix(".receipts")
+
+
+def receipts(ledger: Ledger) -> Iterator[dict[str, Any]]:
+    """Yield each message that arrived at a worker, in order, as it was: a line each."""
+    path = _receipts_of(ledger)
+    if path.exists():
+        yield from map(json.loads, path.read_bytes().splitlines())
+
+
+def _receive(request: Any = None, **_: Any) -> None:
+    """Write down a message as it came from the broker."""
+    message = request._message
+    body = message.body
+    receipt = {
+        "name": request._type,
+        "id": request.id,
+        "headers": {k: v for k, v in message.headers.items() if k != "redelivered"},
+        "body": body if isinstance(body, str) else bytes(body).decode(),
+        "content_type": message.content_type,
+        "content_encoding": message.content_encoding,
+        "correlation_id": message.properties.get("correlation_id"),
+        "reply_to": message.properties.get("reply_to"),
+    }
+    path = _receipts_of(Ledger.from_env())
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(fd, json.dumps(receipt, default=str).encode() + b"\n")
+    finally:
+        os.close(fd)
+
+
+def _announce(outcome: str, *, sender: Any, event: signals.Event, **_: Any) -> None:
+    key = "" if event.identity is None else event.identity.key
+    name = getattr(sender, "name", repr(sender))
+    Ledger.from_env().append(
+        f"observed {outcome}" if event.observed else outcome, key, event.task_id
+    )
+    if name != event.task and outcome != "requeued":
+        Ledger.from_env().append("wrong sender", f"{outcome}: {name}", event.task_id)
+
+
+def _hurry(sender: Any, **_: Any) -> None:
+    """Let the main process look after its children all the time, as it else does every five seconds."""
+    pool: Any = getattr(sender.pool, "_pool", None)
+    if pool is not None and hasattr(pool, "maintain_pool"):
+        sender.hub.call_repeatedly(0.1, pool.maintain_pool)
+
+
+def _watch() -> None:
+    """Count and break in this process, and in those that it forks."""
+    worker_ready.connect(_hurry, weak=False)
+    task_received.connect(_receive, weak=False)
+    task_prerun.connect(
+        lambda task_id, **_: Ledger.from_env().append("prerun", "", task_id), weak=False
+    )
+    task_postrun.connect(
+        lambda task_id, state, **_: Ledger.from_env().append("postrun", state, task_id), weak=False
+    )
+    task_revoked.connect(
+        lambda request, **_: Ledger.from_env().append("revoked", "", request.id), weak=False
+    )
+    # Connected after the library's own receivers, which have marked the record by then.
+    task_success.connect(lambda **_: crash("delivered"), weak=False)
+    for outcome in _OUTCOMES:
+        getattr(signals, outcome).connect(partial(_announce, outcome), weak=False)
+    signals.settled.connect(lambda **_: crash("settled"), weak=False)
+
+
+app: Celery | None = None
+
+if SETTINGS_VARIABLE in os.environ:
+    _wanted = json.loads(os.environ[SETTINGS_VARIABLE])
+    app = make_app(_wanted["settings"], prefix=_wanted["prefix"])
+    if LEDGER_VARIABLE in os.environ:
+        _watch()

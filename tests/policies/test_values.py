@@ -1,0 +1,76 @@
+"""What a broker does to arguments and a record to results: keys and fingerprints stay equal, values come back."""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from tests.policies.conftest import PATIENCE
+
+
+class Colour(str, enum.Enum):
+    RED = "red"
+
+
+class Size(enum.IntEnum):
+    SMALL = 1
+
+
+#: Arguments as a program has them; JSON makes something else of most of these.
+VALUES: dict[str, Any] = {
+    "tuple": (1, (2, 3)),
+    "datetime": datetime(2024, 2, 29, 12, 30, 15, 123456, tzinfo=timezone.utc),
+    "naive datetime": datetime(2024, 2, 29, 12, 30),  # noqa: DTZ001  as programs have them
+    "other zone": datetime(2024, 2, 29, 12, tzinfo=timezone(timedelta(hours=5, minutes=30))),
+    "date": date(2024, 2, 29),
+    "decimal": Decimal("1.10"),
+    "uuid": uuid.UUID(int=2**80 + 7),
+    "str enum": Colour.RED,
+    "int enum": Size.SMALL,
+    "bytes": b"\x00\xff",
+    "nested": {"at": (Decimal("0.1"), [date(2020, 1, 1)]), "n": None, "yes": True, "f": 1.0},
+    "int keys": {1: "a", 2: "b"},
+    "big": 2**80,
+    "text": "ünï\u0000 \U0001f600",
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+class TestArguments:
+    def test_they_are_one_key_before_and_after_the_broker(self, on_redis, key, value):
+        """The second message has no stamp: the worker computes the key from what JSON made of the arguments."""
+        options: dict[str, Any] = {"args": (key, value), "kwargs": {"more": value}}
+        first = on_redis.app.tasks["everything"].apply_async(**options)
+        by_name = on_redis.app.send_task("everything", **options)
+        assert by_name.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
+        again = on_redis.app.tasks["everything"].apply_async(**options)
+        assert again.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
+        assert on_redis.ledger.count("start", key) == 1
+
+    def test_they_are_one_fingerprint_before_and_after_the_broker(self, on_redis, key, value):
+        options: dict[str, Any] = {"args": (key, value), "kwargs": {"more": value}}
+        by_name = on_redis.app.send_task("fingerprinted", **options)
+        first = by_name.get(timeout=PATIENCE)
+        again = on_redis.app.tasks["fingerprinted"].apply_async(**options)
+        assert again.get(timeout=PATIENCE) == first
+        on_redis.deliver(on_redis.receipt(by_name.id))
+        on_redis.idle(key)
+        assert on_redis.ledger.count("start", key) == 1
+        assert on_redis.ledger.count("mismatched", task_id=by_name.id) == 0
+
+
+class TestCompression:
+    def test_a_compressed_result_comes_back_as_it_was(self, shared, key):
+        first = shared.publish("compressed", key).get(timeout=PATIENCE)
+        assert shared.publish("compressed", key).get(timeout=PATIENCE) == first
+        assert shared.ledger.count("start", key) == 1
+        record = shared.record("compressed", key)
+        assert record is not None
+        assert record.value is not None
+        assert record.value.compression == "application/x-gzip"
+        assert len(record.value.body) < len(first["much"]) / 20

@@ -1,0 +1,143 @@
+"""A pytest plugin for the runs of Celery's suites: puts every task on our class, and writes down how each test ended.
+
+What it does beyond ``Celery.task_cls = ...``, all of it announced in the documentation:
+
+- ``idempotency_store`` gets a default, because the apps of these tests have no Redis. It is put where Celery keeps its
+  own defaults, so no test finds a setting that it did not make. In the unit tests each app then has a memory store of
+  its own, and the fixture ``celery_app`` makes an app for each test; in the integration tests it is one Redis database
+  for all of them. No record is ever forgotten or flushed between tests.
+- One task runs before the first test. It starts the heartbeat's thread, which lives as long as its process;
+  ``threads_not_lingering`` of Celery's conftest compares the threads after each test with those at the start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import celery
+import celery.app.defaults
+import pytest
+import redis
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: Which class the tasks get: one of ``CLASSES``.
+CLASS_VARIABLE = "UPSTREAM_TASK_CLASS"
+#: The value of ``idempotency_store``.
+STORE_VARIABLE = "UPSTREAM_STORE"
+#: The file that gets one line of JSON for each report.
+REPORT_VARIABLE = "UPSTREAM_REPORT"
+
+#: ``early``: ours, with the two defaults undone that it has different from Celery (acks_late, reject_on_worker_lost).
+CLASSES = ("celery", "idempotent", "early")
+
+_counts: Counter[str] = Counter()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    chosen = os.environ[CLASS_VARIABLE]
+    if chosen not in CLASSES:
+        raise pytest.UsageError(f"{CLASS_VARIABLE} is one of {', '.join(CLASSES)}")
+    config.pluginmanager.register(Reporter(os.environ[REPORT_VARIABLE]))
+    if chosen == "celery":
+        return
+    celery.Celery.task_cls = (
+        "celery_idempotent:IdempotentTask"
+        if chosen == "idempotent"
+        else "tests.upstream.early:EarlyTask"
+    )
+    defaults: dict[str, Any] = celery.app.defaults.DEFAULTS
+    defaults["idempotency_store"] = os.environ[STORE_VARIABLE]
+    _warm_up()
+    _count()
+
+
+def _warm_up() -> None:
+    from celery_idempotent.task import IdempotentTask
+
+    app = celery.Celery("warm-up", set_as_current=False)
+    app.conf.idempotency_store = "memory://"
+
+    @app.task(shared=False)
+    def warm_up() -> int:
+        return 1
+
+    assert warm_up.apply().get() == 1
+    assert isinstance(warm_up, IdempotentTask)
+
+
+def _count() -> None:
+    """Count what our class does, as proof that it is there. In forked workers nobody counts."""
+    from celery_idempotent import signals
+
+    def count(name: str) -> None:
+        def receive(**_: Any) -> None:
+            _counts[name] += 1
+
+        getattr(signals, name).connect(receive, weak=False)
+
+    for name in ("claimed", "settled", "released", "replayed", "conflicted"):
+        count(name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let no test run for five times five minutes before it fails, as the marks of the integration tests have it."""
+    for item in items:
+        if any(item.iter_markers("flaky")):
+            item.own_markers[:] = [
+                m for m in item.own_markers if m.name not in ("flaky", "timeout")
+            ]
+            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=1))
+
+
+class Reporter:
+    """Writes each report as it comes, so that also a run that does not end has said something."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = open(path, "w", encoding="utf-8")  # noqa: PTH123, SIM115  lives as long as the session
+        self._before: Counter[str] = Counter()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed or (report.skipped and report.nodeid.endswith(".py")):
+            self._write(
+                id=report.nodeid, when="collect", outcome=report.outcome, said=_said(report)
+            )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        subtest = getattr(report, "context", None) is not None
+        if subtest and report.passed:
+            return
+        outcome: str = report.outcome
+        if hasattr(report, "wasxfail"):
+            outcome = "xpassed" if report.passed else "xfailed"
+        extra: dict[str, Any] = {}
+        if report.when == "teardown" and _counts != self._before:
+            extra["counts"] = dict(_counts - self._before)
+            self._before = _counts.copy()
+        self._write(
+            id=report.nodeid, when=report.when, outcome=outcome, said=_said(report), **extra
+        )
+
+    def pytest_sessionfinish(self) -> None:
+        store = os.environ[STORE_VARIABLE]
+        if store.startswith("redis://"):
+            with redis.Redis.from_url(store) as client:
+                records = sum(1 for _ in client.scan_iter(match="idem:{*}:*", count=1000))
+            self._write(records=records)
+        self._file.close()
+
+    def _write(self, **line: Any) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _said(report: pytest.CollectReport | pytest.TestReport) -> str:
+    if not report.failed and report.outcome != "rerun":  # type: ignore[comparison-overlap]
+        return ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr)
+    return " ".join(text.split())[:300]
