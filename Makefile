@@ -5,23 +5,28 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
+# The tests mostly wait for processes that they started: more of them at a time than there are cores. 0: in this process.
+JOBS   ?= 4
+PORT   ?= 8000
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test pytest lint format types contracts wheel demo bench clean
+.PHONY: help test pytest lint format types contracts wheel demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PYTHON=python3.12     the interpreter for $(VENV) (python3)"
+	@echo "  JOBS=4                so many test files at a time; 0 for one process, as pdb needs it"
 	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
 	@echo "  EVENTS=path           for the demo: the file to take its events from"
+	@echo "  STORE=django          for the demo: where the records are, redis (or nothing), django or hybrid"
 
 test: lint types contracts pytest  ## lint, types, import contracts, then every test against the built wheel
 
 pytest: wheel  ## the tests alone: make pytest ARGS='tests/unit -k claim'
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) $(ARGS)
 
 lint: $(VENV)/.dev  ## style
 	$(BIN)/ruff check .
@@ -41,8 +46,11 @@ wheel: $(VENV)/.dev  ## build the wheel and install it in .venv: it is what the 
 	$(build-wheel)
 	@$(PIP) install --quiet --no-deps --force-reinstall dist/*.whl
 
-demo: $(VENV)/.demo  ## the demonstration: make demo EVENTS=path
-	@$(if $(EVENTS),EVENTS="$(EVENTS)") $(BIN)/python -m testproject.demo $(ARGS)
+demo: $(VENV)/.demo  ## the demonstration: make demo STORE=django EVENTS=path
+	@$(if $(EVENTS),EVENTS="$(EVENTS)") $(if $(STORE),STORE="$(STORE)") $(BIN)/python -m testproject.demo $(ARGS)
+
+serve: $(VENV)/.demo  ## the test project with all it needs, to try by hand: make serve PORT=8000
+	@exec env PORT="$(PORT)" $(BIN)/python -m testproject.serve
 
 bench: $(VENV)/.demo  ## the benchmark
 	@$(BIN)/python -m benchmarks $(ARGS)

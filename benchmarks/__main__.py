@@ -13,7 +13,20 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import instructions, memory, publish, report, sweep, verbs, worker
+from benchmarks import (
+    admin,
+    hybrid,
+    instructions,
+    memory,
+    postgresql,
+    prune,
+    publish,
+    report,
+    sql,
+    sweep,
+    verbs,
+    worker,
+)
 from benchmarks.figures import Figure
 from benchmarks.session import BenchmarkError, Session, machine
 
@@ -23,8 +36,12 @@ _BENCHMARKS = {
     "worker": (worker.run, "Worker time of an empty task, from one start to the next"),
     "publish": (publish.run, "Time of apply_async"),
     "verbs": (verbs.run, "Time of a verb, p50"),
+    "hybrid": (hybrid.run, "Time of a duplicate, p50"),
     "memory": (memory.run, "Memory per record"),
     "sweep": (sweep.run, "A sweep of 1,000 stale keys"),
+    "sql": (sql.run, "Time of a verb on PostgreSQL, p50"),
+    "prune": (prune.run, "Deleting what is past its retention, on PostgreSQL"),
+    "admin": (admin.run, "Pages of the admin, from request to answer"),
     "instructions": (instructions.run, "User-space instructions"),
 }
 
@@ -35,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in _BENCHMARKS]:
         parser.error(f"there is no benchmark {', '.join(unknown)}: see --help")
-    names = options.names or [n for n in _BENCHMARKS if n != "instructions" or _counting(options)]
+    names = options.names or [name for name in _BENCHMARKS if _possible(name, options)]
     # What a program reads goes to stdout alone.
     console = Console(stderr=options.json)
     if not console.is_terminal:
@@ -69,8 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _counting(options: argparse.Namespace) -> bool:
-    return instructions.available() and not options.quick
+def _possible(name: str, options: argparse.Namespace) -> bool:
+    if name == "instructions":
+        return instructions.available() and not options.quick
+    return name not in ("sql", "prune") or postgresql.available()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="NAME",
         help=f"which: {', '.join(_BENCHMARKS)}; default: all, instructions only with valgrind and"
-        " without --quick",
+        " without --quick, sql and prune only with a PostgreSQL",
     )
     parser.add_argument("--quick", action="store_true", help="a look, in less than two minutes")
     parser.add_argument("--json", action="store_true", help="print JSON; tables go to stderr")

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import redis
 
 from celery_idempotent.records import Claimed, Identity, Lease, Record, State, Stored
+from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.redis import RedisStore
 
-__all__ = ["LEASE_MS", "RESULT", "Operations", "claim", "prepared_claim", "settle"]
+__all__ = ["KEEP_MS", "LEASE_MS", "RESULT", "Operations", "claim", "prepared_claim", "settle"]
 
 LEASE_MS = 60_000
 KEEP_MS = 24 * 3_600_000
@@ -27,7 +28,7 @@ RESULT = Stored(
 Call = Callable[[], object]
 
 
-def prepared_claim(store: RedisStore, identity: Identity, lease_ms: int = LEASE_MS) -> Call:
+def prepared_claim(store: Store, identity: Identity, lease_ms: int = LEASE_MS) -> Call:
     """Return the call with which a worker claims the key."""
     return functools.partial(
         store.claim,
@@ -41,14 +42,14 @@ def prepared_claim(store: RedisStore, identity: Identity, lease_ms: int = LEASE_
     )
 
 
-def claim(store: RedisStore, identity: Identity, lease_ms: int = LEASE_MS) -> Record:
+def claim(store: Store, identity: Identity, lease_ms: int = LEASE_MS) -> Record:
     """Claim a key that is free."""
     answer = prepared_claim(store, identity, lease_ms)()
     assert isinstance(answer, Claimed)
     return answer.record
 
 
-def settle(store: RedisStore, record: Record, value: Stored | None = RESULT) -> bool:
+def settle(store: Store, record: Record, value: Stored | None = RESULT) -> bool:
     """Settle as a worker does."""
     return store.settle(record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.errors import (
+    FailedByOperator,
     FingerprintMismatch,
     IdempotencyError,
     InProgress,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALL_ARGUMENTS",
     "Claim",
+    "FailedByOperator",
     "FingerprintMismatch",
     "IdempotencyError",
     "IdempotentTask",

@@ -13,7 +13,7 @@ from celery_idempotent.errors import LeaseLost, StoreUnavailable
 from celery_idempotent.records import Lease, Record, Stored
 
 if TYPE_CHECKING:
-    from celery_idempotent.stores.base import Store
+    from celery_idempotent.stores.base import Store, Transaction
 
 __all__ = ["Claim", "StepCodec", "UnguardedClaim", "current_claim", "running"]
 
@@ -51,11 +51,13 @@ class Claim:
         "_record",
         "_steps",
         "_store",
+        "afterwards",
         "given_back",
         "lost",
         "over",
         "replaced",
         "settled",
+        "transaction",
     )
 
     def __init__(self, store: Store, record: Record, lease: Lease, codec: StepCodec) -> None:
@@ -74,6 +76,10 @@ class Claim:
         self.over = False
         #: The end of the run is written.
         self.settled = False
+        #: The transaction that the body is running in (``idempotency_atomic``).
+        self.transaction: Transaction | None = None
+        #: What is to be done once that is rolled back and the key is free: publish the retry.
+        self.afterwards: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         return f"<Claim of {self._record.identity}, token {self.token}>"
@@ -107,6 +113,11 @@ class Claim:
     def token(self) -> int:
         """The fencing token: it grows with every claim of this key, so that a resource can refuse an older one."""
         return self._record.token
+
+    @property
+    def stepped(self) -> bool:
+        """Did this run, or an earlier one, record a step?"""
+        return bool(self._steps)
 
     @property
     def crashes(self) -> int:

@@ -12,7 +12,7 @@ from celery.result import ResultBase
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import Stored
-from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.serializers import NotStored, Serializer, first_accepted
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -30,12 +30,16 @@ class TaskCodec:
         self._app = app
         self._task = task
         self._policy = policy
+        accept = tuple(conf.result_accept_content or conf.accept_content)
         self._serializer = Serializer(
-            policy.serializer or conf.result_serializer,
-            conf.result_accept_content or conf.accept_content,
+            policy.serializer or first_accepted((conf.result_serializer, *accept), accept),
+            accept,
             policy.compression,
         )
-        self._messages = Serializer(conf.task_serializer, conf.accept_content)
+        #: An app may publish what it does not accept, as long as it does not run it.
+        accept = tuple(conf.accept_content)
+        written = first_accepted((conf.task_serializer, *accept), accept)
+        self._messages = Serializer(written, accept)
 
     def dump_value(self, value: Any) -> Stored | None:
         """Serialize a result as the result backend would."""

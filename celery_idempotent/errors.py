@@ -11,6 +11,7 @@
     ├── LeaseLost             the claim is no longer ours
     ├── TooManyCrashes        the task took its worker down too often
     ├── ProcessingTimedOut    the run never came back
+    ├── FailedByOperator      an operator settled the key as failed
     ├── ResultUnavailable     the task is finished, but its result is gone
     ├── StoreUnavailable      the store did not answer; trying again may help
     └── StoreMisconfigured    the store answers, but cannot be used as it is set up
@@ -23,6 +24,7 @@ or results.
 from __future__ import annotations
 
 __all__ = [
+    "FailedByOperator",
     "FingerprintMismatch",
     "IdempotencyError",
     "InProgress",
@@ -99,6 +101,10 @@ class TooManyCrashes(IdempotencyError):
 
 class ProcessingTimedOut(IdempotencyError):
     """The run never came back before its lease ran out."""
+
+
+class FailedByOperator(IdempotencyError):
+    """An operator settled this idempotency key as failed: it is not run again before its retention ends."""
 
 
 class ResultUnavailable(IdempotencyError):

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from celery.signals import before_task_publish, worker_init
+from celery import current_app
+from celery.canvas import Signature
+from celery.signals import before_task_publish, worker_init, worker_process_shutdown
 
+from celery_idempotent.atomic import transactional
+from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.stores import get_store
+from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery_idempotent.keys import Identified
 
 __all__ = [
+    "KEEP_FAILURE_HEADER",
     "KEY_HEADER",
     "RUN_HEADER",
     "SCOPE_HEADER",
@@ -27,6 +33,10 @@ __all__ = [
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER = "idempotency_key"
 SCOPE_HEADER = "idempotency_scope"
+
+#: Somebody asks for the outcome by the key, and is to learn of a final failure: it is kept as FAILED. Retries of the
+#: message carry it along.
+KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 
 #: Task id, canonical key, scope and fingerprint, computed once when the message was first published.
 STAMP_HEADER = "idempotency"
@@ -90,9 +100,18 @@ def _marked(step: Any, run: str) -> Any:
     if step.get("task") == "celery.chain" and kwargs.get("tasks"):
         *first, last = kwargs["tasks"]
         return {**step, "kwargs": {**kwargs, "tasks": [*first, _marked(last, run)]}}
+    if _is_foreign(step):
+        return step
     options = step.get("options") or {}
     marked = {RUN_HEADER: run, **as_mapping(options.get("headers"))}
     return {**step, "options": {**options, "headers": marked}}
+
+
+def _is_foreign(step: Mapping[str, Any]) -> bool:
+    """Is this a task that is known here, and known to be none of ours? Its messages are none of our business."""
+    app: Any = step.app if isinstance(step, Signature) else current_app
+    task = app.tasks.get(step.get("task"))
+    return task is not None and not hasattr(task, "identify_delivery")
 
 
 def own_id(headers: Mapping[str, Any], task_id: str) -> str:
@@ -103,9 +122,28 @@ def own_id(headers: Mapping[str, Any], task_id: str) -> str:
 
 @worker_init.connect(weak=False, dispatch_uid="celery_idempotent.open_store")
 def open_store(sender: Any = None, **_: Any) -> None:
-    """Make the store before the pool's processes are forked: they inherit its modules, and import none of them."""
-    if any(hasattr(task, "identify_delivery") for task in sender.app.tasks.values()):
-        get_store(sender.app)
+    """Make the store before the pool's processes are forked: they inherit its modules, and import none of them.
+
+    Raises:
+        SystemExit: if a task is atomic, and cannot be with this store: it would never run.
+    """
+    tasks = [task for task in sender.app.tasks.values() if hasattr(task, "idempotency_definition")]
+    if not tasks:
+        return
+    store = get_store(sender.app)
+    for task in tasks:
+        definition = task.idempotency_definition()
+        if definition is not None and definition.policy.atomic:
+            try:
+                transactional(store, str(task.name))
+            except StoreMisconfigured as error:
+                raise SystemExit(f"idempotency: {error}") from error
+
+
+@worker_process_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.tally")
+def write_tally(**_: Any) -> None:
+    """Write what a process of the pool counted before it ends."""
+    tally.write()
 
 
 def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:

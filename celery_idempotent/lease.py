@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Lease
+from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 #: A renewal that could not reach the store is tried again after this many seconds at the latest.
 RETRY_AFTER = 1.0
+
+#: The thread looks around at least so often, in seconds: it also writes what the process counted.
+TICK = 10.0
 
 
 class Renewable(Protocol):
@@ -53,6 +57,10 @@ class Heartbeat:
     A time limit is an exception raised at any instruction of Python code, also inside ``threading.Condition`` or
     ``Thread.start``, which then leave their locks taken. So the run's side uses what is written in C, and nothing else;
     and a claim whose run is gone without a word is not kept alive, for the heartbeat knows it by a weak reference.
+
+    Where gevent or eventlet has patched ``threading`` the thread is a greenlet, which renews while the runs let it: its
+    bell must then be a lock of theirs, or it would wait with the whole process. So the bell is made with the thread,
+    however early this module was imported; and under the other lock nothing is done that could switch greenlets.
     """
 
     def __init__(self) -> None:
@@ -61,8 +69,8 @@ class Heartbeat:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._bell = threading.Lock()  # free: rung
+        self._lock = _thread.allocate_lock()
+        self._bell = _thread.allocate_lock()  # free: rung
         self._due: dict[weakref.ref[Renewable], float] = {}
         self._started = False
         self._tick = float("inf")
@@ -76,6 +84,7 @@ class Heartbeat:
             self._due[weakref.ref(claim)] = due
             self._tick = min(self._tick, interval)
             if not self._started:
+                self._bell = _thread.allocate_lock()
                 # In this order: struck between the two, a process may have two heartbeats, but never none.
                 _thread.start_new_thread(self._beat, ())
                 self._started = True
@@ -96,9 +105,10 @@ class Heartbeat:
                 now = time.monotonic()
                 due = [known for known, at in self._due.items() if at <= now]
             self._renew_all(due)
+            tally.beat()
             with self._lock:
                 soonest = min(self._due.values(), default=float("inf"))
-                self._next = min(soonest, time.monotonic() + self._tick)
+                self._next = min(soonest, time.monotonic() + min(self._tick, TICK))
             if (left := self._next - time.monotonic()) > 0:
                 self._bell.acquire(timeout=left)
 
@@ -123,6 +133,16 @@ class Heartbeat:
             logger.warning("idempotency: could not renew %d claims: %s", len(claims), error)
         except Exception:
             logger.exception("idempotency: could not renew %d claims", len(claims))
+        for claim in self._renewed(claims, alive):
+            logger.warning(
+                "idempotency: the claim of %s (token %d) is lost while its run goes on",
+                claim.lease.identity,
+                claim.lease.token,
+            )
+
+    def _renewed(self, claims: list[Renewable], alive: list[bool] | None) -> list[Renewable]:
+        """Note when each is due again; return those that are lost."""
+        lost = []
         now = time.monotonic()
         with self._lock:
             for index, claim in enumerate(claims):
@@ -137,11 +157,8 @@ class Heartbeat:
                 else:
                     claim.lost = True
                     del self._due[known]
-                    logger.warning(
-                        "idempotency: the claim of %s (token %d) is lost while its run goes on",
-                        claim.lease.identity,
-                        claim.lease.token,
-                    )
+                    lost.append(claim)
+        return lost
 
 
 #: The heartbeat of this process.

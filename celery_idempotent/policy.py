@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import OnStale
+from celery_idempotent.records import OnStale, Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -64,6 +64,7 @@ class Policy:
     compression: str | None = None
     on_store_error: StoreErrorPolicy = "closed"
     on_stale: OnStale = "interrupt"
+    atomic: bool = False
     publish_once: bool = False
     mode: Mode = "enforce"
 
@@ -74,7 +75,7 @@ class Policy:
 
     @property
     def settled_keep_ms(self) -> int:
-        """How long a COMPLETED record is kept; a retention of 0 leaves a mark for one lease."""
+        """How long a COMPLETED record is kept; a retention of 0 leaves a mark for one lease (see :meth:`forgets`)."""
         return self.retention_ms or self.lease_ms
 
     @property
@@ -82,6 +83,13 @@ class Policy:
         """How long a FAILED record is kept."""
         kept = self.failure_retention_ms
         return (self.retention_ms if kept is None else kept) or self.lease_ms
+
+    def forgets(self, record: Record) -> bool:
+        """Is this settled record but the mark of a retention of 0, and no answer for another task?"""
+        if record.state is State.FAILED:
+            kept = self.failure_retention_ms
+            return not (self.retention_ms if kept is None else kept)
+        return record.state.settled and not self.retention_ms and not record.replaced
 
     @classmethod
     def from_options(cls, options: Mapping[str, object], *, task: str) -> Policy:
@@ -98,6 +106,11 @@ class Policy:
                 except ValueError as error:
                     raise InvalidOption(f"{PREFIX}{name} of task {task} {error}.") from None
                 values[field] = value
+        if values.get("atomic") and values.get("on_store_error") == "open":
+            raise InvalidOption(
+                f"{PREFIX}atomic of task {task} excludes {PREFIX}on_store_error='open': there is no transaction "
+                "without the store's database."
+            )
         return cls(**values)  # type: ignore[arg-type]  # each check returns its field's type
 
 
@@ -235,6 +248,7 @@ _CHECKS: Final[dict[str, Callable[[str, object], tuple[str, object]]]] = {
     "compression": _name,
     "on_store_error": _one_of(StoreErrorPolicy),
     "on_stale": _one_of(OnStale),
+    "atomic": _flag,
     "publish_once": _flag,
     "mode": _one_of(Mode),
 }

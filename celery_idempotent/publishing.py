@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from celery.exceptions import Reject
 from celery.utils import uuid
 
 from celery_idempotent import delivery, signals
@@ -26,16 +30,36 @@ from celery_idempotent.keys import Identified
 from celery_idempotent.records import Held, Mismatched, Reserved, Settled, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
+from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["identify", "publish"]
+__all__ = ["Kept", "identify", "keeper", "publish", "send_kept", "take_keeper"]
 
 logger = logging.getLogger(__name__)
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
 RESERVED_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A call that is stamped and complete, to be sent later: whenever that is, and how often, the same message.
+
+    ``once``: its key is to be reserved before (``idempotency_publish_once``).
+    """
+
+    args: Any
+    kwargs: Any
+    options: dict[str, Any]
+    once: bool = False
+
+
+#: Takes the next call of a task instead of the broker: the outbox, for the one ``apply_async`` that it makes itself.
+keeper: ContextVar[Callable[[IdempotentTask, Kept], Any] | None] = ContextVar(
+    "idempotency_keeper", default=None
+)
 
 #: Options of a call that somebody waits for by its own id, or that has something to send on.
 _CANVAS = ("chord", "chain", "group_id", "group_index", "link", "link_error")
@@ -55,6 +79,7 @@ def publish(
         InvalidKey: if the key or scope cannot be used, or is missing where one is required.
         FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
     """
+    keep = take_keeper()
     given_id = options.get("task_id")
     retried = _retried(task, definition, options)
     identified = identify(definition, args, kwargs, options, retried)
@@ -62,19 +87,55 @@ def publish(
         if options.get(kind):
             options["task_id"] = options.get("task_id") or uuid()
             options[kind] = delivery.derive_ids(task.app, options[kind], options["task_id"], kind)
-    if retried is not None:
-        # Before the retry is on its way, so that it never meets its predecessor's claim.
-        definition.runner.release(retried, requeue_ms=_until_lost(options))
-    elif (
+    once = (
         definition.policy.publish_once
+        and retried is None
         and identified is not None
         and not identified.by_task_id
         and given_id is None
         and not task.app.conf.task_always_eager
         and not any(options.get(name) is not None for name in _CANVAS)
-    ):
+    )
+    if keep is not None:
+        return keep(task, Kept(args=args, kwargs=kwargs, options=options, once=once))
+    if retried is not None:
+        # Before the retry is on its way, so that it never meets its predecessor's claim.
+        free = partial(definition.runner.release, retried, requeue_ms=_until_lost(options))
+        if retried.transaction is not None:
+            retried.afterwards = partial(_retry, free, lambda: send(args, kwargs, **options))
+            return task.AsyncResult(options["task_id"])
+        free()
+    if once and identified is not None:
         return _once(task, definition, identified, lambda: send(args, kwargs, **options), options)
     return send(args, kwargs, **options)
+
+
+def take_keeper() -> Callable[[IdempotentTask, Kept], Any] | None:
+    """Return who keeps this call, if anybody does; the next call is sent again."""
+    keep = keeper.get()
+    if keep is not None:
+        keeper.set(None)
+    return keep
+
+
+def send_kept(
+    task: IdempotentTask, definition: Definition | None, send: Callable[..., Any], kept: Kept
+) -> Any:
+    """Send a call that was kept, as often as it takes: what it is about was stamped on it when it was made."""
+    options = dict(kept.options)
+    again = partial(send, kept.args, kept.kwargs)
+    if not kept.once or definition is None:
+        return again(**options)
+    stamped = stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
+    identified = Identified.from_header(stamped, definition.identifier.namespace)
+    if identified is None:
+        return again(**options)
+    try:
+        return _once(task, definition, identified, lambda: again(**options), options)
+    except FingerprintMismatch as error:
+        # Whoever made this call is gone: the worker refuses it, where its result is looked for.
+        logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
+        return again(**options)
 
 
 def identify(
@@ -93,10 +154,11 @@ def identify(
     headers = as_mapping(options.get("headers"))
     task_id = options.get("task_id")
     kept = options.get("stamped_headers") or ()  # Celery's stamps are options, too, and stay
-    key, scope = (
-        options.get(name) if name in kept else options.pop(name, None)
-        for name in (KEY_HEADER, SCOPE_HEADER)
-    )
+    key = _of_member(options.get(KEY_HEADER), options)
+    scope = options.get(SCOPE_HEADER)
+    for name in (KEY_HEADER, SCOPE_HEADER):
+        if name not in kept:
+            options.pop(name, None)
     explicit = (key is not None and KEY_HEADER not in kept) or (
         scope is not None and SCOPE_HEADER not in kept
     )
@@ -124,6 +186,20 @@ def identify(
     return identified
 
 
+def _of_member(key: object, options: Mapping[str, Any]) -> object:
+    """Return the key of one member, if ``key`` was given to its whole group: ``(key, index)``.
+
+    Celery merges a group's options after those that freezing gave its member; a key that was ``set`` on the member
+    itself stands before them, and is left as it is.
+    """
+    index = options.get("group_index")
+    if key is None or index is None:
+        return key
+    names = list(options)
+    whole = KEY_HEADER in options and names.index(KEY_HEADER) > names.index("group_index")
+    return (key, index) if whole else key
+
+
 def _retried(
     task: IdempotentTask, definition: Definition, options: Mapping[str, Any]
 ) -> Claim | None:
@@ -139,6 +215,15 @@ def _retried(
     return claim
 
 
+def _retry(free: Callable[[], object], send: Callable[[], object]) -> None:
+    """Publish the retry of a run whose transaction is rolled back by now."""
+    free()
+    try:
+        send()
+    except Exception as error:
+        raise Reject(error, requeue=False) from error  # as Celery does
+
+
 def _once(
     task: IdempotentTask,
     definition: Definition,
@@ -152,14 +237,19 @@ def _once(
     next call publishes under the same task id.
     """
     store = get_store(task.app)
+    reserve = partial(
+        store.reserve,
+        identified.identity,
+        task_id=options["task_id"],
+        deadline_ms=_until_lost(options),
+        keep_ms=definition.policy.keep_ms,
+        fingerprint=identified.fingerprint,
+    )
     try:
-        answer = store.reserve(
-            identified.identity,
-            task_id=options["task_id"],
-            deadline_ms=_until_lost(options),
-            keep_ms=definition.policy.keep_ms,
-            fingerprint=identified.fingerprint,
-        )
+        while isinstance(answer := reserve(), (Settled, Mismatched)):
+            if not definition.policy.forgets(answer.record):
+                break
+            store.forget(identified.identity, token=answer.record.token)
     except IdempotencyError as error:
         # The claim still guards the run: one message too many harms nobody.
         logger.warning("idempotency: %s is published unreserved: %s", task.name, error)
@@ -190,6 +280,7 @@ def _once(
                 except IdempotencyError as error:
                     logger.warning("idempotency: a reservation is left to its deadline: %s", error)
                 raise
+            tally.add(store, str(task.name), "reserved")
             emit(signals.reserved, task, _event(task, identified, record.task_id, None))
             return sent
 
@@ -206,7 +297,8 @@ def _until_lost(options: Mapping[str, Any]) -> int:
     eta = options.get("eta")
     if options.get("countdown"):
         wait = float(options["countdown"])
-    elif isinstance(eta, datetime):
+    elif isinstance(eta, (datetime, str)):
+        eta = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
         now = datetime.now(timezone.utc)
         wait = ((eta if eta.tzinfo else eta.replace(tzinfo=timezone.utc)) - now).total_seconds()
     return RESERVED_MS + max(int(wait * 1000), 0)

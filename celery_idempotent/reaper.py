@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent import signals
@@ -15,13 +16,24 @@ from celery_idempotent.policy import Policy, milliseconds
 from celery_idempotent.records import Record, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
+from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from celery_idempotent.stores.base import Store
 
-__all__ = ["SWEEP", "install", "sweep"]
+__all__ = [
+    "REQUEUE_MS",
+    "SWEEP",
+    "definition_of",
+    "event_of",
+    "install",
+    "send_again",
+    "sweep",
+    "sweep_interval",
+    "task_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +70,11 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
             record.owner,
             record.crashes,
         )
-        emit(signals.interrupted, sender, _event(record))
+        emit(signals.interrupted, sender, event_of(record))
+        tally.add(store, task_of(app, record), "interrupted")
         if record.on_stale == "fail":
             failed += _fail(app, store, record, sender)
-    requeued = sum(_requeue(app, record, sender) for record in report.requeued)
+    requeued = sum(send_again(app, record, sender) for record in report.requeued)
     pruned = store.prune(limit=limit)
     counts: dict[str, Any] = {
         "interrupted": len(report.interrupted),
@@ -71,6 +84,8 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
         "more": report.more,
         "seconds": round(time.monotonic() - started, 4),
     }
+    tally.add(store, SWEEP, "swept")
+    tally.write()
     emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
     busy = report.interrupted or report.requeued or pruned
     logger.log(
@@ -78,7 +93,13 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
         "idempotency: sweep interrupted %d, failed %d, requeued %d, pruned %d in %.3f s",
         *(counts[word] for word in ("interrupted", "failed", "requeued", "pruned", "seconds")),
     )
-    return counts
+    return counts | _upkeep(app, store, limit)
+
+
+def _upkeep(app: Celery, store: Store, limit: int) -> dict[str, int]:
+    """Let the store look after what else it keeps for this app (the outbox of a database), if it wants to."""
+    upkeep: Callable[..., dict[str, int]] | None = getattr(store, "upkeep", None)
+    return {} if upkeep is None else upkeep(app, limit=limit)
 
 
 def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
@@ -86,19 +107,20 @@ def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
-    definition = _definition_of(app, record)
+    definition = definition_of(app, record)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
     value = None if definition is None else definition.codec.dump_error(error)
     if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms):
         return False
     logger.error("idempotency: %s", error)
-    emit(signals.settled, sender, _event(record, error))
+    emit(signals.settled, sender, event_of(record, error))
+    tally.add(store, task_of(app, record), "settled")
     return True
 
 
-def _requeue(app: Celery, record: Record, sender: object) -> bool:
+def send_again(app: Celery, record: Record, sender: object) -> bool:
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
-    definition = _definition_of(app, record)
+    definition = definition_of(app, record)
     if definition is None or record.message is None:
         logger.error(
             "idempotency: %s cannot be requeued: no task of this app has that namespace",
@@ -109,16 +131,24 @@ def _requeue(app: Celery, record: Record, sender: object) -> bool:
         definition.codec.load_message(record.message).apply_async()
     except Exception as error:
         logger.exception("idempotency: %s could not be requeued", record.identity)
-        emit(signals.store_failed, sender, _event(record, error))
+        emit(signals.store_failed, sender, event_of(record, error))
         return False
     logger.warning(
         "idempotency: %s was stale and is queued again (crash %d)", record.identity, record.crashes
     )
-    emit(signals.requeued, sender, _event(record))
+    emit(signals.requeued, sender, event_of(record))
+    tally.add(get_store(app), task_of(app, record), "requeued")
     return True
 
 
-def _definition_of(app: Celery, record: Record) -> Definition | None:
+def task_of(app: Celery, record: Record) -> str:
+    """Return the name of the task that a record is about, its namespace if no task of this app has that."""
+    definition = definition_of(app, record)
+    return record.identity.namespace if definition is None else definition.runner.name
+
+
+def definition_of(app: Celery, record: Record) -> Definition | None:
+    """Return what the app knows about the task that a record is about, ``None`` if no task of it has that namespace."""
     for task in app.tasks.values():
         definition: Definition | None = getattr(task, "_definition", None)
         if definition and definition.identifier.namespace == record.identity.namespace:
@@ -126,7 +156,8 @@ def _definition_of(app: Celery, record: Record) -> Definition | None:
     return None
 
 
-def _event(record: Record, error: BaseException | None = None) -> Event:
+def event_of(record: Record, error: BaseException | None = None) -> Event:
+    """Return what receivers of signals are told about a record that nobody runs."""
     return Event(
         task=record.identity.namespace,
         task_id=record.task_id,
@@ -142,7 +173,7 @@ def install(app: Celery) -> None:
     Raises:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
     """
-    interval = _interval(app)
+    interval = sweep_interval(app)
     with _installing:
         if app in _installed:
             return
@@ -154,7 +185,12 @@ def install(app: Celery) -> None:
         app.on_after_finalize.connect(lambda **_: _register(app, interval), weak=False)
 
 
-def _interval(app: Celery) -> float | None:
+def sweep_interval(app: Celery) -> float | None:
+    """Return every how many seconds beat asks for a sweep, ``None`` if it does not.
+
+    Raises:
+        InvalidOption: for a bad ``idempotency_sweep_interval``.
+    """
     value = app.conf.get("idempotency_sweep_interval", 30)
     if value is None:
         return None

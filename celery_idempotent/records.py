@@ -11,16 +11,21 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "Answer",
     "Claimed",
+    "Counted",
     "Held",
     "Identity",
     "Lease",
     "Mismatched",
     "OnStale",
+    "Page",
     "Record",
     "Reservation",
     "Reserved",
+    "Retained",
+    "Selection",
     "Settled",
     "State",
+    "Stats",
     "Stored",
     "SweepReport",
 ]
@@ -174,6 +179,15 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class Retained:
+    """A committed end: settled ``age_ms`` ago, and kept for ``left_ms`` more, by the store's clock."""
+
+    record: Record
+    age_ms: int
+    left_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class Mismatched:
     """The key belongs to a call with another fingerprint: refuse."""
 
@@ -205,3 +219,78 @@ class SweepReport:
     interrupted: tuple[Record, ...] = ()
     requeued: tuple[Record, ...] = ()
     more: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which records to list: those of which all that is given is true.
+
+    ``states`` (none: any), ``namespace`` and ``scope`` in canonical form, ``stale``: PROCESSING with a lease that ran
+    out, ``created_before_ms``: by the store's clock.
+    """
+
+    states: frozenset[State] = frozenset()
+    namespace: str | None = None
+    scope: str | None = None
+    stale: bool = False
+    created_before_ms: int | None = None
+
+    @property
+    def wanted(self) -> frozenset[State]:
+        """The states that a record may be in."""
+        if self.stale:
+            return frozenset({State.PROCESSING})
+        return self.states or frozenset(State)
+
+    def includes(self, record: Record, now_ms: int) -> bool:
+        """Is this one of them, at ``now_ms`` of the store's clock?"""
+        identity = record.identity
+        return (
+            record.state in self.wanted
+            and (self.namespace is None or identity.namespace == self.namespace)
+            and (self.scope is None or identity.scope == self.scope)
+            and (not self.stale or record.stale(now_ms))
+            and (self.created_before_ms is None or record.created_ms < self.created_before_ms)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A part of a list: records without their values, steps and messages, as of ``now_ms`` of the store's clock.
+
+    ``cursor`` asks for what follows and is empty at the end; ``looked_at`` is how many keys this page took.
+    """
+
+    records: tuple[Record, ...]
+    cursor: str = ""
+    looked_at: int
+    now_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
+
+    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``failed`` the
+    FAILED ones.
+    """
+
+    live: int
+    stale: int
+    failed: int
+    now_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """How often something happened to a task within one hour; ``hour`` counts from the epoch, by the store's clock."""
+
+    hour: int
+    task: str
+    outcome: str
+    count: int
+
+    @property
+    def at(self) -> datetime:
+        """When the hour began."""
+        return _EPOCH + timedelta(hours=self.hour)

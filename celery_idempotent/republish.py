@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["conflict", "store_failed"]
+__all__ = ["Dropped", "conflict", "longest_wait_ms", "store_failed"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,10 @@ STORE_FAILURES_HEADER = "idempotency_store_failures"
 
 #: The visibility timeout of kombu's Redis transport where none is set, in seconds.
 _VISIBILITY_TIMEOUT = 3600
+
+
+class Dropped(Ignore):
+    """A duplicate is dropped, and whoever watches events shall see it: the worker's main process tells them."""
 
 
 def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -> NoReturn:
@@ -77,7 +81,7 @@ def _ignored(task: IdempotentTask, request: Any, error: InProgress) -> NoReturn:
             logger.exception(
                 "idempotency: the state of %s[%s] is not stored", task.name, request.id
             )
-    raise Ignore(str(error))
+    raise Dropped(str(error))
 
 
 def store_failed(task: IdempotentTask, request: Any, error: IdempotencyError) -> NoReturn:
@@ -114,11 +118,10 @@ def _again(
     headers = {k: v for k, v in (request.headers or {}).items() if k != "redelivered"}
     before = headers.get(counter, 0)
     count = before + 1 if isinstance(before, int) else 1
-    visible = task.app.conf.broker_transport_options.get("visibility_timeout")
     limits = [
         2.0 ** min(count - 1, 20),
         task.idempotency_policy.conflict_backoff_max_ms / 1000,
-        (visible or _VISIBILITY_TIMEOUT) / 4,
+        _unacknowledged(task),
     ]
     if left is not None:
         limits.append(max(left, 0.1))
@@ -132,6 +135,25 @@ def _again(
         **options,
     )
     return count, delay, again
+
+
+def longest_wait_ms(task: IdempotentTask, request: Any) -> int | None:
+    """Return how long this delivery may hold its worker while another runs; ``None``: as long as its policy wants.
+
+    Past the visibility timeout the broker gives a waiting message to one process after the other, and all of them wait.
+    """
+    if request.is_eager:
+        return 0
+    late: bool | None = task.acks_late
+    if task.idempotency_policy.on_conflict != "wait" or not late:
+        return None
+    return int(_unacknowledged(task) * 1000)
+
+
+def _unacknowledged(task: IdempotentTask) -> float:
+    """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
+    visible = task.app.conf.broker_transport_options.get("visibility_timeout")
+    return float(visible or _VISIBILITY_TIMEOUT) / 4
 
 
 def _send(task: IdempotentTask, request: Any, again: Signature[Any]) -> None:

@@ -3,7 +3,7 @@
 Without this a lost child's key waits for its lease. The main process knows which child it gave a message to; the record
 knows who claimed it. Only if both agree (task id, host, pid), and only once that pid is gone, the claim is interrupted:
 an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best effort and
-bounded: the lease stays the rule.
+bounded: the lease stays the rule. Pools without processes have no children to lose: there a run ends with an exception.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.signals import worker_ready
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import signals
+from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.hooks import as_mapping
 from celery_idempotent.records import Identity, State
+from celery_idempotent.republish import Dropped
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import Store, get_store
+from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery_idempotent.keys import Identified
@@ -37,6 +41,16 @@ logger = logging.getLogger(__name__)
 #: How long the main process waits for the interrupt of a child that is gone, before it lets the message go back.
 PATIENCE = 0.25
 _POLL = 0.02
+_LONGEST_POLL = 1.0
+
+#: For how many seconds a claim may arrive after its child is known to be gone.
+LATE = 5.0
+
+#: How often the pool looks after its children, in seconds.
+WATCH = 1.0
+
+#: A pool of greenlets gives their ``id()`` for a pid: an address, which is no pid (``pid_t`` has 32 bits).
+_LARGEST_PID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +62,8 @@ class Lost:
     task_id: str
     pid: int
     store: Store
+    #: The record was read once since the child was gone.
+    looked: threading.Event = field(default_factory=threading.Event)
 
 
 class Request(CeleryRequest):
@@ -58,12 +74,15 @@ class Request(CeleryRequest):
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
     ) -> Any:
-        """Interrupt the claim of a child that was lost, before the message goes back to the broker."""
+        """Interrupt the claim of a child that was lost, before the message goes back; tell of a dropped duplicate."""
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
         if isinstance(error, (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit)):
             self._child_lost()
+        if isinstance(error, Dropped):
+            # Celery says nothing about what is ignored: in Flower it would be at work for ever.
+            self.send_event("task-ignored", exception=str(error))
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
@@ -103,15 +122,17 @@ class Request(CeleryRequest):
                 if gone(lost.pid):
                     # Before the message goes back. A child that is still to be killed is not waited for:
                     # the pool kills it only when this has returned.
-                    undertaker.join(PATIENCE)
+                    lost.looked.wait(PATIENCE)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 
     def _lost(self) -> Lost | None:
         pid: Any = self.worker_pid
-        if not pid or pid == os.getpid():
+        if not pid or pid == os.getpid() or pid > _LARGEST_PID:
             return None  # never started, or a pool without processes
         task: Any = self.task
+        if task.idempotency_definition() is None:
+            return None  # one of Celery's own, or switched off
         return Lost(
             task=task,
             identity=_identity_of(self),
@@ -148,32 +169,58 @@ def _unreserve(store: Store, identity: Identity, task_id: str) -> None:
 
 
 def _bury(lost: Lost) -> None:
-    """Wait until the child is gone, for a lease at most; then interrupt the claim if it is still that child's."""
-    give_up = time.monotonic() + lost.task.idempotency_policy.lease_ms / 1000
-    while not gone(lost.pid):
-        if time.monotonic() > give_up:
-            return
-        time.sleep(_POLL)
+    """Wait until the child is gone, for a lease at most; then interrupt the claim if it is still that child's.
+
+    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
+    again for a while::
+
+        child   sends its claim ──┬─ SIGKILL
+        main                      │    the child is gone ─ reads the record: nobody holds it
+        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
+    """
+    lease = lost.task.idempotency_policy.lease_ms / 1000
+    give_up = time.monotonic() + lease
     try:
-        store = lost.store
-        record = store.get(lost.identity)
-        if (
-            record is None
-            or record.state is not State.PROCESSING
-            or record.task_id != lost.task_id
-            or record.worker != lost.task.worker_name(lost.pid)
-        ):
-            return
-        task: Any = lost.task
-        comes_back = task.acks_late and task.reject_on_worker_lost
-        if record.on_stale != "interrupt" and not comes_back:
-            return  # its message is gone: the sweep does what the task wants once the lease is over
-        record = store.interrupt(lost.identity, token=record.token)
+        while not gone(lost.pid):
+            if time.monotonic() > give_up:
+                return
+            time.sleep(_POLL)
+        late_until, pause = min(time.monotonic() + LATE, give_up), _POLL
+        while True:
+            try:
+                if _interrupt(lost) or time.monotonic() > late_until:
+                    return
+            except StoreUnavailable:
+                if time.monotonic() > give_up:
+                    raise
+            lost.looked.set()
+            time.sleep(pause)
+            pause = min(pause * 2, _LONGEST_POLL)
     except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
         logger.warning(
             "idempotency: could not interrupt %s, its lease will end it: %s", lost.identity, error
         )
-        return
+    finally:
+        lost.looked.set()
+
+
+def _interrupt(lost: Lost) -> bool:
+    """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come."""
+    record = lost.store.get(lost.identity)
+    if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
+        return False
+    if (
+        record.state is not State.PROCESSING
+        or record.task_id != lost.task_id
+        or record.worker != lost.task.worker_name(lost.pid)
+    ):
+        return True
+    task: Any = lost.task
+    comes_back = task.acks_late and task.reject_on_worker_lost
+    if record.on_stale != "interrupt" and not comes_back:
+        # Its message is gone: the sweep does what the task wants once the lease is over.
+        return True
+    record = lost.store.interrupt(lost.identity, token=record.token)
     if record is not None:
         logger.warning(
             "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
@@ -185,6 +232,22 @@ def _bury(lost: Lost) -> None:
             task=lost.task.name, task_id=lost.task_id, identity=lost.identity, record=record
         )
         emit(signals.interrupted, lost.task, event)
+        tally.add(lost.store, str(task.name), "interrupted")
+        tally.write()
+    return True
+
+
+@worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.watch_children")
+def watch_children(sender: Any = None, **_: Any) -> None:
+    """Have the pool look after its children every second.
+
+    The pool looks when a child's pipe closes, and every five seconds. A child that is killed closes its pipe a moment
+    before it can be waited for, so the first look mostly finds nothing, and a lease shorter than five seconds would end
+    before anybody knew. This comes again each time that the worker has lost its broker, and its timers with it.
+    """
+    hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
+    if hub is not None and hasattr(getattr(pool, "_pool", None), "maintain_pool"):
+        hub.call_repeatedly(WATCH, pool._pool.maintain_pool)  # type: ignore[union-attr]  # noqa: SLF001
 
 
 def gone(pid: int) -> bool:

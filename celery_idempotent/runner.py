@@ -21,13 +21,24 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any
 
 from celery_idempotent import signals
-from celery_idempotent.claim import Claim, StepCodec, UnguardedClaim, running
+from celery_idempotent.atomic import AtomicRun, in_transaction
+from celery_idempotent.calls import (
+    STORE_ERRORS,
+    Call,
+    Codec,
+    Conflict,
+    Ran,
+    Replay,
+    Reporter,
+    Result,
+    StoreFailed,
+)
+from celery_idempotent.claim import Claim, UnguardedClaim, running
+from celery_idempotent.endings import Endings
 from celery_idempotent.errors import (
     FingerprintMismatch,
     StoreMisconfigured,
@@ -40,91 +51,20 @@ from celery_idempotent.records import (
     Answer,
     Claimed,
     Held,
-    Identity,
     Lease,
     Mismatched,
     Record,
     Settled,
     State,
-    Stored,
 )
-from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
-if TYPE_CHECKING:
-    from celery.utils.dispatch import Signal
-
-__all__ = ["Call", "Codec", "Conflict", "Ran", "Replay", "Result", "Runner", "StoreFailed"]
+__all__ = ["Runner"]
 
 logger = logging.getLogger(__name__)
 
-_STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
-
-#: How long a claim tries to reach the store before the message goes back, and a release before it is left to the lease.
+#: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
-RELEASE_PATIENCE = 1.0
-
-#: So many failures to serialize a result (a time limit may be one) are worth another try.
-MAX_FAULTS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One delivery of one call: what it is about, and who works on it.
-
-    ``may_wait``: the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a settle by this call.
-    ``message`` is what a sweep publishes should the claim go stale.
-    """
-
-    identity: Identity
-    fingerprint: bytes | None
-    task_id: str
-    worker: str
-    may_wait: bool = True
-    on_settled: Callable[[int], None] | None = None
-    message: bytes | None = None
-
-
-class Codec(StepCodec, Protocol):
-    """How values and exceptions are stored; ``None`` means: settle without it."""
-
-    def dump_value(self, value: Any) -> Stored | None:
-        """Serialize a result."""
-        ...
-
-    def dump_error(self, error: BaseException) -> Stored | None:
-        """Serialize an exception."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """The body ran, and its result is recorded (or could not be: then somebody was told)."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The record answers; it was settled ``age_ms`` ago."""
-
-    record: Record
-    age_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed."""
-
-    record: Record
-    left_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFailed:
-    """The store could not be asked, or cannot be used: nothing ran."""
-
-    error: StoreUnavailable | StoreMisconfigured
 
 
 class _Patience:
@@ -144,9 +84,6 @@ class _Patience:
         return True
 
 
-Result = Ran | Replay | Conflict | StoreFailed
-
-
 class Runner:
     """Runs calls of one task under its policy; ``sender`` returns who the signals come from."""
 
@@ -163,7 +100,10 @@ class Runner:
         self.policy = policy
         self._store = store
         self._codec = codec
-        self._sender = sender
+        self._reporter = Reporter(name, sender, store)
+        self._endings = Endings(policy, codec, self._reporter)
+        #: Gives a key back before its run ends.
+        self.release = self._endings.release
 
     def execute(self, call: Call, body: Callable[[], Any]) -> Result:
         """Claim the key and act on the answer.
@@ -174,12 +114,12 @@ class Runner:
         """
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        patience = _Patience(self.policy.wait_ms / 1000) if self._waits(call) else None
+        patience = self._patience(call)
         while True:
             try:
                 answer = self._claim(call)
-            except _STORE_ERRORS as error:
-                emit(signals.store_failed, self._sender(), self._event(call, None, error))
+            except STORE_ERRORS as error:
+                self._reporter.tell(signals.store_failed, call, None, error)
                 return StoreFailed(error)
             match answer:
                 case Claimed(record):
@@ -192,33 +132,36 @@ class Runner:
                 case Held(record, left_ms):
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
-                    self._emit(signals.conflicted, call, record)
+                    self._reporter.tell(signals.conflicted, call, record)
                     return Conflict(record, left_ms)
                 case Settled(record, age_ms):
-                    self._emit(signals.replayed, call, record)
+                    self._reporter.tell(signals.replayed, call, record)
                     return Replay(record, age_ms)
                 case Mismatched(record):
-                    self._emit(signals.mismatched, call, record)
+                    self._reporter.tell(signals.mismatched, call, record)
                     raise FingerprintMismatch(
                         f"{call.identity} belongs to task {record.task_id}, which was called with other arguments: a "
                         "key stands for one intention. Use another key, or take what may differ out of "
                         "idempotency_fingerprint."
                     )
 
-    def _waits(self, call: Call) -> bool:
-        return self.policy.on_conflict == "wait" and call.may_wait
+    def _patience(self, call: Call) -> _Patience | None:
+        wait_ms, longest = self.policy.wait_ms, call.longest_wait_ms
+        if longest is not None:
+            wait_ms = min(wait_ms, longest)
+        return _Patience(wait_ms / 1000) if self.policy.on_conflict == "wait" and wait_ms else None
 
     def _observe(self, call: Call, body: Callable[[], Any]) -> Ran:
         """Run whatever the store says; record, count and log what would have been a duplicate."""
         try:
             answer = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
-        except _STORE_ERRORS as error:
+        except STORE_ERRORS as error:
             logger.warning("idempotency: observing nothing, the store failed: %s", error)
             return Ran(self.unguarded(call, body))
         match answer:
             case Claimed(record):
                 ran = self._run(call, record, body)
-                assert ran is not None, "observing, nothing is dropped"
+                assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
                 signal, word = signals.conflicted, "waited for"
@@ -236,7 +179,7 @@ class Runner:
             record.created_at.isoformat(timespec="milliseconds"),
             record.state.value,
         )
-        emit(signal, self._sender(), replace(self._event(call, record), observed=True))
+        self._reporter.tell(signal, call, record, observed=True)
         return Ran(self.unguarded(call, body))
 
     def unguarded(self, call: Call, body: Callable[[], Any]) -> Any:
@@ -244,7 +187,7 @@ class Runner:
         before = running.get()
         running.set(self.unguarded_claim(call))
         try:
-            return body()
+            return self._expecting_transaction(body)()
         finally:
             running.set(before)
 
@@ -284,7 +227,8 @@ class Runner:
                 raise
 
     def _claim_once(self, call: Call, attempt: bytes) -> Answer:
-        return self._store().claim(
+        claim = partial(
+            self._store().claim,
             call.identity,
             attempt=attempt,
             lease_ms=self.policy.lease_ms,
@@ -295,13 +239,20 @@ class Runner:
             on_stale=self.policy.on_stale,
             message=call.message,
         )
+        while isinstance(answer := claim(), (Settled, Mismatched)):
+            over = answer.record
+            if over.task_id == call.task_id or not self.policy.forgets(over):
+                break
+            # A mark without retention answers redeliveries of its own message only.
+            self._store().forget(call.identity, token=over.token)
+        return answer
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         try:
             match self._claim_once(call, attempt):
                 case Claimed(record):
                     self._store().release(call.identity, token=record.token)
-        except _STORE_ERRORS:
+        except STORE_ERRORS:
             pass  # the lease ends it
 
     def _condemn(self, call: Call, record: Record) -> None:
@@ -314,7 +265,7 @@ class Runner:
         )
         claim = self._hold(record)
         logger.error("idempotency: %s", error)
-        self._settle(call, claim, lambda: self._codec.dump_error(error), State.FAILED)
+        self._endings.settle(call, claim, lambda: self._codec.dump_error(error), State.FAILED)
 
     def _hold(self, record: Record) -> Claim:
         return Claim(self._store(), record, self._lease(record), self._codec)
@@ -327,7 +278,7 @@ class Runner:
             keep_ms=self.policy.keep_ms,
         )
 
-    def _run(self, call: Call, record: Record, body: Callable[[], Any]) -> Ran | None:
+    def _run(self, call: Call, record: Record, body: Callable[[], Any]) -> Result | None:
         """Run the body under the claim; ``None`` if the claim was lost and the call goes on as a duplicate.
 
         A time limit or SIGTERM is an exception raised at *any* bytecode, also right after the body returned and before
@@ -341,24 +292,39 @@ class Runner:
         For the same reason a claim says itself that it is over: whatever is struck after that leaves nothing behind.
         """
         claim = self._hold(record)
-        outcome: defaultdict[None, Any] = defaultdict(body)
+        atomic = None
+        if self.policy.mode == "observe":
+            body = self._expecting_transaction(body)
+        elif self.policy.atomic:
+            atomic = self._atomic(call, claim, body)
+        outcome: defaultdict[None, Any] = defaultdict(atomic or body)
         before = running.get()
         try:
             running.set(claim)
             heartbeat.add(claim)
-            self._emit(signals.claimed, call, record)
+            self._reporter.tell(signals.claimed, call, record)
             outcome[None]
             return self._returned(call, claim, outcome, None)
         except BaseException as error:
             if None in outcome:
                 return self._returned(call, claim, outcome, error)
-            if self._ended(call, claim, error):
+            if atomic is not None:
+                return atomic.undone(error)
+            if self._endings.ended(call, claim, error):
                 raise
             return None
         finally:
             claim.over = True
             running.set(before)
             heartbeat.remove(claim)
+
+    def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
+        return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)
+
+    def _expecting_transaction(self, body: Callable[[], Any]) -> Callable[[], Any]:
+        return (
+            partial(in_transaction, self._store(), self.name, body) if self.policy.atomic else body
+        )
 
     def _returned(
         self,
@@ -371,7 +337,7 @@ class Runner:
         value = outcome[None]
         if not claim.given_back:
             dump = partial(self._codec.dump_value, value)
-            settled = self._settle(call, claim, dump, State.COMPLETED, late)
+            settled = self._endings.settle(call, claim, dump, State.COMPLETED, late)
             claim.over = True
             if not settled and (late is None or isinstance(late, Exception)):
                 return None
@@ -386,139 +352,3 @@ class Runner:
             call.identity,
         )
         return Ran(value)
-
-    def _ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
-        """Record that the body raised ``error``; ``False`` if a newer claim makes it nobody's business."""
-        if claim.given_back:
-            return True
-        if claim.replaced:
-            return self._settle(call, claim, lambda: None, State.COMPLETED)
-        if isinstance(error, self.policy.permanent_errors):
-            return self._settle(call, claim, lambda: self._codec.dump_error(error), State.FAILED)
-        self.release(claim, patient=isinstance(error, Exception))
-        return True
-
-    def release(self, claim: Claim, *, patient: bool = True, requeue_ms: int | None = None) -> None:
-        """Give the key back, or leave it to its lease if the store does not answer in time.
-
-        Not ``patient``: the process is being ended, and has 0.1 s left (CELERY: a hard limit kills after SIGTERM).
-        """
-        claim.given_back = True
-        identity = claim.record.identity
-        give_up = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
-        delay = 0.0
-        while True:
-            try:
-                if delay:
-                    time.sleep(delay)
-                claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
-                break
-            except _STORE_ERRORS as error:
-                delay = delay * 2 or 0.05
-                if time.monotonic() + delay > give_up:
-                    logger.warning(
-                        "idempotency: could not release %s, its lease will end it: %s",
-                        identity,
-                        error,
-                    )
-                    return
-            except BaseException:
-                with suppress(Exception):
-                    claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
-                raise
-        self._emit(signals.released, claim.record, claim.record)
-
-    def _settle(
-        self,
-        call: Call,
-        claim: Claim,
-        dump: Callable[[], Stored | None],
-        state: Literal[State.COMPLETED, State.FAILED],
-        late: BaseException | None = None,
-    ) -> bool:
-        """Write the end state, again and again for at least one lease; ``False`` only if another token has the key.
-
-        An exception that a signal handler raises in here does not end it: one that ends the process (``late`` or here)
-        leaves it one last try.
-        """
-        give_up = time.monotonic() + self.policy.lease_ms / 1000
-        delay, faults = 0.0, 0
-        while not claim.settled:
-            try:
-                if delay:
-                    time.sleep(delay * random.uniform(0.5, 1))
-                # A value that makes the codec fail again and again is settled without it.
-                value = dump() if faults < MAX_FAULTS else None
-                return self._settle_once(call, claim, value, state)
-            except Exception as failure:  # noqa: BLE001  the store's, a time limit's, or a fault of ours
-                error = failure
-                faults += not isinstance(failure, _STORE_ERRORS)
-            except BaseException:
-                with suppress(Exception):
-                    self._settle_once(call, claim, dump(), state)
-                raise
-            if self.policy.mode == "observe":
-                logger.warning(
-                    "idempotency: observing: could not settle %s: %s", call.identity, error
-                )
-                return True
-            delay = min(delay * 2 or 0.05, 5.0)
-            ending = late is not None and not isinstance(late, Exception)
-            if ending or time.monotonic() + delay > give_up:
-                return self._settle_failed(call, claim, error)
-        return True
-
-    def _settle_once(
-        self,
-        call: Call,
-        claim: Claim,
-        value: Stored | None,
-        state: Literal[State.COMPLETED, State.FAILED],
-    ) -> bool:
-        policy = self.policy
-        done = claim.store.settle(
-            claim.record,
-            state=state,
-            value=value,
-            keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
-            replaced=claim.replaced,
-        )
-        claim.settled = done
-        self._emit(signals.settled if done else signals.lease_lost, call, claim.record)
-        if done and call.on_settled is not None:
-            call.on_settled(claim.token)
-        if not done:
-            logger.warning(
-                "idempotency: %s was claimed anew while task %s (token %d) ran: its result is dropped",
-                call.identity,
-                call.task_id,
-                claim.token,
-            )
-        return done or policy.mode == "observe"
-
-    def _settle_failed(self, call: Call, claim: Claim, error: BaseException) -> bool:
-        """The effect happened and cannot be recorded: say so as loudly as a library may."""
-        logger.critical(
-            "idempotency: task %s of %s took effect, but its end could not be recorded within a lease (%s): after the "
-            "lease a duplicate runs again",
-            call.task_id,
-            call.identity,
-            error,
-        )
-        emit(signals.settle_failed, self._sender(), self._event(call, claim.record, error))
-        return True
-
-    def _emit(self, signal: Signal, call: Call | Record, record: Record | None) -> None:
-        if signal.receivers:
-            emit(signal, self._sender(), self._event(call, record))
-
-    def _event(
-        self, call: Call | Record, record: Record | None, error: BaseException | None = None
-    ) -> Event:
-        return Event(
-            task=self.name,
-            task_id=call.task_id,
-            identity=call.identity,
-            record=record,
-            error=error,
-        )

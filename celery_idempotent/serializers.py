@@ -17,7 +17,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, Serial
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 
-__all__ = ["NotStored", "Serializer"]
+__all__ = ["NotStored", "Serializer", "first_accepted"]
 
 _JSON = "application/json"
 
@@ -167,6 +167,23 @@ def _not_stored(
     reason: Literal["unserializable", "too-large"], value: object, size: int | None = None
 ) -> NotStored:
     return NotStored(reason=reason, type_name=type(value).__qualname__, size=size)
+
+
+def first_accepted(candidates: Iterable[str], accept: Iterable[str]) -> str:
+    """Return the first format, by name or content type, that is installed and that the app reads itself.
+
+    An app may store its results as msgpack for others, and not accept msgpack. What a record is
+    written with nobody chose then: it takes what the app can read. If there is none, it is the
+    first candidate, and :class:`Serializer` says what is wrong with it.
+    """
+    accepted = {_content_types.get(name, name) for name in accept}
+    first = ""
+    for candidate in candidates:
+        name = _names.get(candidate, candidate)
+        first = first or name
+        if _content_types.get(name) in accepted and _installed(name):
+            return name
+    return first
 
 
 def _installed(name: str) -> bool:

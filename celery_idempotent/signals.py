@@ -55,31 +55,31 @@ class Event:
 
 
 #: A key was reserved, and its message is published (``idempotency_publish_once``).
-reserved = Signal("idempotency_reserved")
+reserved = Signal(name="idempotency_reserved")
 #: The key is ours, and run() is about to start.
-claimed = Signal("idempotency_claimed")
+claimed = Signal(name="idempotency_claimed")
 #: The stored result or exception answers this call.
-replayed = Signal("idempotency_replayed")
+replayed = Signal(name="idempotency_replayed")
 #: Somebody else holds the key.
-conflicted = Signal("idempotency_conflicted")
+conflicted = Signal(name="idempotency_conflicted")
 #: The key belongs to a call with other arguments.
-mismatched = Signal("idempotency_mismatched")
+mismatched = Signal(name="idempotency_mismatched")
 #: The end state was written.
-settled = Signal("idempotency_settled")
+settled = Signal(name="idempotency_settled")
 #: The key was given back after a failure, or before a retry.
-released = Signal("idempotency_released")
+released = Signal(name="idempotency_released")
 #: A crash took the owner: noticed by the worker's main process, or by a sweep (in the sweeping process).
-interrupted = Signal("idempotency_interrupted")
+interrupted = Signal(name="idempotency_interrupted")
 #: A newer claim exists: the result of this run is dropped.
-lease_lost = Signal("idempotency_lease_lost")
+lease_lost = Signal(name="idempotency_lease_lost")
 #: A stale record's message was published again: by a sweep, or by an operator.
-requeued = Signal("idempotency_requeued")
+requeued = Signal(name="idempotency_requeued")
 #: A sweep is done; ``event.count`` records were interrupted.
-swept = Signal("idempotency_swept")
+swept = Signal(name="idempotency_swept")
 #: run() returned, but its result could not be recorded within a lease.
-settle_failed = Signal("idempotency_settle_failed")
+settle_failed = Signal(name="idempotency_settle_failed")
 #: The store could not be reached before the run: nothing ran, the message goes back.
-store_failed = Signal("idempotency_store_failed")
+store_failed = Signal(name="idempotency_store_failed")
 
 
 def emit(signal: Signal, sender: object, event: Event) -> None:

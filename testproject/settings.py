@@ -5,7 +5,11 @@
 ``DJANGO_SECRET_KEY``       required with ``DJANGO_DEBUG=0``
 ``DJANGO_ALLOWED_HOSTS``    with commas between; ``localhost`` by default
 ``DATABASE_PATH``           the SQLite file; ``db.sqlite3`` beside this file by default
+``DATABASE_NAME``           a PostgreSQL database instead, where libpq's own variables say (``PGHOST``…)
 ``REDIS_URL``               broker, result backend, store; by default ``redis://127.0.0.1:6379/0``
+``IDEMPOTENCY_STORE``       where the records are; by default the Redis
+``BANK_SECONDS``            how long the bank of the payments takes; ``1.5`` by default
+``BANK_MOOD_FILE``          a file with the bank's mood, for tests
 ``GITHUB_WEBHOOK_SECRET``   the secret of the webhook; without it, signatures are not checked
 ==========================  ====================================================================
 """
@@ -31,17 +35,46 @@ if not DEBUG and SECRET_KEY == _DEVELOPMENT_KEY:
 _HOSTS = os.environ.get("DJANGO_ALLOWED_HOSTS", "localhost,127.0.0.1,[::1]")
 ALLOWED_HOSTS = [host for host in _HOSTS.split(",") if host]
 
-INSTALLED_APPS = ["testproject.webhooks"]
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "django.contrib.staticfiles",
+    "rest_framework",
+    "drf_spectacular",
+    "celery_idempotent.django",
+    "testproject.webhooks",
+    "testproject.payments",
+]
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
 ROOT_URLCONF = "testproject.urls"
 TEMPLATES = [
-    {"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True},
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    },
 ]
+STATIC_URL = "/static/"
+LOGIN_URL = "/login/"
+LOGIN_REDIRECT_URL = "/pay/"
+LOGOUT_REDIRECT_URL = "/"
 USE_TZ = True
 TIME_ZONE = "UTC"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
@@ -59,6 +92,11 @@ DATABASES = {
         "OPTIONS": _SQLITE_OPTIONS,
     }
 }
+if os.environ.get("DATABASE_NAME"):
+    DATABASES["default"] = {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": os.environ["DATABASE_NAME"],
+    }
 
 # Django's default keeps errors from the console when DEBUG is off, and mails them to nobody.
 LOGGING = {
@@ -73,7 +111,7 @@ LOGGING = {
 REDIS_URL = os.environ.get("REDIS_URL", "redis://127.0.0.1:6379/0")
 CELERY_BROKER_URL = REDIS_URL
 CELERY_RESULT_BACKEND = REDIS_URL
-CELERY_IDEMPOTENCY_STORE = REDIS_URL
+CELERY_IDEMPOTENCY_STORE = os.environ.get("IDEMPOTENCY_STORE", REDIS_URL)
 CELERY_TIMEZONE = TIME_ZONE
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 # With late acks, what a worker has fetched and not begun is redelivered as well: fetch little.
@@ -90,6 +128,30 @@ CELERY_TASK_PUBLISH_RETRY_POLICY = {
 # --- The webhook ------------------------------------------------------------------------------
 
 GITHUB_WEBHOOK_SECRET = os.environ.get("GITHUB_WEBHOOK_SECRET", "")
+# With the records in the database, a delivery's entry and its record are committed together.
+WEBHOOKS_ATOMIC = CELERY_IDEMPOTENCY_STORE.startswith(("django://", "hybrid+"))
 # GitHub cuts payloads at 25 MB; the events that this receiver is for stay far below 2.
 WEBHOOK_MAX_BYTES = 2 * 1024 * 1024
 DATA_UPLOAD_MAX_MEMORY_SIZE = WEBHOOK_MAX_BYTES
+
+# --- The payments -----------------------------------------------------------------------------
+
+# In the database, a payment and its record are committed together.
+PAYMENTS_ATOMIC = WEBHOOKS_ATOMIC
+# The passwords are the users' names; HTTP Basic would pay for a slow hash with every request.
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+BANK_SECONDS = float(os.environ.get("BANK_SECONDS", "1.5"))
+BANK_MOOD_FILE = os.environ.get("BANK_MOOD_FILE", str(BASE_DIR / "bank_mood"))
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": [
+        "rest_framework.authentication.BasicAuthentication",
+        "rest_framework.authentication.SessionAuthentication",
+    ],
+    "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_SCHEMA_CLASS": "celery_idempotent.django.http.openapi.AutoSchema",
+    "EXCEPTION_HANDLER": "testproject.payments.api.problems",
+}
+SPECTACULAR_SETTINGS = {"TITLE": "Payments", "VERSION": "1"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from tests.support.servers import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
+    from tests.support.sites import Gate
     from tests.support.workers import Worker
 
 _WORKERS = pytest.StashKey["list[Worker]"]()
@@ -84,6 +87,13 @@ def private_redis(_session_redis: EmbeddedRedis) -> EmbeddedRedis:
         _session_redis.stop()
         _session_redis.start()
     return _session_redis
+
+
+@pytest.fixture(scope="session")
+def databases() -> Iterator[Iterator[str]]:
+    """Addresses of Redis databases that nobody used before, on a server that no test breaks."""
+    with embedded_redis(options={"databases": "400"}) as server:
+        yield (server.url(number) for number in itertools.count())
 
 
 @pytest.fixture
@@ -153,12 +163,48 @@ def start_worker(
         worker.kill()
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A closed gate; it opens at the end of the test, so that nothing waits on."""
+    from tests.support.sites import Gate
+
+    gate = Gate(str(tmp_path / "gate"))
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def key() -> str:
+    """A key that nobody else uses."""
+    return f"key.{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def quiet_for() -> Callable[..., None]:
+    """Make sure that something stays true for some seconds, derived from a lease or a timeout."""
+
+    def quiet_for(seconds: float, condition: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            assert condition(), what
+            time.sleep(0.05)
+
+    return quiet_for
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     """Show the end of each worker's log with the failure."""
     report: pytest.TestReport = yield
     if report.failed:
-        report.sections += [
-            (f"log of {worker.name}", worker.tail()) for worker in item.stash.get(_WORKERS, [])
-        ]
+        workers = [*item.stash.get(_WORKERS, []), *_shared_workers(item)]
+        report.sections += [(f"log of {worker.name}", worker.tail(100)) for worker in workers]
     return report
+
+
+def _shared_workers(item: pytest.Item) -> list[Worker]:
+    if not {"shared", "on_redis", "on_rabbitmq"} & set(getattr(item, "fixturenames", ())):
+        return []
+    from tests.support.sites import SHARED_WORKERS
+
+    return SHARED_WORKERS

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from celery.contrib.django.task import DjangoTask
+from celery.exceptions import Ignore
 
+from celery_idempotent.django.transactions import alias_in_use
 from celery_idempotent.task import IdempotentTask as _IdempotentTask
 
 if TYPE_CHECKING:
+    from celery.canvas import Signature
+
     DjangoBase = DjangoTask[Any, Any]
 else:
     DjangoBase = DjangoTask
@@ -17,6 +21,53 @@ __all__ = ["IdempotentTask"]
 
 
 class IdempotentTask(_IdempotentTask, DjangoBase):
-    """:class:`celery_idempotent.IdempotentTask`, with Celery's ways to publish after a commit."""
+    """:class:`celery_idempotent.IdempotentTask`, with Celery's ways to publish after a commit.
+
+    Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is
+    committed with what the task wrote, and never lost after that (see :mod:`celery_idempotent.django.outbox`). So does
+    ``self.replace``.
+    Everywhere else they do what Celery's do.
+    """
 
     abstract = True
+
+    def delay_on_commit(self, *args: Any, **kwargs: Any) -> Any:
+        """Call :meth:`delay` when the transaction at work is committed; returns nothing, as Celery's."""
+        self.apply_async_on_commit(args, kwargs)
+
+    def apply_async_on_commit(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Call :meth:`apply_async` when the transaction at work is committed; returns nothing, as Celery's.
+
+        Raises:
+            IdempotencyError: within an atomic task, if the call cannot be staged.
+        """
+        options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
+        options |= {"link": link, "link_error": link_error}
+        alias = alias_in_use()
+        if alias is None or self.app.conf.task_always_eager:
+            super().apply_async_on_commit(args, kwargs, **options)
+            return
+        # Not before: models are made once the apps are.
+        from celery_idempotent.django import outbox
+
+        outbox.stage(self, args, kwargs, options, using=alias)
+
+    def on_replace(self, sig: Signature[Any]) -> Any:
+        """Publish the replacement: that of an atomic task after the commit, of which its message is part."""
+        alias = alias_in_use()
+        if alias is None or self.request.is_eager:
+            return super().on_replace(sig)
+        from celery_idempotent.django import outbox
+
+        outbox.stage(sig, using=alias)
+        raise Ignore("Replaced by new task")

@@ -18,6 +18,13 @@ __all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store"]
 #: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
 #: asked for.
 _SCHEMES = {
+    "django": ("celery_idempotent.django.store:open_django", "django"),
+    "hybrid+redis": ("celery_idempotent.stores:_hybrid", "redis"),
+    "hybrid+redis+cluster": ("celery_idempotent.stores:_hybrid", "redis"),
+    "hybrid+rediss": ("celery_idempotent.stores:_hybrid", "redis"),
+    "hybrid+rediss+cluster": ("celery_idempotent.stores:_hybrid", "redis"),
+    "hybrid+sentinel": ("celery_idempotent.stores:_hybrid", "redis"),
+    "hybrid+unix": ("celery_idempotent.stores:_hybrid", "redis"),
     "memory": ("celery_idempotent.stores.opening:memory", None),
     "redis": ("celery_idempotent.stores.opening:redis", "redis"),
     "redis+cluster": ("celery_idempotent.stores.opening:redis", "redis"),
@@ -48,6 +55,22 @@ def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -
     path, extra = _SCHEMES[scheme]
     store: Store = _resolve(path, extra)(
         url, replicas=replicas, replica_timeout_ms=replica_timeout_ms
+    )
+    return store
+
+
+def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
+    """Open ``hybrid+redis://…?truth=…``, a cache before another store."""
+    from celery_idempotent.stores import opening
+
+    if replicas:
+        raise InvalidOption(
+            "idempotency_replicas has no effect on a hybrid store: what a Redis replica lacks, the"
+            " database knows"
+        )
+    cache, truth = opening.hybrid(url)
+    store: Store = _resolve("celery_idempotent.stores.hybrid:HybridStore", None)(
+        cache, open_store(truth)
     )
     return store
 

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol, runtime_checkable
 
 from celery_idempotent.records import (
     Answer,
+    Counted,
     Identity,
     Lease,
     OnStale,
+    Page,
     Record,
     Reservation,
+    Retained,
+    Selection,
     State,
+    Stats,
     Stored,
     SweepReport,
 )
 
-__all__ = ["ATTEMPT_BYTES", "Store"]
+__all__ = [
+    "ATTEMPT_BYTES",
+    "COUNTED_HOURS",
+    "CountingStore",
+    "Store",
+    "Transaction",
+    "TransactionalStore",
+    "Truth",
+]
 
 #: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
 ATTEMPT_BYTES = 8
+
+#: For so many hours a store keeps its counters.
+COUNTED_HOURS = 30 * 24
 
 
 @runtime_checkable
@@ -153,10 +170,96 @@ class Store(Protocol):
         """Delete up to about ``limit`` records (or index entries) past their retention; return how many."""
         ...
 
-    def forget(self, identity: Identity) -> bool:
-        """Delete the record whatever its state. ``False`` if there was none. Later claims still get a larger token."""
+    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
+        """Delete the record whatever its state; with ``token`` only if it has that one.
+
+        ``False`` if there was none (any more). Later claims still get a larger token.
+        """
+        ...
+
+    def stats(self) -> Stats:
+        """Count the records that an index knows: bounded work, however many are completed."""
+        ...
+
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
+
+        In no particular order. PROCESSING, QUEUED and FAILED records are found through indexes; any other only by
+        looking at keys one after the other: a page may be empty and yet have a cursor to go on with. Records that
+        come, go or change between two pages may be left out, or come twice.
+
+        Raises:
+            ValueError: for a cursor that is none of this store's.
+        """
         ...
 
     def close(self) -> None:
         """Close connections; the store may be used again afterwards."""
+        ...
+
+
+@runtime_checkable
+class CountingStore(Store, Protocol):
+    """A store that also keeps counters for operators."""
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        """Add to the counters of the current hour, by task and outcome. A lost answer may count twice."""
+        ...
+
+    def counts(self, *, hours: int) -> Sequence[Counted]:
+        """Return the counters of the last ``hours`` hours (of at most :data:`COUNTED_HOURS`), oldest hour first."""
+        ...
+
+
+class Transaction(Protocol):
+    """A transaction of the store's database that a run is part of."""
+
+    def settle(
+        self,
+        *,
+        state: Literal[State.COMPLETED, State.FAILED],
+        value: Stored | None,
+        keep_ms: int,
+        replaced: bool = False,
+    ) -> bool:
+        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
+        ...
+
+
+@runtime_checkable
+class TransactionalStore(Store, Protocol):
+    """A store in a database that tasks write to, too."""
+
+    def transaction(self, record: Record | None) -> AbstractContextManager[Transaction]:
+        """Begin a transaction for the claim that returned ``record``; it ends with the context, as an exception does.
+
+        While it lasts, a claim of the same key that finds the lease run out first ends this session. Without a record
+        it is no more than a transaction, and nothing is settled in it.
+
+        :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
+        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body and in the settle;
+        what the database says to the body's own statements, and to the commit, comes through as it is.
+        """
+        ...
+
+    def abandon(self, record: Record) -> None:
+        """End the transaction that this thread began for the claim, if it is still open; the next verb may come.
+
+        A time limit may strike between any two instructions, also after the body and before the context could end.
+        """
+        ...
+
+
+@runtime_checkable
+class Truth(Store, Protocol):
+    """A store that a cache can stand before: it also tells what is certain, and for how long."""
+
+    def retained(self, identity: Identity) -> Retained | None:
+        """Return the COMPLETED or FAILED record as it is committed, ``None`` if there is none."""
+        ...
+
+    def joined(self) -> bool:
+        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
         ...

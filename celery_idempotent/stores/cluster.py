@@ -12,6 +12,7 @@ from redis import exceptions
 from redis.crc import key_slot
 
 from celery_idempotent.stores.channel import Address, Channel, passing
+from celery_idempotent.stores.keyspace import BUCKETS
 from celery_idempotent.stores.scripts import Command, plain
 
 __all__ = ["Cluster"]
@@ -53,6 +54,15 @@ class Cluster:
             if isinstance(answers[n], (exceptions.ConnectionError, exceptions.TimeoutError)):
                 raise answers[n]
         return answers
+
+    def nodes(self) -> list[int]:
+        """Return one bucket of each node, in an order that stays while the cluster does."""
+        if not self._masters:
+            self._refresh()
+        first: dict[Address | None, int] = {}
+        for bucket in range(BUCKETS):
+            first.setdefault(self._masters.get(slot_of(bucket)), bucket)
+        return [bucket for _, bucket in sorted(first.items(), key=lambda item: str(item[0]))]
 
     def close(self) -> None:
         """Close the idle connections to every node."""

@@ -8,6 +8,12 @@
     idem:{7}!failures                           sorted set: names of FAILED records by the end of
                                                 their retention
     idem:{7}!token                              the largest token that the bucket gave out
+    idem:{0}!counts:484722                      hash: how often which outcome (of which task) in
+                                                that hour since the epoch
+
+    idem.cache:{7}:payments.charge:acct_1:order-17   the same record, where this is a cache before
+                                                     another store (see cache.py)
+    idem.cache:{7}!generation                        what a forget changes
 
 The bucket number in braces is the Cluster hash tag, so that all that a script touches lies in one
 slot. Redis takes the first braces of a name, hence braces further right do not matter and the
@@ -56,6 +62,16 @@ class Keyspace:
         namespace, scope, key = text.split(":", 2)
         return Identity(namespace=_unescape(namespace), scope=_unescape(scope), key=key)
 
+    @property
+    def pattern(self) -> bytes:
+        """What ``SCAN`` matches records by, and no index."""
+        special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
+        return self.prefix.translate(special).encode() + b":{*}:*"
+
+    def bucket(self, name: bytes) -> int:
+        """Return the bucket that is part of the name of a record."""
+        return int(name[len(self._start) + 2 :].partition(b"}")[0])
+
     def leases(self, bucket: int) -> bytes:
         """Name the index of the bucket's leases."""
         return b"%b:{%d}!leases" % (self._start, bucket)
@@ -67,6 +83,14 @@ class Keyspace:
     def token(self, bucket: int) -> bytes:
         """Name the bucket's high-water mark of tokens."""
         return b"%b:{%d}!token" % (self._start, bucket)
+
+    def counts(self, hour: int) -> bytes:
+        """Name the counters of an hour."""
+        return b"%b:{0}!counts:%d" % (self._start, hour)
+
+    def generation(self, bucket: int) -> bytes:
+        """Name what changes in a cache when anything in the bucket is forgotten."""
+        return b"%b:{%d}!generation" % (self._start, bucket)
 
 
 def _escape(part: str) -> str:

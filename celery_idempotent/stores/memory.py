@@ -5,28 +5,36 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from celery_idempotent.records import (
     Answer,
     Claimed,
-    Held,
+    Counted,
     Identity,
     Lease,
     OnStale,
+    Page,
     Record,
     Reservation,
     Reserved,
+    Retained,
+    Selection,
     State,
+    Stats,
     Stored,
     SweepReport,
 )
 from celery_idempotent.stores import transitions
+from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.transitions import Kept
 
 __all__ = ["MemoryStore"]
+
+HOUR_US = 3_600_000_000
 
 
 class MemoryStore:
@@ -39,6 +47,7 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or _wall_clock_us
         self._kept: dict[Identity, Kept] = {}
+        self._counts: Counter[tuple[int, str, str]] = Counter()
         self._highest_token = 0
         # Reentrant, because a signal handler may call the store while its thread is inside it.
         self._lock = threading.RLock()
@@ -78,15 +87,10 @@ class MemoryStore:
                 on_stale=on_stale,
                 message=message,
             )
-            if kept is not None:
-                refusal = transitions.refusal(kept.record, fingerprint, now)
-                if refusal is not None:
-                    return refusal
-                taken = transitions.claimed(kept, new, attempt, now)
-                if isinstance(taken, Held):
-                    return taken
-                new = taken
-            return Claimed(self._take(kept, new, attempt, now_us, lease_ms + keep_ms))
+            taken = transitions.claimed(kept, new, attempt, now)
+            if not isinstance(taken, Record):
+                return taken
+            return Claimed(self._take(kept, taken, attempt, now_us, lease_ms + keep_ms))
 
     def reserve(
         self,
@@ -117,15 +121,10 @@ class MemoryStore:
                 task_id=task_id,
                 reserved=True,
             )
-            if kept is not None:
-                refusal = transitions.refusal(kept.record, fingerprint, now)
-                if refusal is not None:
-                    return refusal
-                taken = transitions.reserved(kept, new, attempt, now)
-                if isinstance(taken, Held):
-                    return taken
-                new = taken
-            return Reserved(self._take(kept, new, attempt, now_us, deadline_ms + keep_ms))
+            taken = transitions.reserved(kept, new, attempt, now)
+            if not isinstance(taken, Record):
+                return taken
+            return Reserved(self._take(kept, taken, attempt, now_us, deadline_ms + keep_ms))
 
     def renew(self, leases: Sequence[Lease]) -> list[bool]:
         """Let each lease start anew."""
@@ -202,6 +201,20 @@ class MemoryStore:
             kept = self._find(identity, self._clock() // 1000)
             return None if kept is None else kept.record
 
+    def retained(self, identity: Identity) -> Retained | None:
+        """Return the settled record, and for how long it is kept."""
+        with self._locked():
+            now = self._clock() // 1000
+            kept = self._find(identity, now)
+            if kept is None or not kept.record.state.settled:
+                return None
+            age_ms = max(now - kept.record.updated_ms, 0)
+            return Retained(kept.record, age_ms=age_ms, left_ms=kept.expires_ms - now)
+
+    def joined(self) -> bool:
+        """Nothing here is undone: there are no transactions."""
+        return False
+
     def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
         with self._locked():
@@ -240,12 +253,68 @@ class MemoryStore:
                 del self._kept[identity]
             return len(past[:limit])
 
-    def forget(self, identity: Identity) -> bool:
-        """Delete the record whatever its state."""
+    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
+        """Delete the record whatever its state; with ``token`` only if it has that one."""
         with self._locked():
             kept = self._find(identity, self._clock() // 1000)
-            self._kept.pop(identity, None)
-            return kept is not None
+            if kept is None or token not in (None, kept.record.token):
+                return False
+            del self._kept[identity]
+            return True
+
+    def stats(self) -> Stats:
+        """Count the records."""
+        with self._locked():
+            now = self._clock() // 1000
+            records = [kept.record for kept in self._kept.values() if kept.expires_ms > now]
+            due = [_due(record, now) for record in records if record.deadline_ms is not None]
+            return Stats(
+                live=len(due) - sum(due),
+                stale=sum(due),
+                failed=sum(record.state is State.FAILED for record in records),
+                now_ms=now,
+            )
+
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the selected records; the cursor is how many came before."""
+        if cursor and not cursor.isdecimal():
+            raise ValueError("this cursor belongs to another list")
+        with self._locked():
+            now, start = self._clock() // 1000, int(cursor or 0)
+            records = [kept.record for kept in self._kept.values() if kept.expires_ms > now]
+            found: list[Record] = []
+            at = start
+            while at < len(records) and at - start < look_at and len(found) < limit:
+                if selection.includes(records[at], now):
+                    found.append(replace(records[at], value=None, message=None, steps=()))
+                at += 1
+            return Page(
+                records=tuple(found),
+                cursor=str(at) if at < len(records) else "",
+                looked_at=at - start,
+                now_ms=now,
+            )
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        """Add to the counters of this hour."""
+        with self._locked():
+            hour = self._clock() // HOUR_US
+            for (task, outcome), count in outcomes.items():
+                self._counts[hour, task, outcome] += count
+            for key in [key for key in self._counts if key[0] <= hour - COUNTED_HOURS]:
+                del self._counts[key]
+
+    def counts(self, *, hours: int) -> Sequence[Counted]:
+        """Return the counters of the last hours."""
+        with self._locked():
+            first = self._clock() // HOUR_US - min(hours, COUNTED_HOURS) + 1
+            return [
+                Counted(hour=hour, task=task, outcome=outcome, count=count)
+                for (hour, task, outcome), count in sorted(self._counts.items())
+                if hour >= first
+            ]
 
     def close(self) -> None:
         """Keep everything: there is nothing to close."""

@@ -13,7 +13,9 @@ from celery_idempotent.stores.base import Store
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["from_app", "memory", "redis", "replication"]
+    from celery_idempotent.stores.cache import RedisCache
+
+__all__ = ["from_app", "hybrid", "memory", "redis", "replication"]
 
 _WHAT_TO_SET = (
     "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
@@ -35,6 +37,26 @@ def redis(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Sto
     from celery_idempotent.stores.redis import RedisStore
 
     return RedisStore(url, replicas=replicas, replica_timeout_ms=replica_timeout_ms)
+
+
+def hybrid(url: str) -> tuple[RedisCache, str]:
+    """Return the cache of ``hybrid+redis://…?truth=alias``, and the URL of the truth behind it.
+
+    ``truth`` is the alias of a Django database (``default``), or a URL.
+    """
+    from celery_idempotent.stores.cache import RedisCache
+
+    address, _, query = url.removeprefix("hybrid+").partition("?")
+    options = parse_qsl(query, keep_blank_values=True)
+    truths = [value for name, value in options if name == "truth"] or ["default"]
+    truth = truths[0] if "://" in truths[0] else f"django://{truths[0]}"
+    if len(truths) > 1 or not truths[0] or truth.startswith("hybrid+"):
+        raise InvalidOption(
+            "a hybrid store's URL names one truth: ?truth=alias, a Django database, or no truth"
+            " for the alias 'default'"
+        )
+    rest = urlencode([(name, value) for name, value in options if name != "truth"])
+    return RedisCache(address + ("?" + rest if rest else "")), truth
 
 
 def replication(app: Celery) -> dict[str, int]:

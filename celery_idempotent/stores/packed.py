@@ -48,6 +48,7 @@ __all__ = [
     "pack_claimant",
     "pack_settled",
     "pack_token",
+    "state_of",
     "unpack",
     "unreadable",
 ]
@@ -91,7 +92,14 @@ def pack_claimant(task_id: str, worker: str, message: bytes | None = None) -> by
     return owner + b"M" + len(message).to_bytes(4, "big") + message
 
 
-def pack_settled(record: Record, *, state: State, value: Stored | None, replaced: bool) -> bytes:
+def pack_settled(
+    record: Record,
+    *,
+    state: State,
+    value: Stored | None,
+    replaced: bool,
+    delivered: bool = False,
+) -> bytes:
     """Return the record as it is once settled; the script puts in what only the store knows."""
     flags = 0
     parts = []
@@ -108,6 +116,8 @@ def pack_settled(record: Record, *, state: State, value: Stored | None, replaced
         parts.append(pack_value(value))
     if replaced:
         flags |= _REPLACED
+    if delivered:
+        flags |= _DELIVERED
     head = (
         bytes((_LETTERS[state], flags))
         + pack_token(record.token)
@@ -118,8 +128,8 @@ def pack_settled(record: Record, *, state: State, value: Stored | None, replaced
     return head + b"".join(parts)
 
 
-def unpack(identity: Identity, packed: bytes) -> Record:
-    """Return the record that ``packed`` holds."""
+def unpack(identity: Identity, packed: bytes, *, summary: bool = False) -> Record:
+    """Return the record that ``packed`` holds; a ``summary`` of its first bytes has no value, message or steps."""
     state = _STATES.get(packed[0]) if len(packed) >= _HEAD_BYTES else None
     if state is None or packed[1] & ~(_SETTLED_FLAGS if state.settled else _LIVE_FLAGS):
         raise unreadable(identity)
@@ -135,12 +145,12 @@ def unpack(identity: Identity, packed: bytes) -> Record:
     live = 0
     if state.settled:
         task_id, at = _unpack_task_id(packed, at, flags)
-        value = unpack_value(packed, at) if flags & _VALUE else None
+        value = unpack_value(packed, at) if flags & _VALUE and not summary else None
     else:
         live = flags
         task_id, at = unpack_text(packed, at)
         worker, at = unpack_text(packed, at)
-        if at < len(packed):
+        if at < len(packed) and not summary:
             message, steps = _unpack_extension(identity, packed, at)
         if state is not State.INTERRUPTED:
             deadline_ms = int.from_bytes(packed[23:29], "big")
@@ -164,6 +174,11 @@ def unpack(identity: Identity, packed: bytes) -> Record:
         message=message,
         steps=steps,
     )
+
+
+def state_of(packed: bytes) -> State | None:
+    """Return the state of a packed record without taking the rest apart, ``None`` if it is not known here."""
+    return _STATES.get(packed[0])
 
 
 def unreadable(identity: Identity) -> StoreMisconfigured:

@@ -12,20 +12,24 @@ from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
     Claimed,
+    Counted,
     Held,
     Identity,
     Lease,
     Mismatched,
     OnStale,
+    Page,
     Record,
     Reservation,
     Reserved,
+    Selection,
     Settled,
     State,
+    Stats,
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores import redis_upkeep
+from celery_idempotent.stores import redis_browse, redis_facts, redis_upkeep
 from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.channel import exchange
 from celery_idempotent.stores.cluster import Cluster
@@ -95,6 +99,15 @@ class RedisStore:
     def prefix(self) -> str:
         """What all our keys in Redis start with."""
         return self._keys.prefix
+
+    @property
+    def replicas(self) -> int:
+        """For so many replicas a claim and a settle wait."""
+        return self._replicas
+
+    def facts(self) -> Sequence[redis_facts.ServerFacts]:
+        """Ask each server what concerns its records: version, eviction, persistence, replicas."""
+        return redis_facts.facts(self._link)
 
     def claim(
         self,
@@ -247,11 +260,32 @@ class RedisStore:
         """Drop index entries of expired records; Redis drops the records by itself."""
         return redis_upkeep.prune(self._link, self._keys, limit=limit)
 
-    def forget(self, identity: Identity) -> bool:
-        """Delete the record whatever its state."""
+    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
+        """Delete the record whatever its state; with ``token`` only if it has that one."""
         bucket, name, leases, failures, _ = self._names(identity)
-        word = self._ask(script("forget").call(bucket, (name, leases, failures)))
+        only = b"" if token is None else pack_token(token)
+        word = self._ask(script("forget").call(bucket, (name, leases, failures), only))
         return bool(word == b"forgotten")
+
+    def stats(self) -> Stats:
+        """Count the records that an index knows."""
+        return redis_browse.stats(self._link, self._keys)
+
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the selected records."""
+        return redis_browse.browse(
+            self._link, self._keys, selection, cursor=cursor, limit=limit, look_at=look_at
+        )
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        """Add to the counters of this hour."""
+        redis_browse.count(self._link, self._keys, outcomes)
+
+    def counts(self, *, hours: int) -> Sequence[Counted]:
+        """Return the counters of the last hours."""
+        return redis_browse.counts(self._link, self._keys, hours=hours)
 
     def close(self) -> None:
         """Close the idle connections."""

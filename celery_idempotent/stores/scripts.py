@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-__all__ = ["VERBS", "Command", "Script", "plain", "script"]
+__all__ = ["CACHE_VERBS", "VERBS", "Command", "Script", "plain", "script"]
 
 #: The verbs that are a script.
 VERBS = (
@@ -25,6 +25,9 @@ VERBS = (
     "settle",
     "sweep",
 )
+
+#: The scripts of the cache before another store.
+CACHE_VERBS = ("cache_bury", "cache_fill", "cache_lift", "cache_look", "cache_mark")
 
 #: What stands before a word of so many bytes; formatting it takes longer than all the rest.
 _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])

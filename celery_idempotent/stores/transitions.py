@@ -13,7 +13,6 @@ __all__ = [
     "claimed",
     "given_back",
     "interrupted",
-    "refusal",
     "requeued",
     "reserved",
     "settled",
@@ -37,7 +36,7 @@ class Kept:
     requeues: int = 0
 
 
-def refusal(old: Record, fingerprint: bytes | None, now_ms: int) -> Refusal | None:
+def _refusal(old: Record, fingerprint: bytes | None, now_ms: int) -> Refusal | None:
     """Return why nobody can have the key, ``None`` if that is a matter of leases and deadlines."""
     if old.fingerprint is not None and fingerprint is not None and old.fingerprint != fingerprint:
         return Mismatched(old)
@@ -46,9 +45,14 @@ def refusal(old: Record, fingerprint: bytes | None, now_ms: int) -> Refusal | No
     return None
 
 
-def claimed(kept: Kept, new: Record, attempt: bytes, now_ms: int) -> Record | Held:
+def claimed(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Record | Refusal:
     """Return the claim with what it takes over from the old record, its token only if it holds."""
+    if kept is None:
+        return new
     old = kept.record
+    refusal = _refusal(old, new.fingerprint, now_ms)
+    if refusal is not None:
+        return refusal
     processing = old.state is State.PROCESSING
     if processing and kept.attempt == attempt:
         return replace(old, deadline_ms=new.deadline_ms)
@@ -65,9 +69,14 @@ def claimed(kept: Kept, new: Record, attempt: bytes, now_ms: int) -> Record | He
     )
 
 
-def reserved(kept: Kept, new: Record, attempt: bytes, now_ms: int) -> Record | Held:
+def reserved(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Record | Refusal:
     """Return the reservation with what it takes over, its token only if it was made before."""
+    if kept is None:
+        return new
     old = kept.record
+    refusal = _refusal(old, new.fingerprint, now_ms)
+    if refusal is not None:
+        return refusal
     if old.state is State.PROCESSING:
         return Held(old, left_ms=_left(old, now_ms))
     if old.state is State.QUEUED:

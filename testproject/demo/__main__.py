@@ -15,6 +15,9 @@ from types import FrameType
 
 __all__ = ["main"]
 
+STORES = ("redis", "django", "hybrid")
+DATABASES = ("postgresql", "sqlite")
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -28,7 +31,10 @@ class _Stopped(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the ledger is right, 1 if it is not, 2 if the demo could not be performed."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.store not in STORES:  # the default is $STORE
+        parser.error(f"STORE is {', '.join(STORES[:-1])} or {STORES[-1]}, not {options.store!r}")
     missing = [name for name in ("rich", "django") if importlib.util.find_spec(name) is None]
     if missing:
         need = " and ".join(missing)
@@ -43,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 load(options.events),
                 seed=options.seed,
                 processes=options.concurrency,
+                store=options.store,
+                database=options.database,
                 timeout_s=options.timeout,
                 as_json=options.json,
                 keep=options.keep,
@@ -73,6 +81,19 @@ def _parser() -> argparse.ArgumentParser:
         " $EVENTS, else a small sample",
     )
     parser.add_argument(
+        "--store",
+        choices=STORES,
+        default=os.environ.get("STORE") or STORES[0],
+        help="where the records are: in Redis, in the ledger's own database (then kills fall anywhere), or there with"
+        " a cache in Redis; default: $STORE, else redis",
+    )
+    parser.add_argument(
+        "--database",
+        choices=DATABASES,
+        help="where the ledger is; default: SQLite with --store redis, else PostgreSQL if one can be started, else"
+        " SQLite",
+    )
+    parser.add_argument(
         "--seed",
         type=int,
         default=secrets.randbelow(10_000),
@@ -88,12 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout",
         type=float,
-        default=120.0,
+        default=240.0,
         metavar="SECONDS",
-        help="when to give up; default: 120",
+        help="when to give up; default: 240",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--keep", action="store_true", help="keep the logs and the database")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the logs, and the database if SQLite"
+    )
     return parser
 
 

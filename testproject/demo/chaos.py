@@ -1,4 +1,16 @@
-"""Kills the worker, or one of its pool processes, while tasks are at work and have not written."""
+"""Kills the worker, or one of its pool processes, wherever its tasks are at that moment.
+
+A process that is stopped can be looked at before it is killed::
+
+    SIGSTOP to the pool processes, at a random moment ── look where they are ── SIGKILL
+                                                              └─ not now ────── SIGCONT
+
+"Not now" is for two gaps that are not what is shown here. Kombu takes a message off the queue with
+BRPOP and notes it as unacked in a second step: a worker killed between the two takes the message
+with it, and no task class can bring it back. And with the records in Redis, a run that is killed
+after its write and before its key is settled will write again: that gap can only be closed where
+write and record are one transaction, in the database (README, "what it promises").
+"""
 
 from __future__ import annotations
 
@@ -9,22 +21,36 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from django.db.models import Max
-
+from testproject.demo import whereabouts
 from testproject.demo.broker import Broker
-from testproject.demo.gate import Gate
 from testproject.demo.processes import Child
-from testproject.webhooks.models import Kind, Run
+from testproject.demo.whereabouts import Step, Where
+from testproject.webhooks.models import Kind
 
-__all__ = ["Killer", "Strike", "Target"]
+__all__ = ["PLACES", "Killer", "Strike", "Target"]
 
 _PATIENCE_S = 2.5
 _LOOK_S = 0.02
 _LOOKS = 3
+#: How long the victims may go on before they are stopped: the moment is left to chance.
+_CHANCE_S = 0.1
 #: A task is given up as poison after three crashes (idempotency_max_crashes): stay below.
 _CRASHES = 2
+_CLAIMED = frozenset({Step.CLAIMED, Step.WORKING, Step.WRITING, Step.WRITTEN})
+_UNSETTLED = frozenset({Step.WRITING, Step.WRITTEN})
+
+BEFORE, BETWEEN, AFTER = "before", "between", "after"
+#: Where a run was killed.
+PLACES = {
+    BEFORE: "before their write",
+    BETWEEN: "between their write and its commit",
+    AFTER: "after the commit, before the ack",
+}
+_PLACE_OF = {Step.WRITING: BETWEEN, Step.WRITTEN: BETWEEN, Step.SETTLED: AFTER}
 
 
 class Target(enum.Enum):
@@ -36,32 +62,53 @@ class Target(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """A kill, and how many runs of each kind it ended before their write."""
+    """A kill, and where the runs were that it ended."""
 
     target: Target
-    plain: int
-    idempotent: int
+    victims: tuple[Where, ...]
+
+    def killed(self, kind: Kind) -> Counter[str]:
+        """Count the killed runs of a kind by place."""
+        return Counter(_place(each) for each in self.victims if each.kind == kind)
+
+    def story(self) -> str:
+        """Tell whom it struck."""
+        return " ".join(
+            f"{kind.label}: "
+            + ", ".join(f"{killed[place]} {PLACES[place]}" for place in killed)
+            + "."
+            for kind in Kind
+            if (killed := self.killed(kind))
+        )
 
 
 class Killer:
-    """Owns the worker: starts it, kills it, starts it again."""
+    """Owns the worker: starts it, kills it, starts it again.
+
+    ``anywhere``: also between a run's write and the settling of its key, which then has to be one transaction.
+    """
 
     def __init__(
-        self, worker: Child, *, processes: int, gate: Gate, broker: Broker, chance: random.Random
+        self,
+        worker: Child,
+        *,
+        directory: Path,
+        broker: Broker,
+        chance: random.Random,
+        anywhere: bool,
     ) -> None:
         self.strikes: list[Strike] = []
         self._worker = worker
-        self._processes = processes
-        self._gate = gate
+        self._directory = directory
         self._broker = broker
         self._chance = chance
+        self._anywhere = anywhere
         self._crashes: Counter[str] = Counter()
         self._killed: set[int] = set()
-        self._earlier = 0
 
     def start_worker(self) -> None:
-        """Start the worker; runs up to now are not its own."""
-        self._earlier = Run.objects.aggregate(last=Max("pk"))["last"] or 0
+        """Start the worker; what an earlier one's processes noted is over."""
+        whereabouts.clear(self._directory)
         self._worker.start()
 
     def restart_worker(self) -> None:
@@ -70,73 +117,108 @@ class Killer:
         self.start_worker()
 
     def strike(self, target: Target) -> Strike | None:
-        """Kill at the next good moment, or not at all if none comes within some seconds."""
-        with self._gate.closed():
-            victims = self._wait_for_victims(target)
-            if not victims:
+        """Kill somewhere in the middle of things, or not at all if that cannot be for some seconds."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            self._worker.check()
+            time.sleep(self._chance.uniform(0, _CHANCE_S))
+            strike = self._strike_now(target)
+            if strike is not None:
+                self.strikes.append(strike)
+                if target is Target.WORKER:
+                    self.start_worker()
+                return strike
+        return None
+
+    def busy(self) -> bool:
+        """Is a pool process in one of the two tasks?"""
+        return any(where.at_work for where in self._alive())
+
+    def _alive(self) -> list[Where]:
+        """Tell where the pool processes are; a killed one is there until its parent has noticed."""
+        return [each for each in whereabouts.find(self._directory) if each.pid not in self._killed]
+
+    def _strike_now(self, target: Target) -> Strike | None:
+        with self._stopped() as stopped:
+            everybody = self._alive()
+            if target is Target.WORKER and not self._nothing_in_the_gap(everybody):
+                return None
+            everybody = self._alive()
+            if not stopped.issuperset(each.pid for each in everybody):
+                return None  # one was started meanwhile, and goes on while we look
+            victims = [each for each in everybody if each.at_work]
+            if target is Target.PROCESS:
+                victims = self._one_of(victims)
+            if not any(map(self._is_held, victims)) or not all(map(self._may_die, victims)):
                 return None
             if target is Target.WORKER:
                 self._worker.kill()
             else:
-                for run in victims:
-                    # Should it have been replaced this moment, there is nobody to kill.
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(run.pid, signal.SIGKILL)
-        self._crashes.update(str(run.delivery_id) for run in victims)
-        self._killed.update(run.pk for run in victims)
-        strike = Strike(
-            target=target,
-            plain=sum(run.kind == Kind.PLAIN for run in victims),
-            idempotent=sum(run.kind == Kind.IDEMPOTENT for run in victims),
-        )
-        self.strikes.append(strike)
-        if target is Target.WORKER:
-            self.start_worker()
-        return strike
+                os.kill(victims[0].pid, signal.SIGKILL)
+                self._killed.add(victims[0].pid)
+        self._crashes.update(each.delivery_id for each in victims if self._is_held(each))
+        return Strike(target=target, victims=tuple(victims))
 
-    def at_work(self) -> list[Run]:
-        """The runs that have started and not written, of pool processes that are there.
+    def _one_of(self, victims: list[Where]) -> list[Where]:
+        """Choose one that holds its key; in the gap that a transaction closes, where there is one."""
+        steps = _UNSETTLED if self._anywhere else _CLAIMED
+        held = [each for each in victims if self._is_held(each) and each.step in steps]
+        good = [each for each in held if self._may_die(each)]
+        return [self._chance.choice(good)] if good else []
 
-        A pool process runs one task at a time: what it started last is what it is at. One that was
-        killed is there until its parent has noticed, which can take Celery five seconds.
+    @contextlib.contextmanager
+    def _stopped(self) -> Iterator[set[int]]:
+        """Stop the pool processes where they are; let go on, in the end, whoever is still there."""
+        pids = {each.pid for each in self._alive()}
+        try:
+            _signal(pids, signal.SIGSTOP)
+            time.sleep(_LOOK_S)  # in the kernel's own time
+            yield pids
+        finally:
+            _signal(pids, signal.SIGCONT)
+
+    def _nothing_in_the_gap(self, everybody: Collection[Where]) -> bool:
+        """Wait until the worker, whose processes take nothing, fetches nothing more; False if it does.
+
+        What it fetched last may be on its way from the socket to "unacked", and it may wait for a processor to take it
+        there: so it has to be asleep, each time that we look.
         """
-        latest = (
-            Run.objects.filter(pk__gt=self._earlier).values("pid").annotate(last=Max("pk"))
-        ).values("last")
-        unwritten = Run.objects.filter(pk__in=latest, entry__isnull=True)
-        return [run for run in unwritten if _alive(run.pid)]
-
-    def _wait_for_victims(self, target: Target) -> list[Run]:
-        """Look who is at work, until somebody is to be killed or nothing will change any more."""
-        deadline = time.monotonic() + _PATIENCE_S
+        parents = {each.parent for each in everybody}
+        deadline = time.monotonic() + _PATIENCE_S / 5
         looks = 0
-        while time.monotonic() < deadline:
-            self._worker.check()
-            runs = self.at_work()
-            alive = [run for run in runs if run.pk not in self._killed]
-            idempotent = [run for run in alive if run.kind == Kind.IDEMPOTENT]
-            good = [run for run in idempotent if self._may_crash(run)]
-            if target is Target.PROCESS and good:
-                return [self._chance.choice(good)]
-            # All are at the gate, or on their way to it: nobody new comes while it is closed.
-            full = len(runs) == self._processes
-            if full and not (good and good == idempotent):
-                return []
-            # The worker: only when it fetches nothing more. Seen repeatedly, since what it fetched
-            # last may be on its way from the socket to "unacked".
-            looks = looks + 1 if full and not self._broker.fetching() else 0
-            if looks == _LOOKS:
-                return alive
+        while looks < _LOOKS and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        return []
+            still = all(map(_sleeps, parents)) and not self._broker.fetching()
+            looks = looks + 1 if still else 0
+        return looks == _LOOKS
 
-    def _may_crash(self, run: Run) -> bool:
-        return self._crashes[str(run.delivery_id)] < _CRASHES
+    def _is_held(self, where: Where) -> bool:
+        return where.kind == Kind.IDEMPOTENT and where.step in _CLAIMED
+
+    def _may_die(self, where: Where) -> bool:
+        if where.kind != Kind.IDEMPOTENT:
+            return True
+        if where.step in _UNSETTLED and not self._anywhere:
+            return False
+        return self._crashes[where.delivery_id] < _CRASHES
 
 
-def _alive(pid: int) -> bool:
+def _place(where: Where) -> str:
+    if where.kind == Kind.PLAIN and where.step is Step.WRITTEN:
+        return AFTER  # its own transaction is over
+    return _PLACE_OF.get(where.step, BEFORE)
+
+
+def _sleeps(pid: int) -> bool:
+    """Does a process wait for something to happen, as far as this system tells?"""
     try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()
+    return stat.rpartition(")")[2].split()[0] == "S"
+
+
+def _signal(pids: Collection[int], which: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, which)

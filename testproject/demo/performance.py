@@ -21,6 +21,8 @@ def perform(
     *,
     seed: int,
     processes: int,
+    store: str,
+    database: str | None,
     timeout_s: float,
     as_json: bool,
     keep: bool,
@@ -28,7 +30,7 @@ def perform(
     """Perform the demo, print the report, return the exit code."""
     console = Console(stderr=as_json)
     begin = time.monotonic()
-    with open_stage(processes=processes) as stage:
+    with open_stage(processes=processes, store=store, database=database) as stage:
         stage.keep = keep
         try:
             stage.prepare_database()
@@ -53,7 +55,8 @@ def perform(
 
 
 def _where(stage: Stage) -> str:
-    return f"The logs and the database are in {stage.directory}"
+    what = "logs and the database" if stage.scene.database == "sqlite" else "logs"
+    return f"The {what} are in {stage.directory}"
 
 
 def _show_logs(stage: Stage) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final
 from testproject.demo.broker import Broker
 from testproject.demo.chaos import Killer, Target
 from testproject.demo.events import Event
-from testproject.demo.gate import Gate
-from testproject.demo.rehearsal import GATE, PLAN
+from testproject.demo.rehearsal import PLAN
 from testproject.demo.report import Report, make_report
 from testproject.demo.show import Show, show_on
 from testproject.demo.stage import Stage
@@ -29,10 +28,11 @@ __all__ = ["Play"]
 
 _LOOK_S: Final = 0.1
 _LOOKS_AT_REST: Final = 4
-#: Deliver so many requests a second, but for at least so many seconds.
+#: Deliver so many requests a second, but for at least so many seconds, if there are events enough.
 _RATE: Final = 40.0
 _AT_LEAST_S: Final = 9.0
-#: After how much of the traffic a SIGKILL is sent, and to what.
+_EVENT_S: Final = 0.25
+#: After how much of the work a SIGKILL is sent, and to what.
 _STRIKES: Final = (
     (0.15, Target.WORKER),
     (0.30, Target.PROCESS),
@@ -40,7 +40,9 @@ _STRIKES: Final = (
     (0.65, Target.PROCESS),
     (0.80, Target.WORKER),
 )
-#: No good moment for a kill: try again after so much more of the traffic.
+#: A strike for so many deliveries each, and no fewer than the first two.
+_A_STRIKE_FOR: Final = 8
+#: No good moment for a kill: try again after so much more of the work.
 _LATER: Final = 0.03
 #: Nothing runs, nothing waits, and something stays unacked: after so long, a restore is overdue.
 _OVERDUE_S: Final = 6.0
@@ -58,18 +60,21 @@ class Play:
         work = plan_work(events, chance=random.Random(f"work {seed}"))
         (stage.directory / PLAN).write_text(json.dumps(work))
         self._sends = plan_sends(
-            events, chance=random.Random(f"sends {seed}"), rate=_RATE, at_least_s=_AT_LEAST_S
+            events,
+            chance=random.Random(f"sends {seed}"),
+            rate=_RATE,
+            at_least_s=min(_AT_LEAST_S, _EVENT_S * len(events)),
         )
         self._traffic = Traffic(events, self._sends, secret=stage.secret)
         self._broker = Broker(stage.redis_url)
         self._killer = Killer(
             stage.worker,
-            processes=processes,
-            gate=Gate(stage.directory / GATE),
+            directory=stage.directory,
             broker=self._broker,
             chance=random.Random(f"kills {seed}"),
+            anywhere=stage.scene.atomic,
         )
-        self._strikes = deque(_STRIKES)
+        self._strikes = deque(_STRIKES[: max(2, len(self._deliveries) // _A_STRIKE_FOR)])
         self._quiet_looks = 0
         self._quiet_since = time.monotonic()
 
@@ -81,7 +86,7 @@ class Play:
         port = self._stage.wait_for_web()
         console.print(
             f"{len(self._deliveries)} deliveries in {len(self._sends)} requests, while the worker"
-            f" is killed. To watch: http://127.0.0.1:{port}/?refresh=2",
+            f" is killed. To watch: http://127.0.0.1:{port}/?refresh=2\n{self._stage.scene.promise}",
             highlight=False,
             soft_wrap=True,
         )
@@ -114,6 +119,7 @@ class Play:
             seconds=seconds,
             seed=self._seed,
             at_rest=at_rest,
+            scene=self._stage.scene,
         )
 
     def _tell(self, show: Show) -> None:
@@ -127,17 +133,14 @@ class Play:
             self._strikes.clear()  # too late: its processes will not all be at work any more
             return
         due, target = self._strikes[0]
-        if self._traffic.accepted < due * len(self._sends):
+        if figures.ledger(Kind.IDEMPOTENT).distinct < due * len(self._deliveries):
             return
         self._strikes.popleft()
         strike = self._killer.strike(target)
         if strike is None:
             self._strikes.appendleft((min(due + _LATER, 1.0), target))
             return
-        show.say(
-            f"SIGKILL to {target.value} at work; runs that had not written:"
-            f" {strike.plain} plain, {strike.idempotent} idempotent"
-        )
+        show.say(f"SIGKILL to {target.value}. {strike.story()}")
 
     def _at_rest(self) -> bool:
         """Is everything delivered, and was there nothing to do for some looks in a row?
@@ -145,7 +148,7 @@ class Play:
         A message that a killed worker held comes back when it was unacked for the visibility
         timeout; so nothing may be unacked either.
         """
-        busy = not self._traffic.finished or self._broker.waiting() or self._killer.at_work()
+        busy = not self._traffic.finished or self._broker.waiting() or self._killer.busy()
         unacked = self._broker.unacked()
         now = time.monotonic()
         if busy or not unacked:

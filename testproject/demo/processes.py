@@ -32,22 +32,22 @@ class Child:
     ) -> None:
         self.name = name
         self.log = directory / f"{name}.log"
-        self._command: Sequence[str] = (sys.executable, "-m", module, *arguments)
+        self.command: Sequence[str] = (sys.executable, "-m", module, *arguments)
         self._directory = directory
         # Import this very tree, and write nothing into it: the working directory is the demo's.
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._env = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths)}
+        self.env = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths)}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                (sys.executable, "-I", leash.__file__, *self._command),
+                (sys.executable, "-I", leash.__file__, *self.command),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 cwd=self._directory,
-                env=self._env,
+                env=self.env,
                 start_new_session=True,
             )
 

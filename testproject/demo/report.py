@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from testproject import counters
-from testproject.demo.chaos import Strike, Target
+from testproject.demo.chaos import PLACES, Strike, Target
+from testproject.demo.scene import Scene
 from testproject.webhooks.models import Kind, LedgerEntry, Run
 from testproject.webhooks.tasks import record_delivery
 
@@ -23,11 +24,11 @@ __all__ = ["LedgerReport", "Report", "make_report"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReport:
-    """One ledger, held against the deliveries that belong in it."""
+    """One ledger, held against the deliveries that belong in it; ``killed`` counts runs by place."""
 
     runs: int
     redelivered: int
-    killed: int
+    killed: dict[str, int]
     rows: int
     too_many: int
     missing: int
@@ -55,6 +56,7 @@ class Report:
     seconds: float
     seed: int
     at_rest: bool
+    scene: Scene
 
     @property
     def ok(self) -> bool:
@@ -62,7 +64,7 @@ class Report:
         return self.at_rest and self.idempotent.right
 
     def as_json(self) -> dict[str, object]:
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, "atomic": self.scene.atomic, **asdict(self)}
 
     def print(self, console: Console) -> None:
         """Print the table and what it means."""
@@ -84,7 +86,10 @@ class Report:
             ("different deliveries", self.deliveries, self.deliveries),
             ("runs started", plain.runs, idempotent.runs),
             ("  of messages that the broker redelivered", plain.redelivered, None),
-            ("  killed before their write", plain.killed, idempotent.killed),
+            *(
+                (f"  killed {name}", plain.killed[place], idempotent.killed[place])
+                for place, name in PLACES.items()
+            ),
             ("duplicates answered from the record (replays)", None, self._outcome("replayed")),
             ("duplicates that met a running one (conflicts)", None, self._outcome("conflicted")),
             (
@@ -116,7 +121,8 @@ class Report:
             f" them {self.plain.rows} times. IdempotentTask "
         )
         if self.idempotent.right:
-            return told + "entered each of them exactly once."
+            how = ", in one transaction with its record." if self.scene.atomic else "."
+            return f"{told}entered each of them exactly once{how}"
         return told + (
             f"entered {self.idempotent.too_many} too many and {self.idempotent.missing} too few:"
             " that must not happen."
@@ -136,6 +142,7 @@ def make_report(
     seconds: float,
     seed: int,
     at_rest: bool,
+    scene: Scene,
 ) -> Report:
     """Count, now that nothing moves any more."""
     counted = counters.count(outcomes, task=record_delivery.name)
@@ -145,8 +152,8 @@ def make_report(
         requests=requests,
         accepted=accepted,
         deliveries=len(deliveries),
-        plain=_ledger(Kind.PLAIN, deliveries, (each.plain for each in strikes)),
-        idempotent=_ledger(Kind.IDEMPOTENT, deliveries, (each.idempotent for each in strikes)),
+        plain=_ledger(Kind.PLAIN, deliveries, strikes),
+        idempotent=_ledger(Kind.IDEMPOTENT, deliveries, strikes),
         outcomes=dict(counted),
         sweeps=sweeps,
         swept=counters.swept(outcomes),
@@ -155,18 +162,20 @@ def make_report(
         seconds=round(seconds, 1),
         seed=seed,
         at_rest=at_rest,
+        scene=scene,
     )
 
 
-def _ledger(kind: Kind, deliveries: Collection[str], killed: Iterable[int]) -> LedgerReport:
+def _ledger(kind: Kind, deliveries: Collection[str], strikes: Sequence[Strike]) -> LedgerReport:
     entries = LedgerEntry.objects.filter(kind=kind).values_list("delivery_id", flat=True)
     rows = Counter(map(str, entries))
     runs = Run.objects.filter(kind=kind)
     expected = set(deliveries)
+    killed = Counter(place for strike in strikes for place in strike.killed(kind).elements())
     return LedgerReport(
         runs=runs.count(),
         redelivered=runs.count() - runs.values("task_id").distinct().count(),
-        killed=sum(killed),
+        killed={place: killed[place] for place in PLACES},
         rows=rows.total(),
         too_many=rows.total() - len(expected & rows.keys()),
         missing=len(expected - rows.keys()),

@@ -8,11 +8,13 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from testproject.demo.processes import Child, DemoError
+from testproject.demo.scene import Scene
 from testproject.embedded import EmbeddedRedis, ServerUnavailable
+from testproject.postgres import EmbeddedPostgres
 
 __all__ = ["Stage", "open_stage"]
 
@@ -23,21 +25,31 @@ _STOP_S = 3.0
 class Stage:
     """The parts of a running receiver."""
 
-    def __init__(self, directory: Path, redis_url: str, *, processes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        redis_url: str,
+        *,
+        scene: Scene,
+        processes: int,
+        database: Mapping[str, str],
+    ) -> None:
         self.directory = directory
         self.redis_url = redis_url
+        self.scene = scene
         self.secret = secrets.token_hex(16)
         self.keep = False
         self.outcomes = directory / "outcomes.log"
         self._port_file = directory / "port"
         env = {
-            "DATABASE_PATH": str(directory / "ledger.sqlite3"),
             "DJANGO_ALLOWED_HOSTS": "127.0.0.1",
             "DJANGO_DEBUG": "0",
             "DJANGO_SECRET_KEY": secrets.token_hex(32),
             "DJANGO_SETTINGS_MODULE": "testproject.demo.settings",
             "GITHUB_WEBHOOK_SECRET": self.secret,
             "REDIS_URL": redis_url,
+            "IDEMPOTENCY_STORE": scene.store_url(redis_url),
+            **database,
             "TESTPROJECT_DEMO": str(directory),
         }
         os.environ.update(env)
@@ -109,8 +121,8 @@ class Stage:
 
 
 @contextlib.contextmanager
-def open_stage(*, processes: int) -> Iterator[Stage]:
-    """Start the server and make a directory; in the end stop everything, and remove it all.
+def open_stage(*, processes: int, store: str, database: str | None) -> Iterator[Stage]:
+    """Start the servers and make a directory; in the end stop everything, and remove it all.
 
     With ``stage.keep`` the directory stays. Raises :exc:`DemoError` if there is no server to start.
     """
@@ -118,7 +130,14 @@ def open_stage(*, processes: int) -> Iterator[Stage]:
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(EmbeddedRedis())
-            stage = Stage(directory, server.url(db=0), processes=processes)
+            where = {"DATABASE_PATH": str(directory / "ledger.sqlite3"), "DATABASE_NAME": ""}
+            postgres = _open_postgres(stack, store, database)
+            if postgres is not None:
+                where = {"DATABASE_NAME": "postgres", **postgres.environment()}
+            scene = Scene(store=store, database="sqlite" if postgres is None else "postgresql")
+            stage = Stage(
+                directory, server.url(db=0), scene=scene, processes=processes, database=where
+            )
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, ServerUnavailable):
@@ -127,3 +146,17 @@ def open_stage(*, processes: int) -> Iterator[Stage]:
         stack.callback(stage.remove)
         stack.callback(stage.stop)
         yield stage
+
+
+def _open_postgres(
+    stack: contextlib.ExitStack, store: str, database: str | None
+) -> EmbeddedPostgres | None:
+    """Start PostgreSQL if it is asked for, or would be good to have."""
+    if database == "sqlite" or (database is None and store == "redis"):
+        return None
+    try:
+        return stack.enter_context(EmbeddedPostgres())
+    except ServerUnavailable:
+        if database == "postgresql":
+            raise
+        return None

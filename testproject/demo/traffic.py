@@ -24,6 +24,8 @@ _COPIES = (1, 2, 3, 4)
 _WEIGHTS = (30, 30, 25, 15)
 #: Longer than the visibility timeout of the demo, which is 2 s and looked after every second.
 _SLOW_S = (3.2, 3.6)
+#: One of so many is slow.
+_SLOW_ONE_OF = 16
 _SLOW = 2
 
 
@@ -58,7 +60,7 @@ def plan_sends(
 def plan_work(events: Sequence[Event], *, chance: random.Random) -> dict[str, float]:
     """How long the first runs of each take: most no time, a few longer than their visibility."""
     ids = sorted({event.delivery_id for event in events})
-    slow = set(chance.sample(ids, min(_SLOW, len(ids))))
+    slow = set(chance.sample(ids, min(_SLOW, len(ids) // _SLOW_ONE_OF)))
     return {each: _work(chance, slow=each in slow) for each in ids}
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from celery import Task
+from django.conf import settings
 from django.db import OperationalError, transaction
 from django.db.models import F
 from django.dispatch import Signal
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.signals import Event, claimed
 from testproject.celery import app
 from testproject.webhooks.models import EventCounter, Kind, LedgerEntry, Run
 
-__all__ = ["about_to_write", "record_delivery", "record_delivery_plain"]
+__all__ = ["about_to_write", "record_delivery", "record_delivery_plain", "written"]
 
 #: Sent inside each run, between its start and its write, with ``run=``: where a larger receiver
 #: does its work (asks GitHub's API, renders a page). The demo listens and makes it take its time.
 about_to_write = Signal()
+#: Sent after the write, with ``run=``. With records in the database it is not committed yet.
+written = Signal()
 
 # A locked SQLite file passes; anything else is for a person to look at.
 _WHEN_LOCKED: dict[str, Any] = {
@@ -32,6 +37,7 @@ _WHEN_LOCKED: dict[str, Any] = {
     bind=True,
     base=IdempotentTask,
     idempotency_key="delivery_id",
+    idempotency_atomic=settings.WEBHOOKS_ATOMIC,
     ignore_result=True,
     **_WHEN_LOCKED,
 )
@@ -56,10 +62,28 @@ def record_delivery_plain(
     return _record(Kind.PLAIN, self, delivery_id, event, action)
 
 
+@claimed.connect
+def note_start(event: Event, **_: Any) -> None:
+    """Note that a run starts, before its transaction does: whatever becomes of that, it did start."""
+    if event.task == record_delivery.name and event.identity is not None:
+        _start(Kind.IDEMPOTENT, event.identity.key, event.task_id)
+
+
+def _start(kind: Kind, delivery_id: str, task_id: str) -> Run:
+    return Run.objects.create(kind=kind, delivery_id=delivery_id, task_id=task_id, pid=os.getpid())
+
+
+def _noted(delivery_id: str, task_id: str) -> Run:
+    """Return the run that :func:`note_start` noted, or note it now: not every run has a claim."""
+    kind, pid = Kind.IDEMPOTENT, os.getpid()
+    runs = Run.objects.filter(kind=kind, delivery_id=delivery_id, task_id=task_id, pid=pid)
+    return runs.filter(entry=None).order_by("pk").last() or _start(kind, delivery_id, task_id)
+
+
 def _record(kind: Kind, task: Task[Any, Any], delivery_id: str, event: str, action: str) -> int:
     task_id = str(task.request.id)
-    pid = os.getpid()
-    run = Run.objects.create(kind=kind, delivery_id=delivery_id, task_id=task_id, pid=pid)
+    begin = _noted if kind is Kind.IDEMPOTENT else partial(_start, kind)
+    run = begin(delivery_id, task_id)
     about_to_write.send(sender=task, run=run)
     with transaction.atomic():
         entry = LedgerEntry.objects.create(
@@ -69,11 +93,12 @@ def _record(kind: Kind, task: Task[Any, Any], delivery_id: str, event: str, acti
             action=action,
             run=run,
             task_id=task_id,
-            pid=pid,
+            pid=run.pid,
         )
         counter, created = EventCounter.objects.get_or_create(
             kind=kind, event=event, defaults={"count": 1}
         )
         if not created:
             EventCounter.objects.filter(pk=counter.pk).update(count=F("count") + 1)
+    written.send(sender=task, run=run)
     return entry.pk

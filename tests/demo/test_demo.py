@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
 from tests.support.workers import child_environment
 
+pytestmark = [pytest.mark.worker, pytest.mark.timeout(240)]
 
-@pytest.mark.worker
-@pytest.mark.timeout(240)
-def test_the_demonstration_enters_every_delivery_once_and_the_plain_task_does_not(
-    tmp_path: Path,
-) -> None:
+
+def perform(directory: Path, *arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "testproject.demo", "--json", "--seed", "7"],
+        [sys.executable, "-m", "testproject.demo", "--json", "--seed", "7", *arguments],
         cwd=ROOT,
-        env=child_environment({"TMPDIR": tmp_path}),
+        env=child_environment({"TMPDIR": directory}),
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    deliveries = report["deliveries"]
-    assert report["idempotent"]["rows"] == deliveries
-    assert report["plain"]["rows"] > deliveries
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["idempotent"]["rows"] == report["deliveries"]
+    assert report["plain"]["rows"] > report["deliveries"]
     assert report["worker_kills"] + report["process_kills"] > 0
+    return report
+
+
+def test_the_demonstration_enters_every_delivery_once_and_the_plain_task_does_not(
+    tmp_path: Path,
+) -> None:
+    report = perform(tmp_path)
+    assert not report["atomic"]
+    assert not report["idempotent"]["killed"]["between"], "from Redis, it would write again"
+
+
+@pytest.mark.parametrize("store", ["django", "hybrid"])
+def test_with_the_records_in_the_database_it_also_kills_between_write_and_commit(
+    tmp_path: Path, store: str
+) -> None:
+    sample = (ROOT / "testproject" / "sample_events.jsonl").open()
+    events = tmp_path / "some.jsonl"
+    with sample:
+        events.write_text("".join(itertools.islice(sample, 12)))
+    report = perform(tmp_path, "--store", store, "--events", str(events))
+    assert report["scene"]["store"] == store
+    assert report["atomic"]
+    assert report["idempotent"]["killed"]["between"] > 0
+    assert not list(tmp_path.glob("celery-idempotent-demo-*")), "it leaves nothing behind"

@@ -13,6 +13,8 @@ import pytest
 
 import celery_idempotent
 from celery_idempotent import errors, signals
+from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.django.http.problems import CONDITIONS
 from celery_idempotent.policy import KEY_OPTIONS, SETTINGS, Policy
 from celery_idempotent.records import State
 from tests.support.paths import ROOT
@@ -21,7 +23,7 @@ from tests.support.workers import child_environment
 
 README = (ROOT / "README.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(text: str) -> list[str]:
@@ -53,7 +55,7 @@ def test_the_example_of_the_readme_runs_once_and_answers_twice(
 
 
 def test_the_contract_example_passes_as_a_test(tmp_path: Path) -> None:
-    (example,) = blocks(REFERENCE)
+    (example,) = (each for each in blocks(REFERENCE) if "StoreContract" in each)
     (tmp_path / "test_my_store.py").write_text(example)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "claim", "."],
@@ -65,6 +67,50 @@ def test_the_contract_example_passes_as_a_test(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
+    files = {}
+    for block in blocks((ROOT / "docs" / "http.md").read_text()):
+        name = re.match(r"# (\S+\.py)\n", block)
+        assert name is not None, "an example says which file it is"
+        files[name[1]] = block
+    assert {"shop/views.py", "shop/tasks.py", "shop/urls.py", "try.py"} == set(files)
+    # Who calls is for the project's middleware to say; this one believes a header.
+    settings = (
+        "from django.conf import settings\n"
+        "settings.configure(SECRET_KEY='x', ROOT_URLCONF='shop.urls', ALLOWED_HOSTS=['*'],"
+        " INSTALLED_APPS=['celery_idempotent.django'],"
+        " IDEMPOTENCY_HTTP={'scope': lambda request: request.headers.get('X-User')})\n"
+        "import django\ndjango.setup()\n"
+    )
+    (tmp_path / "shop").mkdir()
+    for path, text in files.items():
+        (tmp_path / path).write_text((settings if path == "try.py" else "") + text)
+    environment = child_environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    environment.pop("DJANGO_SETTINGS_MODULE", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "try.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_http_page_lists_every_option_and_every_problem() -> None:
+    page = (ROOT / "docs" / "http.md").read_text()
+    table = page[page.index("## Options") : page.index("## Django REST framework")]
+    listed = set(
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)))
+    )
+    assert listed == {*HttpOptions.__dataclass_fields__}
+    for code in CONDITIONS:
+        assert f"`{code}`" in page
 
 
 def test_the_reference_lists_every_option_and_nothing_else() -> None:
@@ -104,6 +150,19 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what the headings of a page are linked by."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_is_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        if "://" not in target:
+            assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
 
 
 def test_the_readme_names_the_make_targets_that_there_are() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery, Task
+from celery.signals import worker_ready
 from celery.utils.dispatch import Signal
 
 from celery_idempotent import IdempotentTask, signals
+from tests.support.apps import hurry
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
 BROKER, BACKEND, CONF = "FAULTS_BROKER", "FAULTS_BACKEND", "FAULTS_CONF"
@@ -129,3 +131,4 @@ def note_signals() -> None:
 if BROKER in os.environ:
     app = make_app(os.environ[BROKER], os.environ[BACKEND], json.loads(os.environ[CONF]))
     note_signals()
+    worker_ready.connect(hurry, weak=False)

@@ -93,6 +93,11 @@ class Stage:
         """How often a signal was sent."""
         return self.ledger.count(f"signal {outcome}", key)
 
+    def tells(self, outcome: str, key: str) -> None:
+        """Wait for a signal, which follows what it tells of; it is sent once."""
+        wait_for(lambda: self.told(outcome, key), 20, f"the signal {outcome}")
+        assert self.told(outcome, key) == 1
+
     def succeeds(self, result: AsyncResult[Any], timeout: float = 20) -> Any:
         """Wait for SUCCESS; return the value."""
         return self._ends(result, "SUCCESS", timeout)

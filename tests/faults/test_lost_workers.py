@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import celery
 import pytest
 from celery.result import AsyncResult
 
@@ -27,7 +28,9 @@ pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
 SetStage = Callable[..., Stage]
 
 #: How soon after the end of its process a claim must be free; its lease would take 30 s.
-SOON = 2.5
+SOON = 10
+#: How long nothing may happen: longer than the main process takes to interrupt the claim of a child that is gone.
+QUIET = 2.5
 
 
 def free(stage: Stage, key: str) -> bool:
@@ -43,13 +46,19 @@ def revoked(result: AsyncResult[Any]) -> bool:
     return state == "REVOKED"
 
 
+def known_as_revoked(stage: Stage, result: AsyncResult[Any]) -> bool:
+    """Whether a worker will discard the task; before Celery 5.5 it does not say so for one with an ETA."""
+    inspect: Any = stage.client.control.inspect(timeout=5, limit=1)
+    return any(result.id in ids for ids in (inspect.revoked() or {}).values())
+
+
 class TestLimits:
     def test_a_soft_limit_during_the_run_gives_the_key_back(self, set_stage: SetStage):
         stage = set_stage()
         stage.worker()
         failed = stage.send("work", "k", "", "never", soft_time_limit=1)
         assert type(stage.fails(failed)).__name__ == "SoftTimeLimitExceeded"
-        assert stage.told("released", "k") == 1
+        stage.tells("released", "k")
         assert stage.record("k") is None
         stage.ran_once("k", stage.send("work", "k"))
 
@@ -63,10 +72,11 @@ class TestLimits:
         wait_for(lambda: free(stage, "k"), SOON, "the key to be free")
         assert type(stage.fails(failed)).__name__ == "TimeLimitExceeded"
         assert stage.record("k").crashes == 1
-        assert stage.told("interrupted", "k") == 1
+        stage.tells("interrupted", "k")
         stage.ran_once("k", stage.send("work", "k"))
         assert stage.queued() == 0
 
+    @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.4 drops such a message")
     def test_a_hard_limit_that_requeues_runs_to_one_result(self, set_stage: SetStage):
         stage = set_stage(task_acks_on_failure_or_timeout=False)
         stage.worker()
@@ -119,7 +129,7 @@ class TestRevokes:
         stage.says(worker, f"Terminating {victim.id}")
         wait_for(lambda: revoked(victim), what="its announcement")
         # Longer than the main process takes to interrupt the claim of a child that is gone.
-        until = time.monotonic() + SOON
+        until = time.monotonic() + QUIET
         while time.monotonic() < until:
             assert alive(child)
             assert stage.record("k") == before
@@ -145,7 +155,7 @@ class TestRevokes:
             stage.says(worker, f"work[{result.id}] received")
             theirs[key] = self.claimed_elsewhere(stage, key, result.id)
             self.revoke(stage, result.id, "SIGKILL")
-            stage.says(worker, f"Terminating {result.id}")
+            wait_for(partial(known_as_revoked, stage, result), what=f"the revoke of {key}")
         stage.open("child")
         for key, result in waiting.items():
             wait_for(partial(revoked, result), what=f"the end of {key}")

@@ -134,7 +134,7 @@ def test_down_between_claim_and_settle_the_settle_is_tried_until_it_is_back(
         time.sleep(0.2)
     redis_proxy.heal()
     stage.ran_once("k", result)
-    assert stage.told("settled", "k") == 1
+    stage.tells("settled", "k")
     assert stage.told("settle_failed", "k") == 0
 
 
@@ -148,7 +148,7 @@ def test_down_for_longer_than_a_lease_is_told_and_the_task_succeeds(
     redis_proxy.refuse()
     stage.open("gate")
     assert stage.succeeds(result) == f"done by {result.id}"
-    assert stage.told("settle_failed", "k") == 1
+    stage.tells("settle_failed", "k")
     assert stage.told("settled", "k") == 0
     (critical,) = [line for line in worker.log.splitlines() if "CRITICAL" in line]
     assert f"task {result.id} of work key k took effect" in critical
@@ -167,7 +167,7 @@ def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
         redis_proxy.swallow_replies(digests[verb], times=times, silent=silent)
         stage.ran_once(verb, stage.send("work", verb))
         assert redis_proxy.swallowed == lost + times
-        assert stage.told("settled", verb) == 1
+        stage.tells("settled", verb)
     redis_proxy.swallow_replies(digests["release"], times=times, silent=silent)
     stage.fails(stage.send("work", "release", "fails once"))
     assert redis_proxy.swallowed == lost + 2 * times
@@ -222,7 +222,7 @@ def test_frozen_before_the_claim_and_before_the_settle_for_three_seconds(
         time.sleep(0.1)
     private_redis.thaw()
     stage.ran_once("settle", result)
-    assert stage.told("settled", "settle") == 1
+    stage.tells("settled", "settle")
 
 
 def test_a_wrong_password_runs_nothing_loses_nothing_and_is_not_logged(
@@ -271,7 +271,7 @@ class TestSignalsDuringTheSettle:
         result = self.strike(stage, redis_proxy, digests["settle"], signal.SIGUSR1)
         stage.ran_once("k", result)
         assert stage.told("released", "k") == 0
-        assert stage.told("settled", "k") == 1
+        stage.tells("settled", "k")
 
     def test_a_termination(
         self, set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from celery_idempotent.records import Claimed, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.faults.conftest import Stage
+from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 from tests.support.workers import alive, child_environment
@@ -115,3 +117,43 @@ def test_it_lets_nobody_in_before_the_child_is_gone(set_stage: Callable[..., Sta
     assert not lived
     assert type(stage.fails(late)).__name__ == "TimeLimitExceeded"
     wait_for(lambda: stage.told("interrupted", "k") == 1, what="the signal")
+
+
+@pytest.mark.rabbitmq
+def test_it_finds_a_claim_that_was_still_on_its_way(
+    set_stage: Callable[..., Stage], redis_proxy: Proxy, digests: dict[str, bytes]
+):
+    stage = set_stage()
+    worker = stage.worker()
+    redis_proxy.hold_requests(digests["claim"])
+    lost = stage.send("early", "k")
+    wait_for(lambda: redis_proxy.held, what="the claim to be sent")
+    (child,) = worker.children()
+    worker.kill_child(child)
+    assert type(stage.fails(lost)).__name__ == "WorkerLostError"
+    assert stage.record("k", "early") is None
+    redis_proxy.heal()
+    wait_for(
+        lambda: stage.state("k", "early") is State.INTERRUPTED,
+        10,  # the lease is 30 s
+        lambda: f"the interrupt, is {stage.record('k', 'early')}",
+    )
+    stage.ran_once("k", stage.send("early", "k"), task="early")
+
+
+@pytest.mark.rabbitmq
+def test_a_child_that_is_killed_is_missed_within_a_second_or_two(
+    set_stage: Callable[..., Stage],
+):
+    """Left to itself the pool finds many of them by a timer, every five seconds: a short lease would end before."""
+    stage = set_stage()
+    worker = stage.worker()
+    for key in "abcdef":
+        result = stage.send("work", key, "hangs once")
+        child = stage.started(key)
+        killed = time.time()
+        worker.kill_child(child)
+        stage.succeeds(result)
+        (interrupted,) = stage.ledger.entries("signal interrupted", key)
+        assert interrupted.time - killed < 2.5
+        assert stage.record(key).crashes == 1

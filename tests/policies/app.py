@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery, Task, current_task
@@ -31,15 +30,10 @@ from celery.signals import (
 )
 
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, signals
+from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
-__all__ = ["SETTINGS_VARIABLE", "crash_file", "environment", "make_app", "receipts"]
-
-#: The settings of a worker, and their prefix, as JSON: see :func:`environment`.
-SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
-
-#: How long a gate may stay closed before a run gives up: longer than any test waits.
-_GATE_SECONDS = 60
+__all__ = ["crash_file", "environment", "make_app", "receipts"]
 
 _OUTCOMES = (
     "claimed",
@@ -59,11 +53,6 @@ class Refused(Exception):
     """The bank will never accept this card."""
 
 
-def environment(settings: Mapping[str, Any], *, prefix: str = "") -> dict[str, str]:
-    """Return what makes a worker of this module use these settings, with a prefix as a Django project gives them."""
-    return {SETTINGS_VARIABLE: json.dumps({"settings": settings, "prefix": prefix})}
-
-
 def make_app(settings: Mapping[str, Any], *, prefix: str = "") -> Celery:
     """Return an app with every task of the tests."""
     app = Celery("policy_tests", set_as_current=False)
@@ -71,11 +60,7 @@ def make_app(settings: Mapping[str, Any], *, prefix: str = "") -> Celery:
         name: timedelta(**value) if isinstance(value, dict) and name.startswith("idemp") else value
         for name, value in settings.items()
     }
-    if prefix:
-        named = {f"{prefix}_{name}".upper(): value for name, value in settings.items()}
-        app.config_from_object(SimpleNamespace(**named), namespace=prefix)
-    else:
-        app.conf.update(settings)
+    configure(app, settings, prefix)
     _define(app)
     return app
 
@@ -113,6 +98,22 @@ def _define(app: Celery) -> None:
     idempotent(name="everything", idempotency_key=ALL_ARGUMENTS)(echo)
     idempotent(name="fingerprinted", idempotency_key="key")(echo_key)
 
+    keyed(name="scoped", idempotency_scope="tenant")(tenant)
+    for colour in ("red", "blue"):
+        keyed(name=colour, idempotency_namespace="colours")(work)
+    keyed(name="by_name", idempotency_fingerprint=("values",))(echo_key)
+    keyed(name="by_function", idempotency_fingerprint=_amount)(echo_key)
+    keyed(name="by_nothing", idempotency_fingerprint=None)(echo_key)
+    idempotent(name="requiring", idempotency_require_key=True)(work)
+    keyed(name="exclusive", idempotency_retention=0)(work)
+    keyed(name="forgetful", idempotency_retention=1, idempotency_lease=0.5)(work)
+    failures: dict[str, Any] = {"idempotency_failure_retention": 1, "idempotency_lease": 0.5}
+    idempotent(name="forgiving", idempotency_key="label", **failures, **_permanent)(refuse)
+    if app.conf.get("with_an_atomic_task"):
+        keyed(name="atomic", idempotency_atomic=True, idempotency_on_store_error="closed")(work)
+    keyed(name="brisk", idempotency_conflict_backoff_max=0.2)(work)
+    keyed(name="unstored", idempotency_store_result=False, idempotency_lease=0.5)(work)
+
     saying = partial(app.task, base=Saying, bind=True, shared=False)
     saying(name="say")(say)
     saying(name="pay_once", idempotency_key="order")(pay_once)
@@ -141,7 +142,7 @@ def work(self: Any, key: str, gate: str = "", seconds: float = 0.0) -> dict[str,
     """Take ``seconds``, and until the file ``gate`` exists; no two runs return the same."""
     _note("start", key)
     time.sleep(seconds)
-    _wait_at(gate)
+    wait_at(gate)
     _note("end", key)
     return {"run": uuid.uuid4().hex}
 
@@ -180,6 +181,16 @@ def echo_key(self: Any, key: str, *values: Any, **named: Any) -> dict[str, Any]:
     """Say what arrived."""
     _note("start", key)
     return {"values": list(values), "named": named, "run": uuid.uuid4().hex}
+
+
+def tenant(self: Any, key: str, tenant: str) -> dict[str, Any]:
+    """Work for one tenant."""
+    _note("start", key)
+    return {"tenant": tenant, "run": uuid.uuid4().hex}
+
+
+def _amount(key: str, *values: Any, amount: int = 0, **_: Any) -> int:
+    return amount
 
 
 def fence() -> None:
@@ -312,14 +323,6 @@ def _note(phase: str, key: str) -> None:
     Ledger.from_env().append(phase, key, task_id)
 
 
-def _wait_at(gate: str) -> None:
-    until = time.monotonic() + _GATE_SECONDS
-    while gate and not Path(gate).exists():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{gate} stayed closed")
-        time.sleep(0.02)
-
-
 def crash_file(ledger: Ledger, point: str, label: str) -> Path:
     """Return the file that lets one process die at ``point`` of the work on ``label``."""
     return ledger.path.parent / f"crash {point} {label.replace('/', '.')}"
@@ -376,16 +379,9 @@ def _announce(outcome: str, *, sender: Any, event: signals.Event, **_: Any) -> N
         Ledger.from_env().append("wrong sender", f"{outcome}: {name}", event.task_id)
 
 
-def _hurry(sender: Any, **_: Any) -> None:
-    """Let the main process look after its children all the time, as it else does every five seconds."""
-    pool: Any = getattr(sender.pool, "_pool", None)
-    if pool is not None and hasattr(pool, "maintain_pool"):
-        sender.hub.call_repeatedly(0.1, pool.maintain_pool)
-
-
 def _watch() -> None:
     """Count and break in this process, and in those that it forks."""
-    worker_ready.connect(_hurry, weak=False)
+    worker_ready.connect(hurry, weak=False)
     task_received.connect(_receive, weak=False)
     task_prerun.connect(
         lambda task_id, **_: Ledger.from_env().append("prerun", "", task_id), weak=False
@@ -405,8 +401,7 @@ def _watch() -> None:
 
 app: Celery | None = None
 
-if SETTINGS_VARIABLE in os.environ:
-    _wanted = json.loads(os.environ[SETTINGS_VARIABLE])
+if _wanted := wanted():
     app = make_app(_wanted["settings"], prefix=_wanted["prefix"])
     if LEDGER_VARIABLE in os.environ:
         _watch()

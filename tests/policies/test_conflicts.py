@@ -53,7 +53,7 @@ class TestWait:
     def test_a_redelivery_waits_and_leaves_the_result_alone(self, shared, key, gate, acks):
         first = shared.publish(f"waiting{acks}", key, gate.path)
         shared.noted("start", key)
-        shared.deliver(shared.receipt(first.id))
+        shared.deliver_again(shared.receipt(first.id))
         wait_for(lambda: shared.ledger.count("prerun", task_id=first.id) == 2, PATIENCE)
         gate.open()
         shared.idle(key)
@@ -86,7 +86,7 @@ class TestIgnore:
     def test_a_redelivery_is_not_dropped(self, shared, key, gate, acks):
         first = shared.publish(f"ignoring{acks}", key, gate.path)
         shared.noted("start", key)
-        shared.deliver(shared.receipt(first.id))
+        shared.deliver_again(shared.receipt(first.id))
         wait_for(lambda: shared.received(first.id) >= 3, PATIENCE, "the copy to come back")
         assert first.state == "STARTED"
         gate.open()

@@ -65,10 +65,10 @@ class TestObserve:
 
     def said(self, site: Site, task_id: str) -> str:
         """Return what the log says about a would-be duplicate."""
-        from tests.policies.conftest import _shared_workers
+        from tests.support.sites import SHARED_WORKERS
 
         def found() -> list[str]:
-            text = "".join(each.log for each in _shared_workers)
+            text = "".join(each.log for each in SHARED_WORKERS)
             return [x for x in text.splitlines() if task_id in x and "observed:" in x]
 
         (line,) = wait_for(found, PATIENCE, "a line in the log")
@@ -110,7 +110,7 @@ class TestObserve:
     def test_a_redelivery_runs_and_is_told(self, on_redis, key):
         first = on_redis.publish("observed", key)
         first.get(timeout=PATIENCE)
-        on_redis.deliver(on_redis.receipt(first.id))
+        on_redis.deliver_again(on_redis.receipt(first.id))
         on_redis.idle(key)
         assert on_redis.ledger.count("end", key) == 2
         on_redis.noted("observed replayed", task_id=first.id)
@@ -149,7 +149,7 @@ class TestOff:
     def test_a_redelivery_runs_again(self, on_redis, key):
         first = on_redis.publish("off", key)
         first.get(timeout=PATIENCE)
-        on_redis.deliver(on_redis.receipt(first.id))
+        on_redis.deliver_again(on_redis.receipt(first.id))
         on_redis.idle(key)
         assert on_redis.ledger.count("end", key) == 2
 

@@ -1,4 +1,4 @@
-"""Each option of these policies as an attribute, as a setting of the app, and through a namespace as in Django."""
+"""Each option of a policy as an attribute, as a setting of the app, and through a namespace as in Django."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ OPTIONS: list[tuple[str, Any, str, Any, Any]] = [
     ("on_store_error", "open", "on_store_error", "open", "fail"),
     ("mode", "observe", "mode", "observe", "watch"),
     ("compression", "gzip", "compression", "gzip", "zipp"),
+    ("lease", 0.5, "lease_ms", 500, 0.05),
+    ("retention", timedelta(days=2), "retention_ms", 172_800_000, -1),
+    ("failure_retention", 60, "failure_retention_ms", 60_000, "60"),
+    ("permanent_errors", (KeyError,), "permanent_errors", (KeyError,), ("KeyError",)),
+    ("max_crashes", 1, "max_crashes", 1, -1),
+    ("store_result", False, "store_result", False, 0),
+    ("max_result_bytes", 10, "max_result_bytes", 10, 1.5),
+    ("serializer", "json", "serializer", "json", 5),
+    ("atomic", True, "atomic", True, "yes"),
 ]
 EVERY_OPTION = pytest.mark.parametrize(
     ("option", "value", "field", "kept", "bad"), OPTIONS, ids=lambda each: str(each)
@@ -92,7 +101,7 @@ class TestOnAWorker:
             idempotency_compression="gzip",
             idempotency_lease={"seconds": 20},
         )
-        site.worker(concurrency=2, prefix=prefix)
+        site.worker(concurrency=2, wanted={"prefix": prefix})
         first = site.publish("work", key, gate.path)
         site.noted("start", key)
         assert site.publish("work", key, gate.path).id == first.id
@@ -117,7 +126,7 @@ class TestOnAWorker:
         site = open_site(
             "redis", idempotency_on_conflict="wait", idempotency_wait={"milliseconds": 700}
         )
-        site.worker(concurrency=2, prefix=prefix)
+        site.worker(concurrency=2, wanted={"prefix": prefix})
         first = site.publish("work", key, gate.path)
         site.noted("start", key)
         second = site.publish("work", key, gate.path)

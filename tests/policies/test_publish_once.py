@@ -19,8 +19,9 @@ from celery_idempotent import publishing, signals
 from celery_idempotent.errors import FingerprintMismatch
 from celery_idempotent.records import State
 from tests.policies import app as app_module
-from tests.policies.conftest import PATIENCE, RABBITMQ, REDIS, Site
+from tests.policies.conftest import PATIENCE, Site
 from tests.support.proxy import Proxy
+from tests.support.sites import RABBITMQ, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
@@ -137,7 +138,7 @@ class TestNothingLeaks:
             from celery_idempotent import publishing
             from tests.policies import app as app_module
 
-            publishing.RESERVED_MS = 1500
+            publishing.RESERVED_MS = 6000
             before_task_publish.connect(lambda **_: os._exit(9), weak=False)
             app_module.app.tasks["once"].delay(os.environ["KEY"])
         """

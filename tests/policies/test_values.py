@@ -58,7 +58,7 @@ class TestArguments:
         first = by_name.get(timeout=PATIENCE)
         again = on_redis.app.tasks["fingerprinted"].apply_async(**options)
         assert again.get(timeout=PATIENCE) == first
-        on_redis.deliver(on_redis.receipt(by_name.id))
+        on_redis.deliver_again(on_redis.receipt(by_name.id))
         on_redis.idle(key)
         assert on_redis.ledger.count("start", key) == 1
         assert on_redis.ledger.count("mismatched", task_id=by_name.id) == 0

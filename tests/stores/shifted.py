@@ -33,6 +33,9 @@ class ShiftedLink:
                 answers[n] = [b"%d" % seconds, b"%d" % micros]
         return answers
 
+    def nodes(self) -> list[int]:
+        return self._link.nodes()
+
     def close(self) -> None:
         self._link.close()
 
@@ -97,6 +100,9 @@ class FixedLink:
             if command.words[0] == b"TIME":
                 answers[n] = self._time()
         return answers
+
+    def nodes(self) -> list[int]:
+        return self._link.nodes()
 
     def close(self) -> None:
         self._link.close()

@@ -259,14 +259,18 @@ def test_a_key_of_somebody_else_is_a_misconfiguration(redis_store, redis_client,
         claim(redis_store)
 
 
-def test_a_sweep_of_a_thousand_takes_milliseconds(redis_store):
+def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store, monkeypatch):
     for n in range(1000):
         claim(redis_store, Identity(namespace="charge", key=f"{n}"), lease_ms=1)
     time.sleep(0.01)
-    started = time.perf_counter()
+    trips = []
+    exchange = redis_store._link.exchange
+    monkeypatch.setattr(
+        redis_store._link, "exchange", lambda commands: trips.append(1) or exchange(commands)
+    )
     report = redis_store.sweep(limit=2000)
-    # Measured: 16 ms. Ten times that is a machine with other things to do; a scan would be seconds.
-    assert time.perf_counter() - started < 0.16
+    # The time, the indexes, the scripts, once more those that the server did not know.
+    assert len(trips) <= 4
     assert len(report.interrupted) == 1000
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._lock = threading.Lock()
+        self._known: list[Entry] = []
+        self._offset = 0
 
     @classmethod
     def from_env(cls) -> Ledger:
@@ -52,9 +56,9 @@ class Ledger:
         self, phase: str | None = None, key: object | None = None, task_id: str | None = None
     ) -> list[Entry]:
         """Return the entries in the order of their writing, all or those that match."""
-        if not self.path.exists():
-            return []
-        found = [Entry(**json.loads(line)) for line in self.path.read_bytes().splitlines()]
+        with self._lock:
+            self._read_on()
+            found = list(self._known)
         return [
             entry
             for entry in found
@@ -68,3 +72,14 @@ class Ledger:
     ) -> int:
         """Return how many entries match."""
         return len(self.entries(phase, key, task_id))
+
+    def _read_on(self) -> None:
+        """Read the lines that were appended since the last time: tests ask often, and the file grows long."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            lines = file.read()
+        lines = lines[: lines.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        self._known += [Entry(**json.loads(line)) for line in lines.splitlines()]

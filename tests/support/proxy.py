@@ -24,10 +24,12 @@ class Proxy:
             proxy.swallow_replies(b"idem:")  # the server executes, the client never learns
             proxy.cut()  # close what is open; new connections are fine
             proxy.refuse()  # new connections are refused
-            proxy.delay(0.5)  # each chunk, in either direction, arrives that much later
+            proxy.hold_requests(b"idem:")  # they arrive when it is healed, whatever became of the client
+        proxy.delay(0.5)  # each chunk, in either direction, arrives that much later
             proxy.heal()  # all is well again
 
-    ``connections`` counts those accepted, ``swallowed`` the replies lost and ``lost`` the requests lost so far.
+    ``connections`` counts those accepted, ``swallowed`` the replies lost, ``lost`` the requests lost and ``held`` those
+    held back so far.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -42,6 +44,8 @@ class Proxy:
         self.connections = 0
         self.swallowed = 0
         self.lost = 0
+        self.held = 0
+        self._healed = threading.Event()
         self.port = 0
         self._listen()
 
@@ -96,10 +100,17 @@ class Proxy:
         with self._lock:
             self._rules.append(_Rule(matching, times, silent=False, forward=False))
 
+    def hold_requests(self, matching: bytes, *, times: int | None = 1) -> None:
+        """Forward a request with these bytes when the proxy is healed, even if its client is gone by then."""
+        with self._lock:
+            self._healed.clear()
+            self._rules.append(_Rule(matching, times, silent=False, forward=True, hold=True))
+
     def heal(self) -> None:
         """Forward everything again. Connections that were closed or silenced stay as they are."""
         with self._lock:
             self._rules.clear()
+        self._healed.set()
         self._delay = 0.0
         if self._listener is None and not self._closed.is_set():
             self._listen()
@@ -107,6 +118,7 @@ class Proxy:
     def close(self) -> None:
         """Stop, and wait until every thread has ended."""
         self._closed.set()
+        self._healed.set()
         self.refuse()
         for thread in self._threads:
             thread.join(timeout=5)
@@ -158,7 +170,10 @@ class Proxy:
             if rule is not None and not rule.forward:
                 self.lost += 1
                 break
-            if rule is not None:
+            if rule is not None and rule.hold:
+                self.held += 1
+                self._healed.wait()
+            elif rule is not None:
                 link.swallowing = rule
             if not _send(link.server, chunk):
                 break
@@ -201,11 +216,20 @@ class Proxy:
 
 
 class _Rule:
-    def __init__(self, matching: bytes, times: int | None, *, silent: bool, forward: bool) -> None:
+    def __init__(
+        self,
+        matching: bytes,
+        times: int | None,
+        *,
+        silent: bool,
+        forward: bool,
+        hold: bool = False,
+    ) -> None:
         self.matching = matching
         self.times = times
         self.silent = silent
         self.forward = forward
+        self.hold = hold
 
 
 class _Link:

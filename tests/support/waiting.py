@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def wait_for(
     condition: Callable[[], T],
-    timeout: float = 10.0,
+    timeout: float = 30.0,
     what: str | Callable[[], str] = "the condition",
     *,
     interval: float = 0.02,

@@ -92,7 +92,7 @@ class Worker:
         """Everything that the worker wrote, over all its starts."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
-    def start(self, *, timeout: float = 30.0, ready: bool = True) -> Worker:
+    def start(self, *, timeout: float = 90.0, ready: bool = True) -> Worker:
         """Start the worker (again) and, with ``ready``, wait until it is."""
         assert not self.running, f"{self.name} runs already"
         already = len(self.log)

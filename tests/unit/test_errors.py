@@ -50,6 +50,7 @@ def test_the_specified_ones_exist_and_nothing_else():
         "InProgress",
         "LeaseLost",
         "TooManyCrashes",
+        "FailedByOperator",
         "ProcessingTimedOut",
         "ResultUnavailable",
         "StoreUnavailable",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from celery import Celery
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.policy import Policy, is_explicit, milliseconds, own_settings
+from celery_idempotent.records import Identity, Record, State
 
 DAY = 86_400_000
 
@@ -63,6 +65,24 @@ class TestDefaults:
     def test_without_retention_a_mark_is_kept_for_one_lease(self):
         found = policy(idempotency_retention=0, idempotency_lease=7)
         assert (found.settled_keep_ms, found.failed_keep_ms, found.keep_ms) == (7000, 7000, 7000)
+
+    @pytest.mark.parametrize("state", State)
+    def test_without_retention_a_settled_record_is_but_a_mark(self, state):
+        record = Record(
+            identity=Identity(namespace="n", key="k"),
+            state=state,
+            token=1,
+            created_ms=0,
+            updated_ms=0,
+        )
+        assert policy(idempotency_retention=0).forgets(record) is state.settled
+        assert not policy().forgets(record)
+        failed = state is State.FAILED
+        assert policy(idempotency_failure_retention=0).forgets(record) is failed
+        kept = policy(idempotency_retention=0, idempotency_failure_retention=9)
+        assert kept.forgets(record) is (state is State.COMPLETED)
+        carried_on = replace(record, replaced=True)
+        assert policy(idempotency_retention=0).forgets(carried_on) is failed
 
     def test_an_unfinished_record_outlives_its_lease_by_the_longest_of_all(self):
         found = policy(

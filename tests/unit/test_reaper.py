@@ -34,6 +34,12 @@ def define(app: Celery, name: str = "work", **options: Any) -> Any:
     return app.task(name=name, base=IdempotentTask, shared=False, **options)(work)
 
 
+@pytest.fixture
+def nothing_shared(monkeypatch):
+    """No ``shared_task`` of another test's Django project comes to the apps of this one."""
+    monkeypatch.setattr("celery._state._on_app_finalizers", set())
+
+
 class TestRegistration:
     def test_an_idempotent_task_brings_the_sweep_and_its_schedule(self):
         app = make_app()
@@ -45,7 +51,7 @@ class TestRegistration:
         # A tick that nobody took is of no use once the next one is due.
         assert 0 < entry["options"]["expires"] <= 30
 
-    def test_an_app_without_idempotent_tasks_gets_nothing(self):
+    def test_an_app_without_idempotent_tasks_gets_nothing(self, nothing_shared):
         app = make_app()
         app.task(name="plain", shared=False)(lambda_free)
         app.finalize()
@@ -80,7 +86,7 @@ class TestRegistration:
         assert second.conf.beat_schedule[SWEEP]["schedule"] == 5
         assert [str(w.message) for w in recwarn if "already registered" in str(w.message)] == []
 
-    def test_an_app_that_came_later_is_not_given_it(self):
+    def test_an_app_that_came_later_is_not_given_it(self, nothing_shared):
         define(make_app()).idempotency_policy  # noqa: B018
         other = Celery("other", broker="memory://", set_as_current=False)
         other.finalize()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import celery
 import pytest
 from billiard.einfo import ExceptionInfo
 from celery import Celery
@@ -94,9 +95,14 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def app(store: MemoryStore) -> Celery:
+def lease() -> float:
+    return 20
+
+
+@pytest.fixture
+def app(store: MemoryStore, lease: float) -> Celery:
     app = Celery("request", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.update(idempotency_store=store, idempotency_lease=20)
+    app.conf.update(idempotency_store=store, idempotency_lease=lease)
     return app
 
 
@@ -116,17 +122,19 @@ Make = Callable[..., Any]
 def make(app: Celery, task: Any) -> Make:
     """Make a request as the consumer does, started in the child with this pid."""
 
-    def make(pid: int | None, *, key: str = "k", task_id: str = "t1", **headers: Any) -> Any:
+    def make(
+        pid: int | None, *, key: str = "k", task_id: str = "t1", of: Any = task, **headers: Any
+    ) -> Any:
         from celery.worker.request import create_request_cls  # type: ignore[attr-defined]
 
         cls = create_request_cls(
-            request.Request, task, SimpleNamespace(apply_async=None), "here", None
+            request.Request, of, SimpleNamespace(apply_async=None), "here", None
         )
         message = Reply()
         made = cls(
             message,
             app=app,
-            task=task,
+            task=of,
             decoded=True,
             body=[[key], {}, {}],
             headers={"id": task_id, "task": "work", **headers},
@@ -164,7 +172,8 @@ def undertakers() -> list[threading.Thread]:
 
 
 @pytest.fixture(autouse=True)
-def _no_undertaker_left() -> Iterator[None]:
+def _no_undertaker_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(request, "LATE", 0.2)
     yield
     wait_for(lambda: not undertakers(), 25, "every undertaker to end")
 
@@ -188,7 +197,12 @@ LOSSES = [
     WorkerLostError("signal 9"),
     Terminated(15),
     TimeLimitExceeded(5),
-    SystemExit(1),
+    pytest.param(
+        SystemExit(1),
+        marks=pytest.mark.skipif(
+            celery.VERSION[:2] < (5, 7), reason="Celery before 5.7 cannot store it"
+        ),
+    ),
 ]
 
 
@@ -288,7 +302,8 @@ class TestLostChild:
         assert lost.answers == ["reject"]
         release.set()
 
-    def test_a_store_that_is_away_is_logged_and_the_message_goes_back(
+    @pytest.mark.parametrize("lease", [1])
+    def test_a_store_that_is_away_for_a_lease_is_logged_and_the_message_goes_back(
         self, make, store, task, dead, monkeypatch, caplog
     ):
         def away(identity: Identity) -> Any:
@@ -298,7 +313,49 @@ class TestLostChild:
         lost = make(dead)
         lost.on_failure(einfo(WorkerLostError()))
         assert lost.answers == ["reject"]
+        wait_for(lambda: not undertakers(), what="the undertaker to give up")
         assert "could not interrupt work key k, its lease will end it: away" in caplog.text
+
+    def test_a_store_that_comes_back_within_the_lease_is_told(
+        self, make, store, task, dead, monkeypatch
+    ):
+        get, times = store.get, []
+
+        def away(identity: Identity) -> Any:
+            times.append(identity)
+            if len(times) < 4:
+                raise StoreUnavailable("away")
+            return get(identity)
+
+        hold(store, task, dead)
+        monkeypatch.setattr(store, "get", away)
+        lost = make(dead)
+        lost.on_failure(einfo(WorkerLostError()))
+        assert lost.answers == ["reject"]
+        wait_for(lambda: not undertakers(), what="the undertaker to end")
+        assert get(identity()).state is State.INTERRUPTED
+
+    def test_a_claim_that_comes_in_after_its_child_is_gone_is_interrupted(
+        self, make, store, task, dead, monkeypatch
+    ):
+        monkeypatch.setattr(request, "LATE", 10)
+        lost = make(dead)
+        lost.on_failure(einfo(WorkerLostError()))
+        assert lost.answers == ["reject"]
+        assert undertakers()
+        hold(store, task, dead)
+        wait_for(lambda: not undertakers(), what="the undertaker to end")
+        assert store.get(identity()).state is State.INTERRUPTED
+
+    def test_nobody_is_waited_for_once_another_process_has_the_key(
+        self, make, store, task, dead, monkeypatch
+    ):
+        monkeypatch.setattr(request, "LATE", 60)
+        lost = make(dead)
+        lost.on_failure(einfo(WorkerLostError()))
+        before = hold(store, task, os.getpid())
+        wait_for(lambda: not undertakers(), what="the undertaker to end")
+        assert store.get(identity()) == before
 
     def test_a_message_that_cannot_be_read_is_logged_and_goes_back(
         self, make, store, task, dead, caplog
@@ -374,6 +431,21 @@ class TestWhoseClaim:
         lost = make(None)
         lost.on_failure(einfo(WorkerLostError()))
         assert not undertakers()
+
+    def test_a_pool_of_greenlets_has_no_lost_child(self, make, store, task, caplog):
+        greenlet = object()
+        hold(store, task, os.getpid())
+        make(id(greenlet)).on_timeout(soft=False, timeout=5)
+        assert not undertakers()
+        assert "could not look after" not in caplog.text
+
+    def test_a_task_that_is_switched_off_has_no_claim_to_lose(self, make, app, dead, caplog):
+        @app.task(name="off", base=IdempotentTask, shared=False, idempotency_mode="off")
+        def off(key: str) -> None: ...
+
+        make(dead, of=app.tasks["off"]).on_failure(einfo(WorkerLostError()))
+        assert not undertakers()
+        assert "could not look after" not in caplog.text
 
     def test_a_pool_without_processes_has_no_lost_child(self, make, store, task, monkeypatch):
         monkeypatch.setattr(store, "get", pytest.fail)

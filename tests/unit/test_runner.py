@@ -23,7 +23,8 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.dispatch import Signal
 
 from celery_idempotent import claim as claim_module
-from celery_idempotent import lease, runner, signals
+from celery_idempotent import endings, lease, runner, signals
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.errors import (
     FingerprintMismatch,
     StoreMisconfigured,
@@ -32,7 +33,7 @@ from celery_idempotent.errors import (
 )
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import Claimed, Identity, Record, State, Stored
-from celery_idempotent.runner import Call, Conflict, Ran, Replay, Runner, StoreFailed
+from celery_idempotent.runner import Runner
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis import RedisStore
 from celery_idempotent.testing import FakeClock
@@ -124,7 +125,8 @@ def store(memory: MemoryStore) -> FlakyStore:
 @pytest.fixture
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr(runner, "time", fake)
+    for module in (runner, endings):
+        monkeypatch.setattr(module, "time", fake)
     return fake
 
 
@@ -292,6 +294,42 @@ class TestRunning:
         clock.advance(1)
         assert memory.get(IDENTITY) is None
 
+    def test_without_retention_the_mark_answers_its_own_message_alone(self, execute):
+        """Only runs at the same time exclude each other; a redelivery after the end is no run."""
+        assert execute(lambda: 1, retention_ms=0) == Ran(1)
+        assert isinstance(execute(lambda: 2, retention_ms=0), Replay)
+        other = a_call(task_id="another", fingerprint=b"f" * 16)
+        assert execute(lambda: 3, retention_ms=0, call=other) == Ran(3)
+
+    def test_without_retention_one_of_many_takes_the_key_of_the_last_run(self, execute, memory):
+        """Two find the mark, and both forget it: the slower one must not forget the claim of the other."""
+        execute(lambda: 1, retention_ms=0)
+        late, first = a_call(task_id="late"), a_call(task_id="first")
+        seen: list[Any] = []
+
+        class Slow:
+            def __getattr__(self, verb: str) -> Any:
+                return getattr(memory, verb)
+
+            def forget(self, *args: Any, **kwargs: Any) -> bool:
+                def body() -> int:
+                    seen.append(memory.forget(*args, **kwargs))
+                    seen.append(execute(lambda: 9, retention_ms=0, call=late))
+                    return 2
+
+                if seen:
+                    forgotten: bool = memory.forget(*args, **kwargs)
+                    return forgotten
+                seen.append(execute(body, retention_ms=0, call=first))
+                return False
+
+        outcome = execute(lambda: 3, retention_ms=0, call=late, store=Slow())
+        assert outcome == Ran(3)
+        forgotten, conflict, ran = seen
+        assert forgotten is False
+        assert isinstance(conflict, Conflict)
+        assert ran == Ran(2)
+
 
 class TestEndings:
     """Every row of the table in docs/life-of-a-record.md."""
@@ -384,9 +422,18 @@ class TestEndings:
             theirs.append(claim(memory))
             raise ValueError
 
-        with pytest.raises(ValueError):
-            execute(body, lease_ms=1000)
+        # Nor is its failure anybody's business: the same task runs elsewhere, and its chord waits for that.
+        assert isinstance(execute(body, lease_ms=1000), Conflict)
         assert memory.get(IDENTITY) == theirs[0]
+
+    def test_an_exit_is_raised_also_when_the_key_is_somebody_elses(self, execute, memory, clock):
+        def body() -> None:
+            clock.advance(1001)
+            claim(memory)
+            raise SystemExit
+
+        with pytest.raises(SystemExit):
+            execute(body, lease_ms=1000)
 
 
 class TestDuplicates:
@@ -667,7 +714,7 @@ class TestStoreFailures:
         store.fail_always("release", StoreUnavailable)
         with pytest.raises(ValueError):
             execute(raising(ValueError()))
-        assert fake_time.now - 1000 <= runner.RELEASE_PATIENCE
+        assert fake_time.now - 1000 <= endings.RELEASE_PATIENCE
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert names(events) == ["claimed"]
         assert "could not release shop.charge key order-17" in caplog.text
@@ -874,7 +921,8 @@ class End:
 def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
     """Run one body once for every place at which a signal can strike."""
     with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
-        monkeypatch.setattr(runner, "time", FakeTime())
+        for module in (runner, endings):
+            monkeypatch.setattr(module, "time", FakeTime())
         heartbeat = None
         at = 0
         while True:
@@ -1039,3 +1087,62 @@ class TestTimers:
             run(a_call(identity=identity), lambda: None)
             took.append(time.perf_counter() - start)
         return sorted(took)[len(took) // 2]
+
+
+# An outcome that somebody asks for ------------------------------------------------------------------------------------
+
+
+def test_a_final_failure_is_kept_for_who_asks_for_it(clock: FakeClock, memory: MemoryStore) -> None:
+    asked = replace(a_call(), is_failure=lambda error: isinstance(error, ValueError))
+    made = make_runner(memory)
+
+    def body() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        made.execute(asked, body)
+    record = memory.get(IDENTITY)
+    assert record is not None
+    assert (record.state, record.value) == (State.FAILED, TextCodec().dump_error(ValueError("no")))
+    assert isinstance(made.execute(asked, body), Replay)
+
+
+def test_what_is_no_failure_gives_the_key_back_as_ever(
+    clock: FakeClock, memory: MemoryStore
+) -> None:
+    asked = replace(a_call(), is_failure=lambda error: isinstance(error, ValueError))
+    made = make_runner(memory)
+
+    def body() -> None:
+        raise Retry
+
+    with pytest.raises(Retry):
+        made.execute(asked, body)
+    assert memory.get(IDENTITY) is None
+
+
+def test_a_failure_after_a_step_keeps_the_step_and_is_no_end(
+    clock: FakeClock, memory: MemoryStore
+) -> None:
+    class Steps(TextCodec):
+        def dump_step(self, name: str, value: object) -> Stored:
+            return Stored(content_type="x", content_encoding="utf-8", body=str(value).encode())
+
+        def load_value(self, stored: Stored) -> object:
+            return stored.body.decode()
+
+    asked = replace(a_call(), is_failure=lambda _: True)
+    made = make_runner(memory, codec=Steps())
+    charged = []
+
+    def body() -> None:
+        current_claim().step("charge", lambda: charged.append(1))
+        raise ValueError
+
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            made.execute(asked, body)
+        record = memory.get(IDENTITY)
+        assert record is not None
+        assert record.state is State.INTERRUPTED
+    assert charged == [1]

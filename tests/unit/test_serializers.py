@@ -18,7 +18,7 @@ from kombu.exceptions import SerializerNotInstalled
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
-from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.serializers import NotStored, Serializer, first_accepted
 
 SECRET = "4111-1111-1111-1111"
 JSON = Serializer("json")
@@ -226,6 +226,13 @@ def test_an_unknown_name_in_accept_content_is_refused():
 def test_a_serializer_that_the_app_does_not_accept_is_refused():
     with pytest.raises(InvalidOption, match=r"'pickle' .* does not accept .*accepts json"):
         Serializer("pickle", ["json"])
+
+
+def test_of_several_formats_the_first_that_the_app_reads_is_taken():
+    assert first_accepted(["pickle", "json"], ["json", "pickle"]) == "pickle"
+    assert first_accepted(["pickle", "yaml", "json"], ["json", "yaml"]) == "yaml"
+    assert first_accepted(["pickle", "application/json"], ["application/json"]) == "json"
+    assert first_accepted(["pickle", "yaml"], ["json"]) == "pickle"  # which Serializer refuses
 
 
 def test_a_serializer_whose_package_is_missing_is_refused(register: Callable[..., None]):

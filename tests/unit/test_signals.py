@@ -234,7 +234,11 @@ def test_without_receivers_nothing_is_built(task, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("an event was built for nobody")
 
-    monkeypatch.setattr("celery_idempotent.runner.Event", refuse)
+    # Of other tests' projects in this process.
+    for each in vars(signals).values():
+        if isinstance(each, Signal):
+            monkeypatch.setattr(each, "receivers", [])
+    monkeypatch.setattr("celery_idempotent.calls.Event", refuse)
     task.apply(("o",)).get()
     task.apply(("o",)).get()
 

@@ -295,6 +295,18 @@ class TestCelerysStamps:
         steps.apply_async()
         assert sorted(message.stamp["key"] for message in published) == ["key of a", "key of b"]
 
+    def test_a_key_for_a_group_is_distinct_for_each_member(self, published, charge):
+        group([charge.si("a"), charge.si("b")]).apply_async(idempotency_key="whole")
+        assert [message.stamp["key"] for message in published] == ['["whole",0]', '["whole",1]']
+
+    def test_the_same_for_the_header_of_a_chord(self, published, charge):
+        chord([charge.si("a"), charge.si("b")], charge.si("c")).apply_async(idempotency_key="whole")
+        assert [message.stamp["key"] for message in published[:2]] == ['["whole",0]', '["whole",1]']
+
+    def test_members_with_a_key_of_their_own_keep_it(self, published, charge):
+        group(charge.si(each).set(idempotency_key="one") for each in "ab").apply_async()
+        assert [message.stamp["key"] for message in published] == ["one", "one"]
+
     def test_a_message_of_a_publisher_that_does_not_know_the_class(self, app, store, charge):
         stranger = Celery("stranger", broker="memory://", set_as_current=False)
         seen: Published = []
@@ -1066,6 +1078,21 @@ class TestWholeApp:
     def test_backend_cleanup_is_not_touched(self, app, add, store):
         app.tasks["celery.backend_cleanup"].apply().get()
         assert repr(store) == "<MemoryStore: 0 records>"
+
+    def test_an_app_that_does_not_accept_what_it_writes_is_served_all_the_same(self):
+        app = make_app(
+            result_serializer="msgpack", task_serializer="pickle", accept_content=["json"]
+        )
+
+        @app.task(name="write_only", base=IdempotentTask, shared=False, idempotency_key="key")
+        def write_only(key: str) -> str:
+            return f"receipt {os.urandom(8).hex()}"
+
+        first = write_only.apply(["k"])
+        assert first.state == "SUCCESS"
+        assert write_only.apply(["k"]).result == first.result
+        record = write_only.idempotency_record("k")
+        assert record.value.content_type == "application/json"
 
 
 class TestReplace:

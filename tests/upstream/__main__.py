@@ -14,6 +14,7 @@ the comparison cannot be made here. More tests run where ``requirements.txt`` is
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,8 @@ from tests.upstream.suite import (
 
 def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
+    # As an exception, so that servers, virtual hosts and processes are cleared away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     parser = argparse.ArgumentParser(
         prog="python -m tests.upstream",
         description=__doc__,

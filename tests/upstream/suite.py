@@ -188,6 +188,15 @@ class Run:
             self.ours += 1
 
 
+#: What to end if this process is interrupted.
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run(
     task_class: str,
     archive: Path,
@@ -233,15 +242,15 @@ def run(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            _running.add(process)
             try:
                 ended = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 ended = None
             finally:
-                # Some tests leave pool processes behind.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _end(process)  # and the pool processes that some tests leave behind
                 process.wait()
+                _running.discard(process)
         # 1: some tests failed, as some do everywhere.
         if ended not in (0, 1):
             how = "took too long" if ended is None else f"ended with {ended}"
@@ -364,7 +373,12 @@ def compare(
                     ("celery", second), environments, stores, strict=True
                 )
             ]
-            first, ours = (each.result() for each in runs)
+            try:
+                first, ours = (each.result() for each in runs)
+            except BaseException:
+                for process in tuple(_running):
+                    _end(process)
+                raise
         return first, ours
 
     result = Comparison(*both(selection))

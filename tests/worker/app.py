@@ -17,30 +17,17 @@ import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery, Task
-from celery.signals import worker_init
+from celery.signals import worker_init, worker_ready
 
 from celery_idempotent import IdempotentTask, signals
 from celery_idempotent.lease import heartbeat
+from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
-__all__ = ["IMPATIENT", "SETTINGS_VARIABLE", "Refused", "environment", "make_app"]
-
-#: What a worker shall be like, as JSON: see :func:`environment`.
-SETTINGS_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
-
-#: Redis as a broker gives back what was not acknowledged for two seconds, and looks every second.
-IMPATIENT = {
-    "visibility_timeout": 2,
-    "unacked_restore_interval": 1,
-    "unacked_restore_throttle": 1,
-}
-
-#: How long a gate may stay closed before a run gives up: longer than any test waits.
-_GATE_SECONDS = 90
+__all__ = ["Refused", "environment", "make_app"]
 
 _OUTCOMES = ("conflicted", "interrupted", "lease_lost", "mismatched", "replayed", "settle_failed")
 
@@ -49,25 +36,10 @@ class Refused(Exception):
     """The bank will never accept this card."""
 
 
-def environment(
-    settings: Mapping[str, Any], *, prefix: str = "", claim_before_fork: bool = False
-) -> dict[str, str]:
-    """Return what makes a worker of this module use these settings.
-
-    With a ``prefix`` they come in upper case from a configuration object, as those of a Django project do.
-    """
-    wanted = {"settings": settings, "prefix": prefix, "claim_before_fork": claim_before_fork}
-    return {SETTINGS_VARIABLE: json.dumps(wanted)}
-
-
 def make_app(settings: Mapping[str, Any], *, prefix: str = "") -> Celery:
     """Return an app with every task of the tests."""
     app = Celery("worker_tests", set_as_current=False)
-    if prefix:
-        named = {f"{prefix}_{name}".upper(): value for name, value in settings.items()}
-        app.config_from_object(SimpleNamespace(**named), namespace=prefix)
-    else:
-        app.conf.update(settings)
+    configure(app, settings, prefix)
     _define(app)
     return app
 
@@ -112,7 +84,7 @@ def work(self: Any, key: str, seconds: float = 0.0, gate: str = "") -> dict[str,
     ledger = Ledger.from_env()
     ledger.append("start", key, self.request.id)
     time.sleep(seconds)
-    _wait_at(gate)
+    wait_at(gate)
     ledger.append("end", key, self.request.id)
     return _answer(self)
 
@@ -121,7 +93,7 @@ def moody(self: Any, key: str, gate: str = "") -> dict[str, Any]:
     """Fail the first time that this key runs, retry the second time, succeed from the third time on."""
     ledger = Ledger.from_env()
     ledger.append("start", key, self.request.id)
-    _wait_at(gate)
+    wait_at(gate)
     runs = ledger.count("start", key)
     if runs == 1:
         raise RuntimeError("not today")
@@ -193,7 +165,7 @@ def replacing(self: Any, key: str, text: str, gate: str = "") -> Any:
 def appending(self: Any, text: str, key: str = "", gate: str = "") -> str:
     """Append the letter that says who was here."""
     Ledger.from_env().append("appended", key or text, self.request.id)
-    _wait_at(gate)
+    wait_at(gate)
     return f"{text}!"
 
 
@@ -222,14 +194,6 @@ def _threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate())
 
 
-def _wait_at(gate: str) -> None:
-    until = time.monotonic() + _GATE_SECONDS
-    while gate and not Path(gate).exists():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{gate} stayed closed")
-        time.sleep(0.02)
-
-
 # -- what a worker process does when it imports this module ----------------------------------------------------------
 
 
@@ -256,11 +220,11 @@ def _claim_before_fork(**_: Any) -> None:
 
 app: Celery | None = None
 
-if SETTINGS_VARIABLE in os.environ:
-    _wanted = json.loads(os.environ[SETTINGS_VARIABLE])
+if _wanted := wanted():
     app = make_app(_wanted["settings"], prefix=_wanted["prefix"])
     if LEDGER_VARIABLE in os.environ:
+        worker_ready.connect(hurry, weak=False)
         for _outcome in _OUTCOMES:
             getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
-    if _wanted["claim_before_fork"]:
+    if _wanted.get("claim_before_fork"):
         worker_init.connect(_claim_before_fork, weak=False)

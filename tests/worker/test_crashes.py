@@ -17,10 +17,10 @@ from celery.exceptions import WorkerLostError
 from celery_idempotent import State, TooManyCrashes, get_store
 from celery_idempotent.reaper import SWEEP, sweep
 from celery_idempotent.records import Identity
+from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 from tests.worker import app as app_module
-from tests.worker.app import IMPATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,7 +200,7 @@ class TestEarlyAcks:
     )
     def test_are_respected(self, open_site, key, gate, task, settings, prefix, early):
         site = open_site("redis", idempotency_lease=7, **settings)
-        site.worker(concurrency=1, prefix=prefix)
+        site.worker(concurrency=1, wanted={"prefix": prefix})
         result = site.publish(task, key, 0.0, gate.path)
         first_run(site, key)
         if early:

@@ -14,14 +14,16 @@ from celery import chain
 from celery.result import AsyncResult
 
 from celery_idempotent import FingerprintMismatch, InProgress, State
+from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
-from tests.worker.app import IMPATIENT, Refused
+from tests.worker.app import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.worker.conftest import Site, States
+    from tests.support.watch import States
+    from tests.worker.conftest import Site
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from celery_idempotent import State
+from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
-from tests.worker.app import IMPATIENT
 
 if TYPE_CHECKING:
     from tests.support.ledger import Entry
+    from tests.support.sites import Gate, Message
     from tests.support.workers import Worker
-    from tests.worker.conftest import Gate, Message, Site
+    from tests.worker.conftest import Site
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
@@ -104,7 +105,7 @@ def test_a_task_longer_than_its_lease_keeps_its_claim_in_children_that_fork_late
     elsewhere = site.new_queue()
     site.worker(ready=False, concurrency=2, queues=[elsewhere], name="elsewhere")
     worker = site.worker(
-        concurrency=2, claim_before_fork=True, arguments=["--max-tasks-per-child=1"]
+        concurrency=2, wanted={"claim_before_fork": True}, arguments=["--max-tasks-per-child=1"]
     )
     assert site.record("keyed", "before the fork").state is State.COMPLETED
     children = worker.children()

@@ -43,7 +43,7 @@ def test_real_webhooks_delivered_twice_make_one_row_each(shared, events):
 
     wait_for(
         lambda: len(answers()) == len(published),
-        60,
+        150,
         lambda: f"{len(published)} answers; {Counter(each['status'] for each in answers())}",
         interval=0.2,
     )

@@ -9,6 +9,7 @@ pytest.register_assert_rewrite(
     "celery_idempotent.testing.contract.claims",
     "celery_idempotent.testing.contract.endings",
     "celery_idempotent.testing.contract.identities",
+    "celery_idempotent.testing.contract.listing",
     "celery_idempotent.testing.contract.requeues",
     "celery_idempotent.testing.contract.reservations",
     "celery_idempotent.testing.contract.steps",
@@ -18,6 +19,7 @@ pytest.register_assert_rewrite(
 from celery_idempotent.testing.contract.claims import ClaimContract  # noqa: E402
 from celery_idempotent.testing.contract.endings import EndingContract  # noqa: E402
 from celery_idempotent.testing.contract.identities import IdentityContract  # noqa: E402
+from celery_idempotent.testing.contract.listing import ListingContract  # noqa: E402
 from celery_idempotent.testing.contract.requeues import RequeueContract  # noqa: E402
 from celery_idempotent.testing.contract.reservations import ReservationContract  # noqa: E402
 from celery_idempotent.testing.contract.steps import StepContract  # noqa: E402
@@ -33,6 +35,7 @@ class StoreContract(
     StepContract,
     RequeueContract,
     UpkeepContract,
+    ListingContract,
     IdentityContract,
 ):
     """Holds a store to the contract.

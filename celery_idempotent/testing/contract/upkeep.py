@@ -157,6 +157,19 @@ class UpkeepContract(ContractBase):
         assert record.token > token
         assert (record.crashes, record.attempts) == (0, 1)
 
+    @pytest.mark.parametrize("state", STATES)
+    def test_a_record_may_be_forgotten_by_its_token_alone(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        record = self.bring_to(store, advance, state)
+        assert store.forget(KEY, token=record.token - 1) is False
+        assert store.forget(KEY, token=record.token + 1) is False
+        assert store.get(KEY) == record
+        assert store.forget(KEY, token=record.token) is True
+        assert store.get(KEY) is None
+        assert store.forget(KEY, token=record.token) is False
+        assert self.claim(store).token > record.token
+
     def test_an_unknown_key_has_no_record(self, store: Store) -> None:
         assert store.get(KEY) is None
         assert store.forget(KEY) is False

@@ -1,0 +1,121 @@
+"""Times the verbs on PostgreSQL in a process of its own; prints one JSON object a round."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.operations import KEEP_MS, LEASE_MS, RESULT, claim, prepared_claim, settle
+from benchmarks.postgresql import execute, open_database
+from celery_idempotent.records import Identity, Lease
+
+Call = Callable[[], object]
+
+_TABLE = (
+    "CREATE TABLE bare (digest bytea PRIMARY KEY, token bigint NOT NULL, state char NOT NULL,"
+    " key text NOT NULL, value bytea) WITH (fillfactor = 70)"
+)
+_INSERT = (
+    "INSERT INTO bare VALUES (%s, %s, 'P', %s) ON CONFLICT (digest) DO NOTHING RETURNING token"
+)
+_UPDATE = "UPDATE bare SET state = 'C', value = %s WHERE digest = %s AND token = %s"
+
+
+def main(rounds: int, calls: int, seed: int) -> None:
+    """Time ``calls`` of each, in another order each round; the first round warms up."""
+    with open_database():
+        from celery_idempotent.django.store import DjangoStore
+
+        execute(_TABLE)
+        store, order = DjangoStore(), random.Random(seed)
+        numbers = itertools.count()
+        operations = {
+            "bare INSERT and UPDATE": functools.partial(_bare, numbers),
+            "claim and settle": functools.partial(_pair, store, numbers),
+            "in the task's own transaction": functools.partial(_atomic, store, numbers),
+            "claim of a completed key (replay)": functools.partial(_replay, store, numbers),
+            "renew": functools.partial(_renew, store, numbers),
+        }
+        for number in range(-1, rounds):
+            times = {
+                name: _time(list(operations[name](calls)))
+                for name in order.sample(list(operations), len(operations))
+            }
+            if number >= 0:
+                print(json.dumps({name: times[name] for name in operations}), flush=True)
+        store.close()
+
+
+def _identity(numbers: Iterator[int]) -> Identity:
+    return Identity(namespace="shop.tasks.charge", key=f"order-{next(numbers):020}")
+
+
+def _bare(numbers: Iterator[int], calls: int) -> Iterator[Call]:
+    for _ in range(calls):
+        key = f"order-{next(numbers):020}"
+        digest = hashlib.sha256(key.encode()).digest()[:16]
+
+        def pair(key: str = key, digest: bytes = digest) -> None:
+            execute(_INSERT, (digest, 17, key))
+            execute(_UPDATE, (RESULT.body, digest, 17))
+
+        yield pair
+
+
+def _pair(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
+    for _ in range(calls):
+        identity = _identity(numbers)
+
+        def pair(identity: Identity = identity) -> None:
+            settle(store, claim(store, identity))
+
+        yield pair
+
+
+def _atomic(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
+    from celery_idempotent.records import State
+
+    for _ in range(calls):
+        identity = _identity(numbers)
+
+        def pair(identity: Identity = identity) -> None:
+            with store.transaction(claim(store, identity)) as run:
+                run.settle(state=State.COMPLETED, value=RESULT, keep_ms=KEEP_MS)
+
+        yield pair
+
+
+def _replay(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
+    for _ in range(calls):
+        record = claim(store, _identity(numbers))
+        settle(store, record)
+        yield prepared_claim(store, record.identity)
+
+
+def _renew(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
+    for _ in range(calls):
+        record = claim(store, _identity(numbers))
+        lease = Lease(
+            identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
+        )
+        yield functools.partial(store.renew, [lease])
+
+
+def _time(calls: Sequence[Call]) -> list[int]:
+    clock, times = time.perf_counter_ns, []
+    for call in calls:
+        before = clock()
+        call()
+        times.append(clock() - before)
+    return times
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""A run inside a transaction of its store: what it writes and its end are committed together, or not at all.
+
+::
+
+    claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is still ours ─▶ COMMIT ─▶ ack
+                           │        │          └─ no ─▶ ROLLBACK, go on as a duplicate
+                           │        └─ raises ─▶ ROLLBACK, release, raise
+                           └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
+
+Once the settle is written, only the database knows what a COMMIT came to that did not answer: it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from celery_idempotent.calls import STORE_ERRORS, Call, Codec, Ran, Result, StoreFailed
+from celery_idempotent.claim import Claim
+from celery_idempotent.endings import Endings
+from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import State
+from celery_idempotent.stores.base import Store, Transaction, TransactionalStore
+
+__all__ = ["AtomicRun", "in_transaction", "transactional"]
+
+
+def transactional(store: Store, task: str) -> TransactionalStore:
+    """Return the store, if runs can be part of its transactions.
+
+    Raises:
+        StoreMisconfigured: if not.
+    """
+    if isinstance(store, TransactionalStore):
+        return store
+    raise StoreMisconfigured(
+        f"Task {task} is atomic (idempotency_atomic), and {type(store).__name__} has no transactions that it could "
+        "be part of: set idempotency_store to the database that the task writes to, django:// or hybrid+redis://…"
+    )
+
+
+class _NotToCommitError(Exception):
+    """The body returned after it had asked for a retry."""
+
+
+class AtomicRun:
+    """Calls a body in a transaction, and settles as the last statement of it."""
+
+    def __init__(
+        self,
+        call: Call,
+        claim: Claim,
+        body: Callable[[], Any],
+        *,
+        codec: Codec,
+        endings: Endings,
+    ) -> None:
+        self._call = call
+        self._claim = claim
+        self._body = body
+        self._codec = codec
+        self._endings = endings
+        #: What the body returned, or the exception that it left with because another task carries on.
+        self.value: Any = None
+        self.left: Exception | None = None
+        #: The settle is written: from here on the database decides.
+        self.written = False
+        #: The key has another token: what the body wrote is rolled back.
+        self.superseded = False
+        #: The store failed before the body or at the settle: nothing is committed.
+        self.trouble: StoreUnavailable | StoreMisconfigured | None = None
+
+    def __call__(self) -> Any:
+        """Return what the body returned, once that is committed.
+
+        Raises:
+            BaseException: whatever the body raised, or the database at the commit.
+        """
+        claim = self._claim
+        begun = False
+        try:
+            with transactional(claim.store, self._endings.name).transaction(
+                claim.record
+            ) as transaction:
+                begun = True
+                claim.transaction = transaction
+                try:
+                    self.value = self._body()
+                except Exception as error:
+                    if not claim.replaced:
+                        raise
+                    self.left = error  # another task carries on: what this one wrote stays
+                if claim.afterwards is not None:
+                    raise _NotToCommitError
+                self._settle(transaction)
+        except _NotToCommitError:
+            self._endings.follow(claim)
+            return self.value
+        except STORE_ERRORS as error:
+            if not begun:
+                self.trouble = error
+            raise
+        except LeaseLost:
+            # At the very beginning: a sweep, or a newer claim, was first.
+            self.superseded = self.superseded or not begun
+            raise
+        finally:
+            claim.transaction = None
+        self._endings.settled(self._call, claim)
+        if self.left is not None:
+            raise self.left
+        return self.value
+
+    def _settle(self, transaction: Transaction) -> None:
+        claim = self._claim
+        try:
+            done = transaction.settle(
+                state=State.COMPLETED,
+                value=None if claim.replaced else self._codec.dump_value(self.value),
+                keep_ms=self._endings.policy.settled_keep_ms,
+                replaced=claim.replaced,
+            )
+        except StoreUnavailable as error:
+            # Not one that blames the task, which ended the transaction itself: to run it again would double its effect.
+            self.trouble = error
+            raise
+        if not done:
+            self.superseded = True
+            raise LeaseLost("its transaction is rolled back")
+        self.written = True
+
+    def undone(self, error: BaseException) -> Result | None:
+        """Act on what the transaction ended with; ``None`` if a newer claim makes it nobody's business.
+
+        Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
+        struck right after it::
+
+            settle ─▶ COMMIT ─✂─ the connection is gone ─▶ release: acts ───▶ it was rolled back: raise
+                                                              └─ does not ─▶ COMPLETED: it was committed
+        """
+        call, claim, endings = self._call, self._claim, self._endings
+        patient = isinstance(error, Exception)
+        if isinstance(claim.store, TransactionalStore):
+            with suppress(*STORE_ERRORS):
+                claim.store.abandon(claim.record)
+        if self.superseded and patient:
+            endings.superseded(call, claim)
+            return None
+        if self.written:
+            return self._decided(error, patient=patient)
+        if claim.afterwards is not None and patient:
+            endings.follow(claim)
+        elif self.trouble is not None and patient:
+            endings.release(claim)
+            endings.failed(call, claim, self.trouble)
+            return StoreFailed(self.trouble)
+        else:
+            claim.replaced = False  # its replacement is rolled back as well
+            if not endings.ended(call, claim, error):
+                return None
+        raise error
+
+    def _decided(self, error: BaseException, *, patient: bool) -> Result | None:
+        """Act on what the database made of the commit."""
+        call, claim, endings = self._call, self._claim, self._endings
+        done = True if claim.settled else endings.resolve(call, claim, patient=patient)
+        if not patient:
+            raise error
+        if done is None:
+            return StoreFailed(
+                StoreUnavailable(
+                    f"nobody knows whether the transaction of {call.identity} is committed"
+                )
+            )
+        if not done:
+            if endings.superseded(call, claim):
+                return None
+            raise error
+        if self.left is not None:
+            raise self.left
+        return Ran(self.value)
+
+
+def in_transaction(store: Store, task: str, body: Callable[[], Any]) -> Any:
+    """Call a body that expects a transaction, where nothing is settled in it."""
+    with transactional(store, task).transaction(None):
+        return body()

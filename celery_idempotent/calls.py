@@ -1,0 +1,132 @@
+"""One call on its way through the protocol: what a run is given, and what can come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from celery_idempotent.claim import StepCodec
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import Identity, Record, Stored
+from celery_idempotent.signals import Event, emit
+from celery_idempotent.tally import tally
+
+if TYPE_CHECKING:
+    from celery.utils.dispatch import Signal
+
+    from celery_idempotent.stores.base import Store
+
+__all__ = [
+    "STORE_ERRORS",
+    "Call",
+    "Codec",
+    "Conflict",
+    "Ran",
+    "Replay",
+    "Reporter",
+    "Result",
+    "StoreFailed",
+]
+
+STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One delivery of one call: what it is about, and who works on it.
+
+    ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a
+    settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
+    exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
+    FAILED.
+    """
+
+    identity: Identity
+    fingerprint: bytes | None
+    task_id: str
+    worker: str
+    longest_wait_ms: int | None = None
+    on_settled: Callable[[int], None] | None = None
+    message: bytes | None = None
+    is_failure: Callable[[BaseException], bool] | None = None
+
+    def fails(self, error: BaseException) -> bool:
+        """Does this exception settle the record as FAILED?"""
+        return self.is_failure is not None and self.is_failure(error)
+
+
+class Codec(StepCodec, Protocol):
+    """How values and exceptions are stored; ``None`` means: settle without it."""
+
+    def dump_value(self, value: Any) -> Stored | None:
+        """Serialize a result."""
+        ...
+
+    def dump_error(self, error: BaseException) -> Stored | None:
+        """Serialize an exception."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The body ran, and its result is recorded (or could not be: then somebody was told)."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The record answers; it was settled ``age_ms`` ago."""
+
+    record: Record
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed."""
+
+    record: Record
+    left_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """The store could not be asked, or cannot be used: nothing ran."""
+
+    error: StoreUnavailable | StoreMisconfigured
+
+
+Result = Ran | Replay | Conflict | StoreFailed
+
+
+class Reporter:
+    """Counts what becomes of the calls of one task, and sends its signals; ``sender`` returns who they come from."""
+
+    def __init__(self, name: str, sender: Callable[[], object], store: Callable[[], Store]) -> None:
+        self.name = name
+        self._sender = sender
+        self._store = store
+
+    def tell(
+        self,
+        signal: Signal,
+        call: Call | Record,
+        record: Record | None,
+        error: BaseException | None = None,
+        *,
+        observed: bool = False,
+    ) -> None:
+        """Count the outcome, and send ``signal`` if anybody listens."""
+        tally.add(self._store(), self.name, signal.name)  # type: ignore[attr-defined]  # not in celery-types
+        if signal.receivers:
+            event = Event(
+                task=self.name,
+                task_id=call.task_id,
+                identity=call.identity,
+                record=record,
+                error=error,
+                observed=observed,
+            )
+            emit(signal, self._sender(), event)

@@ -1,0 +1,136 @@
+"""What every page of the admin has: who may see it, where it is, how it looks, and what it says in trouble."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from django.contrib import admin
+from django.contrib.admin.utils import quote, unquote
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed
+from django.template.response import TemplateResponse
+from django.urls import reverse
+
+from celery_idempotent.django.admin import audit
+from celery_idempotent.django.admin.identities import parse, unparse
+from celery_idempotent.django.models import IdempotencyRecord
+from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.records import Identity
+
+if TYPE_CHECKING:
+    Base = admin.ModelAdmin[IdempotencyRecord]
+else:
+    Base = admin.ModelAdmin
+
+__all__ = ["Pages", "guarded"]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+S = TypeVar("S", bound="Pages")
+
+
+def guarded(
+    *methods: str,
+) -> Callable[
+    [Callable[Concatenate[S, HttpRequest, P], HttpResponse]],
+    Callable[Concatenate[S, HttpRequest, P], HttpResponse],
+]:
+    """Let a view see these methods only, of those who may; where the store does not answer, say so."""
+
+    def decorate(
+        view: Callable[Concatenate[S, HttpRequest, P], HttpResponse],
+    ) -> Callable[Concatenate[S, HttpRequest, P], HttpResponse]:
+        @functools.wraps(view)
+        def look_after(
+            self: S, request: HttpRequest, /, *args: P.args, **kwargs: P.kwargs
+        ) -> HttpResponse:
+            if not self.has_view_permission(request):
+                raise PermissionDenied
+            if request.method not in methods:
+                return HttpResponseNotAllowed(methods)
+            try:
+                return view(self, request, *args, **kwargs)
+            except IdempotencyError as error:
+                logger.warning("idempotency: a page of the admin cannot be shown: %s", error)
+                context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
+                return self.render(request, "trouble", context, status=503)
+
+        return look_after
+
+    return decorate
+
+
+class Pages(Base):
+    """The admin of a model without a table."""
+
+    # -- who may what
+
+    def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
+        """Nobody: records are made by tasks."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:  # noqa: ARG002
+        """Nobody: there is a permission for each operation."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:  # noqa: ARG002
+        """Nobody: there is a permission to forget."""
+        return False
+
+    def may(self, request: HttpRequest, what: str) -> bool:
+        """Does this person have the permission ``what``, such as ``view_result``?"""
+        user: Any = request.user
+        allowed: bool = user.has_perm(f"{self.opts.app_label}.{what}")
+        return allowed
+
+    # -- addresses
+
+    def address(self, page: str, *args: str) -> str:
+        """Return the address of one of the pages above."""
+        name = f"{self.opts.app_label}_{self.opts.model_name}_{page}"
+        return reverse(f"{self.admin_site.name}:{name}", args=args)
+
+    def address_of(self, identity: Identity, page: str = "change") -> str:
+        """Return the address of a page about one record."""
+        return self.address(page, quote(unparse(identity)))
+
+    # -- how pages are made
+
+    @staticmethod
+    def identity_of(object_id: str) -> Identity | None:
+        """Return what an address is about, ``None`` if it is none of ours."""
+        try:
+            return parse(unquote(object_id))
+        except ValueError:
+            return None
+
+    def render(
+        self, request: HttpRequest, page: str, context: Mapping[str, Any], *, status: int = 200
+    ) -> HttpResponse:
+        """Return a page in the look of the admin."""
+        # So that {% url 'admin:index' %} leads to this site, whatever its name.
+        vars(request)["current_app"] = self.admin_site.name
+        return TemplateResponse(
+            request,
+            f"admin/celery_idempotent/idempotencyrecord/{page}.html",
+            {
+                **self.admin_site.each_context(request),
+                "opts": self.opts,
+                "list_url": self.address("changelist"),
+                **context,
+            },
+            status=status,
+        )
+
+    def gone(self, request: HttpRequest, identity: Identity | None) -> HttpResponse:
+        """Say that there is no such record, and what operators did to it when there was."""
+        context = {
+            "title": "No such record",
+            "identity": identity,
+            "log": audit.entries(identity) if identity else [],
+        }
+        return self.render(request, "gone", context, status=404)

@@ -1,0 +1,121 @@
+"""Counters as charts: bars made on the server, with the same figures in a table for those who do not see them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+from celery_idempotent.records import Counted
+
+__all__ = ["SERIES", "Bar", "Chart", "Row", "charts"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+#: What is drawn, from below, and the outcomes that it adds up. ``settled`` and ``released`` end what ``claimed`` began.
+SERIES: Mapping[str, tuple[str, ...]] = {
+    "runs": ("claimed",),
+    "replays": ("replayed",),
+    "conflicts": ("conflicted",),
+    "trouble": ("mismatched", "interrupted", "lease_lost", "settle_failed", "store_failed"),
+}
+_SERIES_OF = {outcome: name for name, outcomes in SERIES.items() for outcome in outcomes}
+
+#: A chart is so high and a bar so wide, in units of its own.
+HEIGHT, _WIDTH, _GAP = 100, 10, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A part of a bar of a chart."""
+
+    series: str
+    x: int
+    y: float
+    height: float
+    title: str
+
+    @property
+    def width(self) -> int:
+        """As wide as all others."""
+        return _WIDTH - _GAP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What happened from a moment on, by series."""
+
+    at: datetime
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """What happened to a task over time. ``rows`` are all of it, ``totals`` its sums, by series."""
+
+    task: str
+    rows: Sequence[Row]
+    totals: Mapping[str, int]
+    highest: int
+    bars: Sequence[Bar]
+
+    @property
+    def width(self) -> int:
+        """In the units of its bars."""
+        return len(self.rows) * _WIDTH
+
+    @property
+    def summary(self) -> str:
+        """The sums, in words."""
+        return ", ".join(f"{number:,} {series}" for series, number in self.totals.items())
+
+    @property
+    def busy(self) -> list[Row]:
+        """The rows in which something happened."""
+        return [row for row in self.rows if any(row.counts)]
+
+
+def charts(counted: Iterable[Counted], *, last_hour: int, hours: int, step: int) -> list[Chart]:
+    """Return a chart for each task, the busiest first; each bar adds up ``step`` hours."""
+    first = last_hour - hours + 1
+    tasks: dict[str, list[Counter[str]]] = {}
+    for each in counted:
+        series = _SERIES_OF.get(each.outcome)
+        at = (each.hour - first) // step
+        if series is None or not 0 <= at < hours // step:
+            continue
+        columns = tasks.setdefault(each.task, [Counter() for _ in range(hours // step)])
+        columns[at][series] += each.count
+    found = [_chart(task, columns, first, step) for task, columns in tasks.items()]
+    return sorted(found, key=lambda chart: (-sum(chart.totals.values()), chart.task))
+
+
+def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) -> Chart:
+    highest = max(sum(column.values()) for column in columns)
+    rows, bars = [], []
+    for n, column in enumerate(columns):
+        at = _EPOCH + timedelta(hours=first + n * step)
+        rows.append(Row(at=at, counts=tuple(column[series] for series in SERIES)))
+        bottom = float(HEIGHT)
+        for series in SERIES:
+            if column[series]:
+                height = round(HEIGHT * column[series] / highest, 2)
+                bottom = round(bottom - height, 2)
+                title = f"{at:%Y-%m-%d %H:%M} UTC: {column[series]:,} {series}"
+                bars.append(
+                    Bar(
+                        series=series,
+                        x=n * _WIDTH + _GAP // 2,
+                        y=max(bottom, 0.0),
+                        height=height,
+                        title=title,
+                    )
+                )
+    return Chart(
+        task=task,
+        rows=rows,
+        totals={series: sum(column[series] for column in columns) for series in SERIES},
+        highest=highest,
+        bars=bars,
+    )

@@ -1,0 +1,119 @@
+"""The dashboard: how many records need somebody, what happened to tasks, whether sweeps run, how the store is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from celery_idempotent.checks import Finding, check
+from celery_idempotent.django.admin.charts import Chart, charts
+from celery_idempotent.django.admin.detail import duration
+from celery_idempotent.django.admin.forms import PERIODS
+from celery_idempotent.django.admin.listing import oldest_processing
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.reaper import SWEEP, sweep_interval
+from celery_idempotent.records import Counted, Record, Stats
+from celery_idempotent.stores import get_store
+from celery_idempotent.stores.base import COUNTED_HOURS, CountingStore
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idempotent.stores import Store
+
+__all__ = ["Board", "Sweeps", "board"]
+
+#: So many tasks have a chart, if none is named.
+CHARTS = 12
+
+_HOUR_MS = 3_600_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweeps:
+    """Whether sweeps run: ``last`` is the hour of the last one, ``lately`` how many this hour and the last saw."""
+
+    interval: float | None
+    last: datetime | None
+    lately: int
+
+    @property
+    def well(self) -> bool:
+        """Did one run lately?"""
+        return self.lately > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """What the dashboard shows.
+
+    ``oldest`` has been PROCESSING for ``oldest_for``; ``oldest_of_many``: it is the oldest of those that were looked
+    at. ``more`` tasks have no chart here. ``answered_ms``: how long the store took to count.
+    """
+
+    store: str
+    stats: Stats
+    answered_ms: float
+    oldest: Record | None
+    oldest_for: str
+    oldest_of_many: bool
+    counts: bool
+    sweeps: Sweeps
+    charts: Sequence[Chart]
+    more: int
+    findings: Sequence[Finding]
+
+
+def board(app: Celery, *, period: str, task: str) -> Board:
+    """Return what there is to show; ``task``, if given, is the only one with a chart.
+
+    Raises:
+        StoreUnavailable: if the store does not answer.
+    """
+    store = get_store(app)
+    began = time.perf_counter()
+    stats = store.stats()
+    answered_ms = (time.perf_counter() - began) * 1000
+    oldest, oldest_of_many = oldest_processing(store)
+    _, hours, step = PERIODS[period]
+    counted = _counted(store)
+    last_hour = stats.now_ms // _HOUR_MS
+    drawn = charts(
+        (each for each in counted if each.task != SWEEP and task in ("", each.task)),
+        last_hour=last_hour,
+        hours=hours,
+        step=step,
+    )
+    return Board(
+        store=repr(store),
+        stats=stats,
+        answered_ms=answered_ms,
+        oldest=oldest,
+        oldest_for="" if oldest is None else duration(max(stats.now_ms - oldest.updated_ms, 0)),
+        oldest_of_many=oldest_of_many,
+        counts=isinstance(store, CountingStore),
+        sweeps=_sweeps(app, counted, last_hour),
+        charts=drawn[:CHARTS],
+        more=len(drawn[CHARTS:]),
+        findings=check(app),
+    )
+
+
+def _counted(store: Store) -> Sequence[Counted]:
+    return store.counts(hours=COUNTED_HOURS) if isinstance(store, CountingStore) else ()
+
+
+def _sweeps(app: Celery, counted: Sequence[Counted], last_hour: int) -> Sweeps:
+    done = [each for each in counted if (each.task, each.outcome) == (SWEEP, "swept")]
+    try:
+        interval = sweep_interval(app)
+    except InvalidOption:
+        interval = None  # a worker does not start with it, and says so
+    return Sweeps(
+        interval=interval,
+        last=max((each.at for each in done), default=None),
+        lately=sum(each.count for each in done if each.hour >= last_hour - 1),
+    )

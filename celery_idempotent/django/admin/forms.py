@@ -1,0 +1,128 @@
+"""What the pages accept from outside, each input with its limits."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from django import forms
+
+from celery_idempotent.keys import MAX_CHARS
+from celery_idempotent.operations import Operation
+from celery_idempotent.records import Selection, State
+
+__all__ = ["PERIODS", "FilterForm", "OperationForm", "PeriodForm"]
+
+#: How long ago a record was made, for the filter.
+_AGES = {
+    "1m": ("1 minute", timedelta(minutes=1)),
+    "1h": ("1 hour", timedelta(hours=1)),
+    "1d": ("1 day", timedelta(days=1)),
+    "7d": ("7 days", timedelta(days=7)),
+    "30d": ("30 days", timedelta(days=30)),
+}
+
+_STATES = {
+    "live": ("Live: queued or at work", frozenset({State.QUEUED, State.PROCESSING})),
+    "stale": ("Stale: the lease ran out", frozenset({State.PROCESSING})),
+    **{state.value: (state.value, frozenset({state})) for state in State},
+}
+
+#: Hours that the charts show, and hours that one bar of them stands for.
+PERIODS = {"24h": ("24 hours", 24, 1), "7d": ("7 days", 168, 6), "30d": ("30 days", 720, 24)}
+
+#: Tokens fit into 64 bits.
+_LARGEST_TOKEN = 2**63 - 1
+
+
+class FilterForm(forms.Form):
+    """Which records to list."""
+
+    state = forms.ChoiceField(
+        required=False,
+        choices=[("", "Any state"), *((word, about[0]) for word, about in _STATES.items())],
+    )
+    task = forms.CharField(
+        required=False,
+        max_length=MAX_CHARS,
+        strip=True,
+        widget=forms.TextInput(attrs={"list": "idempotency-tasks"}),
+    )
+    scope = forms.CharField(required=False, max_length=MAX_CHARS, strip=True)
+    age = forms.ChoiceField(
+        required=False,
+        label="First seen",
+        choices=[
+            ("", "Any time"),
+            *((word, f"over {about[0]} ago") for word, about in _AGES.items()),
+        ],
+    )
+    key = forms.CharField(required=False, max_length=MAX_CHARS, strip=True, label="Key, or task id")
+    cursor = forms.RegexField(
+        r"\A[a-z]?:?[0-9a-f:]*\Z",
+        error_messages={"invalid": "This is no place in the list: start again."},
+        required=False,
+        max_length=100,
+        widget=forms.HiddenInput,
+    )
+    looked_at = forms.IntegerField(
+        required=False, min_value=0, max_value=10**12, widget=forms.HiddenInput
+    )
+
+    def selection(self, now_ms: int) -> Selection:
+        """Return what was chosen, ``now_ms`` by the store's clock."""
+        chosen: dict[str, Any] = self.cleaned_data
+        age = _AGES.get(chosen["age"])
+        before = None if age is None else now_ms - age[1] // timedelta(milliseconds=1)
+        states = _STATES.get(chosen["state"])
+        return Selection(
+            states=frozenset() if states is None else states[1],
+            stale=chosen["state"] == "stale",
+            namespace=chosen["task"] or None,
+            scope=chosen["scope"] or None,
+            created_before_ms=before,
+        )
+
+    def chosen(self) -> dict[str, str]:
+        """Return what was chosen, for an address; without the place in the list."""
+        names = ("state", "task", "scope", "age", "key")
+        return {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
+
+
+class PeriodForm(forms.Form):
+    """What the charts show."""
+
+    period = forms.ChoiceField(
+        required=False, choices=[(word, f"Last {about[0]}") for word, about in PERIODS.items()]
+    )
+    task = forms.CharField(
+        required=False,
+        max_length=MAX_CHARS,
+        strip=True,
+        widget=forms.TextInput(attrs={"list": "idempotency-tasks"}),
+    )
+
+
+class OperationForm(forms.Form):
+    """An operation, and the record that its operator saw."""
+
+    token = forms.IntegerField(min_value=0, max_value=_LARGEST_TOKEN, widget=forms.HiddenInput)
+    state = forms.ChoiceField(
+        choices=[(state.value, state.value) for state in State], widget=forms.HiddenInput
+    )
+    force = forms.BooleanField(required=False)
+    reason = forms.CharField(
+        required=False, max_length=500, strip=True, widget=forms.Textarea(attrs={"rows": 3})
+    )
+
+    def __init__(self, *args: Any, operation: Operation, live: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["force"].label = f"{operation.capitalize()} it although its owner is live"
+        if live:
+            self.fields["reason"].required = True
+            self.fields["force"].required = True
+            self.fields["force"].error_messages["required"] = (
+                "The owner of this key is at work, within its lease. To take the key away from it, say so here."
+            )
+        else:
+            del self.fields["force"]

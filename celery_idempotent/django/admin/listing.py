@@ -1,0 +1,114 @@
+"""The list of records: filters through indexes or in bounded steps, and the search for one key."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from celery_idempotent.django.admin.forms import FilterForm
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.keys import canonical, task_id_key
+from celery_idempotent.operations import clock_ms
+from celery_idempotent.records import Identity, Record, Selection, State
+
+if TYPE_CHECKING:
+    from celery_idempotent.stores import Store
+
+__all__ = ["LOOK_AT", "PER_PAGE", "SEARCHED", "Listing", "browse", "search"]
+
+#: So many records make a page, and for them so many keys are looked at.
+PER_PAGE, LOOK_AT = 50, 5000
+
+#: In so many tasks a key is searched for if none is named.
+SEARCHED = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A page of records. ``cursor`` asks for the next one; ``looked_at`` keys were seen since the list began.
+
+    ``unsearched``: of so many tasks nobody asked whether they have the key.
+    """
+
+    records: tuple[Record, ...]
+    now_ms: int
+    cursor: str = ""
+    looked_at: int = 0
+    unsearched: int = 0
+
+    def rows(self) -> Iterator[tuple[Record, bool]]:
+        """Yield each record, and whether it is stale."""
+        for record in self.records:
+            yield record, record.stale(self.now_ms)
+
+
+def browse(store: Store, form: FilterForm) -> Listing:
+    """Return the page that a valid form asks for.
+
+    Raises:
+        ValueError: for a cursor of another list.
+    """
+    aged = bool(form.cleaned_data["age"])
+    page = store.list(
+        form.selection(clock_ms(store) if aged else 0),
+        cursor=form.cleaned_data["cursor"],
+        limit=PER_PAGE,
+        look_at=LOOK_AT,
+    )
+    before = form.cleaned_data["looked_at"] or 0
+    records = page.records
+    if form.cleaned_data["state"] == "live":
+        records = tuple(each for each in records if (each.deadline_ms or 0) > page.now_ms)
+    return Listing(
+        records=records,
+        now_ms=page.now_ms,
+        cursor=page.cursor,
+        looked_at=before + page.looked_at,
+    )
+
+
+def search(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing:
+    """Return the records whose key is what was typed, or whose key is that task id.
+
+    A key is found by its whole identity: in the task and the scope that are named, else in every task of the app, as
+    far as there are not too many, and without a scope.
+    """
+    text, task = form.cleaned_data["key"], form.cleaned_data["task"]
+    known = [task] if task else list(namespaces)
+    found = [
+        record
+        for namespace in known[:SEARCHED]
+        for key in _spellings(text)
+        if (
+            record := store.get(
+                Identity(namespace=namespace, scope=form.cleaned_data["scope"], key=key)
+            )
+        )
+    ]
+    now_ms = clock_ms(store)
+    selection = form.selection(now_ms)
+    return Listing(
+        records=tuple(record for record in found if selection.includes(record, now_ms)),
+        now_ms=now_ms,
+        unsearched=max(len(known) - SEARCHED, 0),
+    )
+
+
+def oldest_processing(store: Store) -> tuple[Record | None, bool]:
+    """Return the claim that has been held for longest, and whether there were too many to look at all of them."""
+    page = store.list(
+        Selection(states=frozenset({State.PROCESSING})), limit=LOOK_AT, look_at=LOOK_AT
+    )
+    oldest = min(page.records, key=lambda record: record.updated_ms, default=None)
+    return oldest, bool(page.cursor)
+
+
+def _spellings(text: str) -> list[str]:
+    """Return the canonical keys that somebody who types this may mean: as it is, as a str, as a task id."""
+    found = [text]
+    with contextlib.suppress(InvalidKey):
+        found.append(canonical(text, task="search"))
+    found.append(task_id_key(text))
+    return list(dict.fromkeys(found))

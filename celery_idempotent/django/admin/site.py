@@ -1,0 +1,220 @@
+"""The admin of idempotency records: its addresses, the list, the record, the dashboard, the outbox."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from django.urls import URLPattern, path
+from django.utils.http import urlencode
+
+from celery_idempotent.django.admin import audit
+from celery_idempotent.django.admin.base import guarded
+from celery_idempotent.django.admin.dashboard import board
+from celery_idempotent.django.admin.detail import detail, duration
+from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
+from celery_idempotent.django.admin.listing import browse, search
+from celery_idempotent.django.admin.operating import OperationPages
+from celery_idempotent.django.admin.results import result_of
+from celery_idempotent.django.admin.values import shown
+from celery_idempotent.django.admin.wording import WORDINGS
+from celery_idempotent.django.applications import celery_app, definitions
+from celery_idempotent.django.outbox import pending
+from celery_idempotent.operations import OPERATIONS, clock_ms
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from django.http import HttpRequest, HttpResponse
+
+__all__ = ["IdempotencyRecordAdmin"]
+
+#: So many messages of the outbox are shown, and so many names of tasks suggested.
+_STAGED, _SUGGESTED = 100, 200
+
+
+class IdempotencyRecordAdmin(OperationPages):
+    """Pages over the records of the app's store. None of them works for longer because there are more records."""
+
+    # -- addresses
+
+    def get_urls(self) -> list[URLPattern]:
+        """Return the addresses of the pages, by the names that Django's own pages link to."""
+        name = f"{self.opts.app_label}_{self.opts.model_name}"
+        wrap = self.admin_site.admin_view
+        return [
+            path("", wrap(self.changelist_view), name=f"{name}_changelist"),
+            path("dashboard/", wrap(self.dashboard_view), name=f"{name}_dashboard"),
+            path("outbox/", wrap(self.outbox_view), name=f"{name}_outbox"),
+            path("<path:object_id>/result/", wrap(self.result_view), name=f"{name}_result"),
+            *(
+                path(
+                    f"<path:object_id>/{operation}/",
+                    wrap(functools.partial(self.operation_view, operation=operation)),
+                    name=f"{name}_{operation}",
+                )
+                for operation in OPERATIONS
+            ),
+            path("<path:object_id>/change/", wrap(self.change_view), name=f"{name}_change"),
+        ]
+
+    # -- pages
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show the list of records."""
+        return self._list(request, extra_context or {})
+
+    @guarded("GET")
+    def _list(self, request: HttpRequest, extra: dict[str, Any]) -> HttpResponse:
+        app = celery_app()
+        store, tasks = get_store(app), definitions(app)
+        form = FilterForm(request.GET)
+        listing, rows, more = None, [], ""
+        if form.is_valid():
+            try:
+                listing = (
+                    search(store, form, tasks) if form.cleaned_data["key"] else browse(store, form)
+                )
+            except ValueError:
+                form.add_error(None, "This place in the list is of another list: start again.")
+        if listing is not None:
+            rows = [(each, stale, self.address_of(each.identity)) for each, stale in listing.rows()]
+            if listing.cursor:
+                place = {"cursor": listing.cursor, "looked_at": str(listing.looked_at)}
+                more = "?" + urlencode({**form.chosen(), **place})
+        context = {
+            "title": "Idempotency records",
+            "form": form,
+            "listing": listing,
+            "rows": rows,
+            "more": more,
+            "tasks": list(tasks)[:_SUGGESTED],
+            "started": bool(request.GET.get("cursor")),
+            "restart": "?" + urlencode(form.chosen()) if form.is_valid() else "?",
+            "filtered": form.is_valid() and bool(form.chosen()),
+            **extra,
+        }
+        return self.render(request, "list", context, status=200 if form.is_valid() else 400)
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",  # noqa: ARG002
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show one record; nothing can be changed here."""
+        return self._record(request, object_id, extra_context or {})
+
+    @guarded("GET")
+    def _record(self, request: HttpRequest, object_id: str, extra: dict[str, Any]) -> HttpResponse:
+        identity = self.identity_of(object_id)
+        if identity is None:
+            return self.gone(request, None)
+        app = celery_app()
+        store = get_store(app)
+        record = store.get(identity)
+        if record is None:
+            return self.gone(request, identity)
+        about = detail(record, clock_ms(store))
+        definition = definitions(app).get(identity.namespace)
+        may_see = self.may(request, "view_result")
+        buttons = [
+            (WORDINGS[each].button, self.address_of(identity, each), each)
+            for each in about.operations
+            if self.may(request, f"{each}_record")
+        ]
+        context = {
+            "title": "Idempotency record",
+            "subtitle": str(identity),
+            "detail": about,
+            "record": record,
+            "identity": identity,
+            "known": definition is not None,
+            "may_see": may_see,
+            "value": shown(app, definition, record) if may_see and record.state.settled else None,
+            "buttons": buttons,
+            "result_url": self.address_of(identity, "result"),
+            "log": audit.entries(identity),
+            **extra,
+        }
+        return self.render(request, "record", context)
+
+    def result_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Show what the result backend says about the task of a record."""
+        return self._result(request, object_id)
+
+    @guarded("GET")
+    def _result(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        identity = self.identity_of(object_id)
+        app = celery_app()
+        record = None if identity is None else get_store(app).get(identity)
+        if identity is None or record is None or not record.task_id:
+            return self.gone(request, identity)
+        may_see = self.may(request, "view_result")
+        context = {
+            "title": "Result backend",
+            "identity": identity,
+            "task_id": record.task_id,
+            "may_see": may_see,
+            "result": result_of(app, record.task_id, may_see=may_see),
+            "back": self.address_of(identity),
+        }
+        return self.render(request, "result", context)
+
+    def dashboard_view(self, request: HttpRequest) -> HttpResponse:
+        """Show how things are."""
+        return self._dashboard(request)
+
+    @guarded("GET")
+    def _dashboard(self, request: HttpRequest) -> HttpResponse:
+        app = celery_app()
+        form = PeriodForm(request.GET)
+        valid = form.is_valid()
+        chosen: Mapping[str, str] = form.cleaned_data if valid else {"period": "", "task": ""}
+        about = board(app, period=chosen["period"] or "24h", task=chosen["task"])
+        oldest = None if about.oldest is None else self.address_of(about.oldest.identity)
+        context = {
+            "title": "Idempotency dashboard",
+            "form": form,
+            "board": about,
+            "oldest_url": oldest,
+            "tasks": list(definitions(app))[:_SUGGESTED],
+        }
+        return self.render(request, "dashboard", context, status=200 if valid else 400)
+
+    def outbox_view(self, request: HttpRequest) -> HttpResponse:
+        """Show the messages that are committed and not sent."""
+        return self._outbox(request)
+
+    @guarded("GET")
+    def _outbox(self, request: HttpRequest) -> HttpResponse:
+        alias = _outbox_alias()
+        waiting = [] if alias is None else pending(using=alias, limit=_STAGED + 1)
+        rows = [(each, duration(each.age_ms)) for each in waiting[:_STAGED]]
+        context = {
+            "title": "Outbox",
+            "alias": alias,
+            "rows": rows,
+            "more": len(waiting) > _STAGED,
+        }
+        return self.render(request, "outbox", context)
+
+    def render(
+        self, request: HttpRequest, page: str, context: Mapping[str, Any], *, status: int = 200
+    ) -> HttpResponse:
+        """Return a page with the ways to the other pages."""
+        ways = {
+            "list_url": self.address("changelist"),
+            "dashboard_url": self.address("dashboard"),
+            "outbox_url": self.address("outbox"),
+        }
+        return super().render(request, page, {**ways, **context}, status=status)
+
+
+def _outbox_alias() -> str | None:
+    """Return the database whose outbox the app's store looks after."""
+    alias: str | None = getattr(get_store(celery_app()), "outbox_alias", None)
+    return alias

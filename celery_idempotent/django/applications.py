@@ -1,0 +1,72 @@
+"""Which Celery app the admin and the checks are about, and what it knows about its tasks."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import celery
+from celery import _state
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.utils.module_loading import import_string
+
+from celery_idempotent.definition import Definition
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["SETTING", "celery_app", "definitions", "has_app", "load_tasks"]
+
+#: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the current one.
+SETTING = "CELERY_IDEMPOTENT_APP"
+
+_loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
+
+
+def celery_app() -> Celery:
+    """Return the app that Django's settings name, else the current one.
+
+    Raises:
+        ImproperlyConfigured: if the setting names none.
+    """
+    found: Any = getattr(settings, SETTING, None)
+    if isinstance(found, str):
+        try:
+            found = import_string(found.replace(":", "."))
+        except ImportError as error:
+            raise ImproperlyConfigured(f"{SETTING}: {error}") from error
+    if found is None:
+        proxy: Any = celery.current_app
+        found = getattr(proxy, "_get_current_object", lambda: proxy)()
+    if not isinstance(found, celery.Celery):
+        raise ImproperlyConfigured(
+            f"{SETTING} is a {type(found).__name__}: name a Celery app, such as 'proj.celery.app'."
+        )
+    return found
+
+
+def has_app() -> bool:
+    """Is there an app to ask for, or would Celery have to make one that nobody wants?"""
+    made: Any = getattr(_state, "_tls", None)
+    current: Any = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
+    return bool(getattr(settings, SETTING, None) or current)
+
+
+def load_tasks(app: Celery) -> None:
+    """Import the modules with the app's tasks, as a worker does, once: a web process knows only those that it uses."""
+    if app not in _loaded:
+        loader: Any = app.loader
+        loader.import_default_modules()
+        _loaded.add(app)
+
+
+def definitions(app: Celery) -> dict[str, Definition]:
+    """Return the app's idempotent tasks by namespace."""
+    load_tasks(app)
+    found = {}
+    for task in app.tasks.values():
+        definition: Definition | None = getattr(task, "_definition", None)
+        if definition is not None:
+            found[definition.identifier.namespace] = definition
+    return dict(sorted(found.items()))

@@ -1,0 +1,362 @@
+"""A task's own transaction, which settles its record too; and how a later claim ends a frozen one.
+
+::
+
+    worker A   claim ─ BEGIN ─ lock named after the claim ─ run() ──(frozen)
+    worker B                      lease runs out ─ claim: who holds that lock? ─ ends A's session,
+                                  which rolls back ─ claims, with a larger token
+    worker A   (thawed) ─ its connection is gone: nothing of its run is there
+
+The named lock belongs to the session, so the database itself tells who is at work; the row of the
+record is written by the last statement only, and on condition that it still has the claim's token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from django.db import Error
+from django.db.transaction import Atomic
+
+from celery_idempotent.django.connections import Lines, Session
+from celery_idempotent.django.dialects import error_code, kind
+from celery_idempotent.django.interruptions import drop, sound, struck
+from celery_idempotent.django.rows import LETTERS, PRUNE_SLACK_MS, digest
+from celery_idempotent.errors import (
+    IdempotencyError,
+    LeaseLost,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
+from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.stores.values import pack_value
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["AtomicRun", "TransactionEnded", "abandon", "end_holder", "transaction"]
+
+#: How long a session that was told to end is waited for.
+_END_SECONDS = 2.0
+_SAVEPOINT = "celery_idempotent_run"
+#: What MySQL and PostgreSQL say to someone who may not end a session, and to one that is too late.
+_NOT_ALLOWED, _GONE = ("42501", 1095), (1094,)
+
+_OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
+
+
+class TransactionEnded(StoreMisconfigured):
+    """The task ended the transaction that should have settled its record with its own writes."""
+
+
+class AtomicRun:
+    """The transaction of one claim, from just after its BEGIN; without a claim, a transaction only.
+
+    :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block
+    brings. ``settled`` tells whether it was done: an error that leaves the block after that may
+    come from a COMMIT whose answer was lost. Then
+    :meth:`~celery_idempotent.django.store.DjangoStore.release` tells how it went: it waits for the
+    row, and either gives the key back, because nothing was committed, or finds it settled.
+    """
+
+    def __init__(self, session: Session, record: Record | None) -> None:
+        self.settled = False
+        self._session = session
+        self._identity = record.identity if record is not None else None
+        self._name = digest(record.identity) if record is not None else b""
+        self._token = record.token if record is not None else 0
+
+    def of(self, record: Record) -> bool:
+        """Is this the run of that claim?"""
+        return (self._identity, self._token) == (record.identity, record.token)
+
+    def begin(self) -> None:
+        """Say who is at work. Raises :exc:`~celery_idempotent.errors.LeaseLost` if that is over."""
+        session, claim = self._session, (self._name, self._token)
+        if session.words.vendor == "sqlite":
+            # The first statement being a write, it waits for the lock that there is for writing;
+            # Django's BEGIN alone takes none, and a reader cannot wait for it later.
+            ours = session.execute(
+                "UPDATE celery_idempotent_record SET version = version" + _OURS, claim
+            )
+        elif self._identity is None:
+            return
+        elif session.words.vendor == "postgresql":
+            session.rows("SELECT pg_advisory_xact_lock(%s)", (_number(*claim),))
+            ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
+        else:
+            session.rows("SELECT get_lock(%s, 0)", (_lock(session, *claim),))
+            ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
+        if self._identity is None:
+            return
+        if not ours:
+            raise LeaseLost(f"the claim of {self._identity} is no longer ours")
+        session.execute(f"SAVEPOINT {_SAVEPOINT}")
+
+    def unlock(self) -> None:
+        """Say that nobody is at work any more, where a lock outlives its transaction."""
+        session = self._session
+        if session.words.vendor == "mysql" and self._identity is not None:
+            with suppress(Error):
+                lock = _lock(session, self._name, self._token)
+                if session.connection.connection is not None:
+                    session.rows("SELECT release_lock(%s)", (lock,))
+
+    def settle(
+        self,
+        *,
+        state: Literal[State.COMPLETED, State.FAILED],
+        value: Stored | None,
+        keep_ms: int,
+        replaced: bool = False,
+    ) -> bool:
+        """Write the end state with the task's own writes; ``False`` if another has the key by now.
+
+        Raises:
+            TransactionEnded: if the task committed, rolled back or broke the transaction.
+            StoreUnavailable: if the database refused the write: roll back, and try again.
+        """
+        session, keep_ms = self._session, max(keep_ms, 1)
+        if self._identity is None:
+            raise StoreMisconfigured("this transaction has no claim to settle")
+        self._still_there()
+        now = session.words.now_ms
+        try:
+            written = session.write(
+                "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
+                f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
+                f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
+                + _OURS,
+                (
+                    LETTERS[state],
+                    None if value is None else pack_value(value),
+                    replaced,
+                    False,
+                    keep_ms,
+                    keep_ms + PRUNE_SLACK_MS,
+                    self._name,
+                    self._token,
+                ),
+            )
+        except Error as error:
+            raise StoreUnavailable(
+                f"the record of {self._identity} could not be settled in the task's transaction"
+                f" ({type(error).__name__})"
+            ) from error
+        self.settled = written == 1
+        return self.settled
+
+    def _still_there(self) -> None:
+        """Raise unless this is the transaction that began the run, and it can still commit."""
+        connection = self._session.connection
+        if connection.needs_rollback:
+            raise TransactionEnded(
+                "the task went on after a database error inside its transaction: put the statement"
+                " that may fail in a transaction.atomic() of its own, and catch the error around it"
+            )
+        try:
+            # It was the first one, so whatever ended the transaction took it along.
+            self._session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+        except Error as error:
+            raise TransactionEnded(
+                "the task committed or rolled back the transaction that its record should have been"
+                " settled in: an idempotency_atomic task leaves COMMIT, ROLLBACK and statements"
+                " that commit by themselves alone"
+            ) from error
+
+
+@contextmanager
+def transaction(lines: Lines, record: Record | None) -> Iterator[AtomicRun]:
+    """Open the thread's own transaction for the run of a claim, or for one that settles nothing."""
+    own = lines.own()
+    _refuse_outer(own)
+    session = Session(own, lines.words(own), inside=True)
+    run = AtomicRun(session, record)
+    nested = own.in_atomic_block
+    begun = _Begun(lines, own, run, nested=nested)
+    try:
+        with begun:
+            yield run
+        run.unlock()
+    except BaseException as error:
+        if not begun.over:
+            if not nested and not sound(own, error):
+                drop(own)
+            run.unlock()
+        raise
+    if run.settled and record is not None:
+        # Not in the transaction: a heartbeat may have renewed it meanwhile, and under REPEATABLE
+        # READ it could not be deleted any more. A sweep does what is not done here.
+        name, token = digest(record.identity), record.token
+        with suppress(IdempotencyError):
+            lines.run(
+                lambda session: session.write(
+                    "DELETE FROM celery_idempotent_lease WHERE digest = %s AND token = %s",
+                    (name, token),
+                )
+            )
+
+
+def abandon(lines: Lines, record: Record) -> None:
+    """End the transaction that this thread began for a claim, if it is still open.
+
+    An exception that strikes between two contexts leaves it to the garbage collector, which comes too late: a verb on
+    SQLite would be part of it.
+    """
+    for block in lines.own().atomic_blocks:
+        if isinstance(block, _Begun) and block.abandoned(record):
+            return
+
+
+def end_holder(session: Session, name: bytes, token: int) -> bool:
+    """End the session whose transaction runs this claim, if any.
+
+    ``False`` if it may not be ended. If one was, the verb begins again: it may have committed.
+    """
+    if session.words.vendor == "postgresql":
+        key = _number(name, token) & (2**64 - 1)
+        where = (
+            " FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted"
+            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+            f" AND classid::bigint = {key >> 32} AND objid::bigint = {key & (2**32 - 1)}"
+        )
+        look, end = f"SELECT pid{where}", f"SELECT pg_terminate_backend(pid){where}"
+    elif session.words.vendor == "mysql":
+        lock = _lock(session, name, token)
+        look, end = (
+            f"SELECT id FROM (SELECT is_used_lock('{lock}') AS id) u WHERE id > 0",
+            "KILL {}",
+        )
+    else:
+        # One writer: whoever could write this claim's row knows that nobody else is at it.
+        return True
+    holders = session.rows(look)
+    if not holders:
+        return True
+    try:
+        for (holder,) in holders:
+            session.execute(end.format(holder))
+    except Error as error:
+        code = error_code(error)
+        if code in _NOT_ALLOWED:
+            return False
+        if code not in _GONE:
+            raise
+    give_up = time.monotonic() + _END_SECONDS
+    while session.rows(look):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.01)
+    return session.again()
+
+
+class _Begun(Atomic):
+    """``transaction.atomic`` that begins with the run's first statements, on a live connection."""
+
+    def __init__(
+        self, lines: Lines, own: BaseDatabaseWrapper, run: AtomicRun, *, nested: bool
+    ) -> None:
+        super().__init__(lines.alias, True, False)
+        self._own = own
+        self._nested = nested
+        self._run = run
+        self._lines = lines
+        #: Whatever closes this now came too late: the connection is somebody else's.
+        self.over = False
+
+    def abandoned(self, record: Record) -> bool:
+        """Close the connection if this is the run of the claim."""
+        if self._nested or not self._run.of(record):
+            return False
+        self.over = True
+        drop(self._own)
+        return True
+
+    def __enter__(self) -> None:
+        """Begin, once more if the server had closed the connection."""
+        try:
+            self._enter()
+        except Error as error:
+            if kind(error, self._own.vendor) != "lost":
+                raise self._trouble(error) from error
+            self._own.close()
+            try:
+                self._enter()
+            except Error as again:
+                raise self._trouble(again) from again
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Commit or roll back."""
+        if self.over:
+            return
+        undo = kind is not None or self._own.needs_rollback
+        if self._nested or not undo or self._rolled_back(error):
+            super().__exit__(kind, error, trace)
+
+    def _rolled_back(self, error: BaseException | None) -> bool:
+        """Roll back; ``False`` if that took the connection.
+
+        Django turns autocommit on whatever came of its ROLLBACK, and that *commits* on MySQL and SQLite: a time limit
+        that strikes there would leave the writes of a task without their record.
+        """
+        own = self._own
+        try:
+            if not struck(error):
+                own._rollback()  # type: ignore[attr-defined]  # noqa: SLF001
+                return True
+        except Error:
+            pass
+        except BaseException:
+            drop(own)
+            raise
+        drop(own)
+        return False
+
+    def _enter(self) -> None:
+        try:
+            super().__enter__()
+        except BaseException:
+            if not self._nested:
+                drop(self._own)
+            raise
+        try:
+            self._run.begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _trouble(self, error: Error) -> StoreUnavailable | StoreMisconfigured:
+        return self._lines.trouble(error, kind(error, self._own.vendor))
+
+
+def _refuse_outer(own: BaseDatabaseWrapper) -> None:
+    # Django's TestCase wraps each test in blocks of its own, and calls durable ones inner then.
+    outer = [block for block in own.atomic_blocks if not getattr(block, "_from_testcase", False)]
+    if outer or (own.connection is not None and not own.in_atomic_block and not own.autocommit):
+        raise StoreMisconfigured(
+            "an idempotency_atomic task commits its own writes with its record, so it cannot run"
+            " inside another transaction: call it outside of atomic()"
+        )
+
+
+def _number(name: bytes, token: int) -> int:
+    """Return the claim as the name of an advisory lock of PostgreSQL."""
+    packed = hashlib.blake2b(name + b"%d" % token, digest_size=8, person=b"idempotent").digest()
+    return int.from_bytes(packed, "big", signed=True)
+
+
+def _lock(session: Session, name: bytes, token: int) -> str:
+    """Return the claim as the name of a lock of MySQL, whose names are the whole server's."""
+    database = str(session.connection.settings_dict["NAME"]).encode()
+    packed = hashlib.blake2b(name + b"%d %b" % (token, database), digest_size=16)
+    return f"celery_idempotent:{packed.hexdigest()}"

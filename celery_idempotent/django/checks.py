@@ -1,0 +1,49 @@
+"""The checks of :mod:`celery_idempotent.checks` among Django's own; those that ask servers with ``check --deploy``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+
+from celery_idempotent.checks import Finding, check_settings, check_store
+from celery_idempotent.django.applications import celery_app, has_app, load_tasks
+
+__all__ = ["of_settings", "of_store"]
+
+#: ``manage.py check --tag idempotency``
+TAG = "idempotency"
+
+
+@checks.register(TAG)
+def of_settings(app_configs: Sequence[Any] | None = None, **_: Any) -> list[checks.CheckMessage]:  # noqa: ARG001
+    """Look at the settings, and at those tasks that are imported already: commands shall not wait for servers."""
+    if not has_app():
+        return []
+    try:
+        return _messages(check_settings(celery_app()))
+    except ImproperlyConfigured as error:
+        return [checks.Error(str(error), id="celery_idempotent.E012")]
+
+
+@checks.register(TAG, deploy=True)
+def of_store(app_configs: Sequence[Any] | None = None, **_: Any) -> list[checks.CheckMessage]:  # noqa: ARG001
+    """Import all tasks, and ask the store."""
+    if not has_app():
+        return []
+    try:
+        app = celery_app()
+    except ImproperlyConfigured:
+        return []  # said above
+    load_tasks(app)
+    return _messages(check_store(app))
+
+
+def _messages(found: Iterable[Finding]) -> list[checks.CheckMessage]:
+    kinds = {"error": checks.Error, "warning": checks.Warning}
+    return [
+        kinds[each.level](each.problem, hint=each.hint, id=f"celery_idempotent.{each.id}")
+        for each in found
+    ]

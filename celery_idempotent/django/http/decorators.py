@@ -1,0 +1,268 @@
+"""``@idempotent_view`` and ``@keyed_view``: for functions, coroutines, class-based views and their methods."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
+from django.core.signals import setting_changed
+from django.db import connections
+
+from celery_idempotent.django.http.guards import Guard, Guarded
+from celery_idempotent.django.http.headers import read_key
+from celery_idempotent.django.http.options import SETTING, HttpOptions, read_options
+from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from django.http import HttpRequest, HttpResponseBase
+
+__all__ = ["Marks", "idempotent_view", "keyed_view", "marks_of", "require_key"]
+
+#: A view function, a method that handles requests, or a class of views.
+View = TypeVar("View", bound=Callable[..., Any])
+
+
+class Marks:
+    """What is known of a decorated view, for the schema of an API: its options, and whether it runs in the request."""
+
+    def __init__(self, name: str, given: dict[str, Any], *, guards: bool) -> None:
+        self.name = name
+        self.guards = guards
+        self._given = given
+        self._lock = threading.Lock()
+        self._guard: Guard | None = None
+        # What does not depend on settings is checked now, with the view.
+        read_options(given)
+        setting_changed.connect(self._forget)
+
+    def _forget(self, *, setting: str = "", **_: Any) -> None:
+        if setting == SETTING:
+            self._guard = None
+
+    @property
+    def guard(self) -> Guard:
+        """What guards the view, under the settings that hold."""
+        guard = self._guard
+        if guard is None:
+            with self._lock:
+                guard = self._guard = Guard(self.name, self, read_options(self._given))
+        return guard
+
+    @property
+    def options(self) -> HttpOptions:
+        """The options of the view."""
+        return self.guard.options
+
+
+def marks_of(view: Any) -> Marks | None:
+    """Return what is known of a decorated view, ``None`` of any other."""
+    found = getattr(view, "idempotency", None)
+    return found if isinstance(found, Marks) else None
+
+
+def idempotent_view(view: Any = None, /, **options: Any) -> Any:
+    """Let a view take effect once for each ``Idempotency-Key`` of a caller; whoever asks again gets the first answer.
+
+    ``@idempotent_view`` or ``@idempotent_view(required=False, ...)``, over a view function, a coroutine, a class-based
+    view, an ``APIView`` or ``ViewSet`` of Django REST framework, or one of their methods. See
+    :class:`~celery_idempotent.django.http.options.HttpOptions` for the options.
+
+    Raises:
+        InvalidOption: for an unknown option, or a bad value.
+    """
+    return _decorator(view, options, guards=True)
+
+
+def keyed_view(view: Any = None, /, **options: Any) -> Any:
+    """Check the ``Idempotency-Key`` of a view that hands it to :func:`~celery_idempotent.django.http.enqueue`.
+
+    A missing or malformed key is refused before anything else is looked at. Used as :func:`idempotent_view`, with the
+    options that concern the header and the answers of ``enqueue()``; the rest is up to the task.
+
+    Raises:
+        InvalidOption: for an option that is unknown or does nothing here, or a bad value.
+    """
+    return _decorator(view, options, guards=False)
+
+
+#: Options of the answers of ``enqueue()``, and all that it heeds.
+_QUEUEING = frozenset(("on_pending", "show_errors"))
+_KEYED = _QUEUEING | {
+    *("anonymous", "docs_url", "methods", "required", "retry_after", "scope", "strict"),
+}
+
+
+def _decorator(view: Any, options: dict[str, Any], *, guards: bool) -> Any:
+    idle = options.keys() & _QUEUEING if guards else options.keys() - _KEYED
+    if idle & HttpOptions.__dataclass_fields__.keys():
+        kind, other = ("idempotent", "keyed") if guards else ("keyed", "idempotent")
+        raise InvalidOption(
+            f"{', '.join(sorted(idle))} does nothing for {kind}_view: it is for {other}_view"
+            + ("." if guards else ", or an option of the task.")
+        )
+
+    def decorate(target: View) -> View:
+        name = f"{target.__module__}.{target.__qualname__}"
+        return _decorate(target, Marks(name, options, guards=guards))  # type: ignore[no-any-return]
+
+    return decorate if view is None else decorate(view)
+
+
+def _decorate(target: Any, marks: Marks) -> Any:
+    if isinstance(target, type):
+        return _class(target, marks)
+    rest: Any = getattr(target, "cls", None)
+    if _is_rest(rest):
+        # A view that @api_view or as_view() made: who calls is known only inside of it.
+        made = _class(type(rest.__name__, (rest,), {"__module__": rest.__module__}), marks)
+        actions = getattr(target, "actions", None)
+        again = made.as_view(*([actions] if actions else []), **target.initkwargs)
+        return wraps(target, updated=())(again)
+    return _function(target, marks)
+
+
+def _is_rest(cls: Any) -> bool:
+    """Is this a view class of Django REST framework? Not imported: what it is not installed for has none."""
+    return isinstance(cls, type) and hasattr(cls, "initialize_request")
+
+
+def _class(cls: Any, marks: Marks) -> Any:
+    if not hasattr(cls, "dispatch"):
+        raise InvalidOption(
+            f"{cls.__name__} is no class of views: it has no dispatch(). Decorate a class-based view."
+        )
+    if _is_rest(cls):
+        _rest_class(cls, marks)
+    else:
+        dispatch = cls.dispatch
+        # Handlers of a class may be coroutines, and dispatch() returns what they return.
+        cls.dispatch = _function(dispatch, marks)
+    cls.idempotency = marks
+    return cls
+
+
+def _rest_class(cls: Any, marks: Marks) -> None:
+    """Check the key before all else, and guard the handler alone: who calls, and how often, is seen to before it."""
+    dispatch, initial = cls.dispatch, cls.initial
+    spared = _spared(dispatch)
+
+    @wraps(dispatch)
+    def checked(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        refused = _refusal(request, marks.options)
+        return refused if refused is not None else dispatch(self, request, *args, **kwargs)
+
+    @wraps(initial)
+    def begun(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        initial(self, request, *args, **kwargs)
+        name = str(request.method).lower()
+        handler = getattr(self, name, None)
+        if handler is not None and marks.guards:
+            setattr(self, name, _function(handler, marks, spared=spared))
+
+    cls.dispatch = _left_alone(checked) if marks.guards else checked
+    cls.initial = begun
+
+
+def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) -> Any:
+    """Wrap a function, a coroutine, or a method that takes a request first."""
+    if spared is None:
+        spared = _spared(view)
+
+    def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guarded | HttpResponseBase | None:
+        seen = args[0] if hasattr(args[0], "META") else args[1]
+        request = getattr(seen, "_request", seen)
+        refused = _refusal(request, marks.options)
+        if refused is not None:
+            return refused
+        key = request.idempotency_key
+        if key is None or not marks.guards or getattr(request, "idempotency_guarded", False):
+            return None  # decorated twice, a view is guarded once
+        # Of a method Django knows nothing: ATOMIC_REQUESTS is around it, or was switched off for its view.
+        lonely = seen is not args[0] and getattr(view, "__name__", "") != "dispatch"
+        return Guarded(
+            request=request,
+            seen=seen,
+            key=key,
+            run=lambda: _rendered(seen, view(*args, **kwargs), kwargs),
+            spared=frozenset(connections) if lonely else spared,
+        )
+
+    async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(args, kwargs)
+        if prepared is None:
+            return await view(*args, **kwargs)
+        if not isinstance(prepared, Guarded):
+            return prepared
+
+        async def run() -> Any:
+            return await view(*args, **kwargs)
+
+        # The protocol in the thread of this request; the view itself goes back to the event loop.
+        guarded = replace(prepared, run=async_to_sync(run))
+        return await sync_to_async(marks.guard.respond, thread_sensitive=True)(guarded)
+
+    @wraps(view)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if getattr(args[0], "view_is_async", False):  # dispatch() returns what its handler returns
+            return asynchronous(*args, **kwargs)
+        prepared = prepare(args, kwargs)
+        if isinstance(prepared, Guarded):
+            return marks.guard.respond(prepared)
+        return view(*args, **kwargs) if prepared is None else prepared
+
+    made: Any = wraps(view)(asynchronous) if iscoroutinefunction(view) else wrapper
+    made.idempotency = marks
+    return _left_alone(made) if marks.guards else made
+
+
+def _refusal(request: Any, options: HttpOptions) -> HttpResponseBase | None:
+    """Read the key into ``request.idempotency_key``, and return the answer to a request that has none or a bad one."""
+    request.idempotency_key = None
+    request.idempotency_options = options
+    if request.method not in options.methods or options.mode == "off":
+        return None
+    try:
+        request.idempotency_key = require_key(request, options)
+    except Refusal as refusal:
+        return refusal.response(options.docs_url)
+    return None
+
+
+def require_key(request: HttpRequest, options: HttpOptions) -> str | None:
+    """Return the key of a request, ``None`` where it may have none.
+
+    Raises:
+        Refusal: ``idempotency_key_missing`` or ``idempotency_key_invalid``.
+    """
+    key = read_key(request, strict=options.strict)
+    if key is None and options.required:
+        raise Refusal(
+            "idempotency_key_missing",
+            "Send a header Idempotency-Key with a value that is new for each intention, such as a UUID, and the same "
+            "when you try again.",
+        )
+    return key
+
+
+def _rendered(seen: Any, response: Any, kwargs: dict[str, Any]) -> Any:
+    """Let Django REST framework finish its response now: its bytes are what is kept."""
+    view = (getattr(seen, "parser_context", None) or {}).get("view")
+    if view is not None and hasattr(view, "finalize_response"):
+        return view.finalize_response(seen, response, **kwargs)
+    return response
+
+
+def _spared(view: Any) -> frozenset[str]:
+    """Return the databases that ``non_atomic_requests`` named for this view."""
+    return frozenset(getattr(view, "_non_atomic_requests", ()))
+
+
+def _left_alone(view: Any) -> Any:
+    """Keep Django from putting ``ATOMIC_REQUESTS`` around the guard, which does so within."""
+    view._non_atomic_requests = set(connections)  # noqa: SLF001  what non_atomic_requests sets
+    return view

@@ -1,0 +1,163 @@
+"""A record in the words of an API: where the operation is, when, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.core.serializers.json import DjangoJSONEncoder
+
+from celery_idempotent.django.http.messages import CONTENT_TYPE, read_response
+from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.errors import (
+    IdempotencyError,
+    ProcessingTimedOut,
+    ResultUnavailable,
+    TooManyCrashes,
+)
+from celery_idempotent.records import Record, State
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idempotent.definition import Definition
+    from celery_idempotent.task import IdempotentTask
+
+__all__ = ["Failure", "describe", "failure_of", "task_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an operation failed, as far as its caller may know."""
+
+    code: str
+    detail: str
+    retryable: bool
+    error: dict[str, str]
+
+
+def task_of(app: Celery, namespace: str) -> IdempotentTask | None:
+    """Return the task whose records have this namespace, ``None`` if there is none."""
+    for task in app.tasks.values():
+        found = getattr(task, "idempotency_definition", None)
+        definition: Definition | None = found() if found is not None else None
+        if definition is not None and definition.identifier.namespace == namespace:
+            return task  # type: ignore[return-value]  # only ours have a definition
+    return None
+
+
+def describe(
+    record: Record, *, key: str, task: IdempotentTask | None, options: HttpOptions
+) -> dict[str, Any]:
+    """Return what the status resource says: JSON, in an order for people."""
+    result, state = _result_of(record, task)
+    told: dict[str, Any] = {
+        "namespace": record.identity.namespace,
+        "key": key,
+        "state": state.value,
+        "settled": state.settled,
+        "created_at": record.created_at,
+        "updated_at": record.updated_at,
+        "crashes": record.crashes,
+    }
+    if state is State.INTERRUPTED:
+        told["retryable"] = True
+    if state is State.COMPLETED:
+        told |= result
+    if state is State.FAILED:
+        failure = failure_of(record, task, options)
+        told |= {
+            "error": {**failure.error, "code": failure.code, "detail": failure.detail},
+            "retryable": failure.retryable,
+        }
+    return told
+
+
+def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions) -> Failure:
+    """Return why a FAILED record failed.
+
+    An error that the task declared permanent is part of its interface, and its text is shown; what any other says may
+    be for the project's own eyes, so only its type is (``show_errors``).
+    """
+    error, kind, message = _error_of(record, task)
+    permanent = False
+    if task is not None and error is not None:
+        permanent = isinstance(error, task.idempotency_policy.permanent_errors)
+    own = isinstance(error, IdempotencyError)
+    code = {"ProcessingTimedOut": "timed_out", "TooManyCrashes": "too_many_crashes"}.get(
+        kind, "task_failed"
+    )
+    shown = options.show_errors == "all" or (
+        options.show_errors == "permanent" and (permanent or own)
+    )
+    told = {"type": kind} if options.show_errors != "none" else {}
+    if shown and message:
+        told["message"] = message
+    detail = message if shown and message else "The operation failed."
+    retryable = error is not None and not permanent and not own
+    return Failure(code=code, detail=detail, retryable=retryable, error=told)
+
+
+def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseException | None, str, str]:
+    definition = None if task is None else task.idempotency_definition()
+    if definition is not None:
+        try:
+            error: BaseException = definition.codec.load_error(record.value)
+        except IdempotencyError as unreadable:
+            error = unreadable
+        return error, type(error).__name__, str(error)
+    # A view's: all that is kept of it is what may be told.
+    told: Any = {}
+    if record.value is not None and record.value.content_type == "application/json":
+        told = json.loads(record.value.body)
+    kind, message = str(told.get("exc_type", "")), str(told.get("exc_message", ""))
+    own = {each.__name__: each for each in (ProcessingTimedOut, TooManyCrashes)}
+    return (own[kind](message) if kind in own else None), kind, message
+
+
+def _result_of(record: Record, task: IdempotentTask | None) -> tuple[dict[str, Any], State]:
+    """Return the members about the result, and the state: who replaced the task may still be at it."""
+    if record.state is not State.COMPLETED:
+        return {}, record.state
+    if record.value is not None and record.value.content_type == CONTENT_TYPE:
+        return _response_of(record), record.state
+    definition = None if task is None else task.idempotency_definition()
+    if task is None or definition is None:
+        return {"result_kept": False}, record.state
+    try:
+        if record.value is not None:
+            return _json({"result": definition.codec.load_value(record.value)}), record.state
+        outcome: Any = task.AsyncResult(record.task_id)
+        if outcome.state == "SUCCESS":
+            return _json({"result": outcome.result}), record.state
+        if record.replaced and not outcome.ready():
+            return {}, State.PROCESSING
+    except (IdempotencyError, AttributeError, NotImplementedError):
+        pass  # unreadable, or there is no result backend
+    return {"result_kept": False}, record.state
+
+
+def _response_of(record: Record) -> dict[str, Any]:
+    assert record.value is not None
+    try:
+        response = read_response(record.value)
+    except ResultUnavailable:
+        return {"result_kept": False}
+    told: dict[str, Any] = {"status": response.status_code}
+    if "Location" in response:
+        told["location"] = response["Location"]
+    if response.headers.get("Content-Type", "").partition(";")[0].endswith("json"):
+        with contextlib.suppress(ValueError):
+            told["body"] = json.loads(response.content)
+    return {"result": told}
+
+
+def _json(members: dict[str, Any]) -> dict[str, Any]:
+    """Return the members if JSON can say them."""
+    try:
+        json.dumps(members, cls=DjangoJSONEncoder)
+    except (TypeError, ValueError, RecursionError):
+        return {"result_kept": False}
+    return members

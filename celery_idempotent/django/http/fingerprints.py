@@ -1,0 +1,120 @@
+"""What a request asks for, digested: its method, its route and its body, equal for every way to write the same body."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from django.core.exceptions import RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent
+from django.http import HttpRequest, QueryDict
+from django.http.multipartparser import MultiPartParser, MultiPartParserError
+
+from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.fingerprints import NoFormError, digest, form, quote
+
+if TYPE_CHECKING:
+    from django.core.files.uploadedfile import UploadedFile
+
+__all__ = ["request_fingerprint"]
+
+_FORM = "application/x-www-form-urlencoded"
+_MULTIPART = "multipart/form-data"
+
+
+def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -> bytes:
+    """Return the fingerprint of ``request``; ``seen`` is what the view gets (Django REST framework wraps it).
+
+    The body stays readable for the view.
+
+    Raises:
+        Refusal: ``request_too_large`` or ``body_unreadable``.
+    """
+    _check_length(request.META.get("CONTENT_LENGTH"), options)
+    if options.fingerprint is not None:
+        value = options.fingerprint(seen)
+        try:
+            body = f"own {form(value)}"
+        except NoFormError as refused:
+            raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
+    else:
+        body = _body(request, options)
+    query = form(dict(request.GET.lists()))
+    parts = (str(request.method), request.path_info)
+    return digest(" ".join([*map(quote, parts), query, body]))
+
+
+def _body(request: HttpRequest, options: HttpOptions) -> str:
+    content_type = (request.content_type or "").lower()
+    try:
+        if content_type == _MULTIPART:
+            return _multipart(request, options)
+        raw = request.body
+        _check_length(len(raw), options)
+        if content_type == _FORM:
+            data = QueryDict(raw, encoding=request.encoding or "utf-8")
+            return f"form {_fields(data)}"
+    except (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent) as error:
+        raise Refusal("request_too_large", "It is larger than this service reads.") from error
+    except (MultiPartParserError, UnicodeDecodeError) as error:
+        raise Refusal("body_unreadable", "The form in it is malformed.") from error
+    if content_type == "application/json" or content_type.endswith("+json"):
+        canonical = _json(raw)
+        if canonical is not None:
+            return f"json {canonical}"
+    return f"raw {quote(content_type)} {hashlib.sha256(raw).hexdigest()}"
+
+
+def _json(raw: bytes) -> str | None:
+    """Return the canonical form of a JSON body; ``None`` if it is none, then its bytes count."""
+    try:
+        return form(json.loads(raw))
+    except (ValueError, RecursionError, NoFormError):
+        return None
+
+
+def _fields(data: QueryDict) -> str:
+    return form(dict(data.lists()))
+
+
+def _multipart(request: HttpRequest, options: HttpOptions) -> str:
+    """Return the form of fields and files; the boundary between them is a new one with each attempt."""
+    data: QueryDict
+    if request.method == "POST" and not hasattr(request, "_body"):
+        data, files = request.POST, request.FILES
+    else:
+        # Django parses the forms of POST only. What is read here as a whole stays readable for the view.
+        raw = request.body
+        _check_length(len(raw), options)
+        upload: Any = request.upload_handlers
+        parser = MultiPartParser(request.META, BytesIO(raw), upload, request.encoding)
+        data, files = parser.parse()
+    sizes = sum(file.size or 0 for _, many in files.lists() for file in many)
+    _check_length(sizes, options)
+    hashed: Mapping[str, list[str]] = {
+        name: [_file(file) for file in many] for name, many in files.lists()
+    }
+    return f"multipart {_fields(data)} {form(hashed)}"
+
+
+def _file(file: UploadedFile) -> str:
+    whole = hashlib.sha256()
+    for chunk in file.chunks():
+        whole.update(chunk)
+    file.seek(0)
+    return f"{quote(file.name or '')} {quote(file.content_type or '')} {whole.hexdigest()}"
+
+
+def _check_length(length: object, options: HttpOptions) -> None:
+    try:
+        number = int(str(length or 0))
+    except ValueError:
+        number = 0
+    if number > options.max_request_bytes:
+        raise Refusal(
+            "request_too_large",
+            f"An idempotent request has up to {options.max_request_bytes} bytes.",
+        )

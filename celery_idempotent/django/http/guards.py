@@ -1,0 +1,232 @@
+"""Guarding one view: claim the key, run the view, keep its answer, repeat it to whoever asks again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
+
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, Result, StoreFailed
+from celery_idempotent.django.http.current import celery_app
+from celery_idempotent.django.http.fingerprints import request_fingerprint
+from celery_idempotent.django.http.messages import finished, pack_response, read_response
+from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.django.http.problems import Refusal, problem
+from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
+from celery_idempotent.keys import canonical
+from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.runner import Runner
+from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from django.http import HttpRequest, HttpResponseBase
+
+__all__ = ["Guard", "Guarded", "http_identity"]
+
+logger = logging.getLogger(__name__)
+
+_HOST = socket.gethostname()
+
+
+class _NotToKeepError(Exception):
+    """The view ran, and its answer is not one to repeat: the key is given back."""
+
+    def __init__(self, response: HttpResponseBase) -> None:
+        super().__init__(response.status_code)
+        self.response = response
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """One request: ``seen`` is what its view gets, ``run`` calls the view.
+
+    ``spared`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for this view.
+    """
+
+    request: HttpRequest
+    seen: Any
+    key: str
+    run: Callable[[], Any]
+    spared: frozenset[str] = frozenset()
+
+
+class _ResponseCodec:
+    """Responses instead of values; errors and steps as JSON."""
+
+    def __init__(self, options: HttpOptions, name: str) -> None:
+        self._options = options
+        self._name = name
+        self._json = Serializer()
+
+    def dump_value(self, value: Any) -> Stored:
+        """Pack a response."""
+        return pack_response(value, self._options, name=self._name)
+
+    def dump_error(self, error: BaseException) -> Stored | None:
+        """Keep what a person may be told."""
+        told = {"exc_type": type(error).__name__, "exc_message": str(error)}
+        stored = self._json.dump(told, max_bytes=None)
+        return None if isinstance(stored, NotStored) else stored
+
+    def dump_step(self, name: str, value: object) -> Stored:
+        """Serialize the result of a step."""
+        stored = self._json.dump(value, max_bytes=self._options.max_response_bytes)
+        if isinstance(stored, NotStored):
+            raise TypeError(
+                f"The result of step {name!r} of {self._name} cannot be kept: {stored.reason}."
+            )
+        return stored
+
+    def load_value(self, stored: Stored) -> object:
+        """Return the result of a step."""
+        return self._json.load(stored)
+
+
+def http_identity(namespace: str, scope: object, key: str) -> Identity:
+    """Return the identity of a key of a caller.
+
+    Raises:
+        Refusal: if the key cannot be one.
+    """
+    try:
+        text = canonical(key, task=namespace)
+    except InvalidKey:
+        raise Refusal("idempotency_key_invalid", "It is too long.") from None
+    return Identity(
+        namespace=namespace, scope=canonical(scope, what="scope", task=namespace), key=text
+    )
+
+
+class Guard:
+    """Guards one view; ``name`` is for people, ``sender`` what signals come from."""
+
+    def __init__(self, name: str, sender: object, options: HttpOptions) -> None:
+        self.options = options
+        self._name = name
+        self._runner = Runner(
+            name,
+            policy=options.policy,
+            store=lambda: get_store(celery_app(options.app)),
+            codec=_ResponseCodec(options, name),
+            sender=lambda: sender,
+        )
+
+    def respond(self, guarded: Guarded) -> HttpResponseBase:
+        """Answer the request, from the view or from the record.
+
+        Raises:
+            Exception: what the view raises; the key is free then.
+        """
+        options = self.options
+        for check in options.checks:
+            answer = check(guarded.seen)
+            if answer is not None:
+                return answer
+        try:
+            call = Call(
+                identity=http_identity(
+                    options.namespace, caller_scope(guarded.seen, options), guarded.key
+                ),
+                fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
+                task_id=str(uuid.uuid4()),
+                worker=f"{_HOST}:{os.getpid()}",
+            )
+            _refuse_open_transactions()
+            return self._answer(self._execute(call, guarded), call, guarded)
+        except Refusal as refusal:
+            return refusal.response(options.docs_url)
+
+    def _execute(self, call: Call, guarded: Guarded) -> Result:
+        try:
+            return self._runner.execute(call, lambda: self._run(guarded))
+        except FingerprintMismatch:
+            raise Refusal(
+                "idempotency_key_reused",
+                "It was sent before with another method, route or body. A key stands for one intention: use a new one.",
+            ) from None
+        except _NotToKeepError as answered:
+            return Ran(answered.response)
+
+    def _run(self, guarded: Guarded) -> HttpResponseBase:
+        """Call the view inside the transactions that ``ATOMIC_REQUESTS`` asks for.
+
+        They end before the key is settled: a record that says COMPLETED, and then a COMMIT that fails, would be a lie.
+        """
+        with ExitStack() as stack:
+            for alias in _atomic_requests(guarded.spared):
+                stack.enter_context(transaction.atomic(using=alias))
+            request: Any = guarded.request
+            request.idempotency_guarded = True
+            response = finished(guarded.run(), self.options)
+            if not self.options.is_stored(response.status_code):
+                raise _NotToKeepError(response)
+        return response
+
+    def _answer(self, result: Result, call: Call, guarded: Guarded) -> HttpResponseBase:
+        match result:
+            case Ran(response):
+                return response  # type: ignore[no-any-return]  # what _run returned
+            case Replay(record):
+                return self._replay(record)
+            case Conflict():
+                raise Refusal(
+                    "request_in_progress",
+                    "The first request with this key has not been answered yet. Ask again later.",
+                    retry_after=self.options.retry_after,
+                )
+            case StoreFailed(error):
+                logger.warning("idempotency: %s is not answered: %s", self._name, error)
+                if self.options.on_store_error == "open":
+                    try:
+                        return self._runner.unguarded(call, lambda: self._run(guarded))  # type: ignore[no-any-return]
+                    except _NotToKeepError as answered:
+                        return answered.response
+                raise Refusal(
+                    "store_unavailable",
+                    "Nothing was done. Send the same request with the same key again.",
+                    retry_after=self.options.retry_after,
+                )
+
+    def _replay(self, record: Record) -> HttpResponseBase:
+        if record.state is State.FAILED:
+            return problem(
+                "too_many_crashes",
+                f"The process that worked on it died {record.crashes} times, and it is not tried again.",
+                docs_url=self.options.docs_url,
+            )
+        if record.value is None:
+            raise Refusal("result_not_kept", "The response could not be kept.")
+        try:
+            return read_response(record.value)
+        except ResultUnavailable as unavailable:
+            raise Refusal("result_not_kept", str(unavailable)) from None
+
+
+def _atomic_requests(spared: frozenset[str]) -> list[str]:
+    """Return where to open a transaction: Django leaves ``ATOMIC_REQUESTS`` of a guarded view to its guard."""
+    return [
+        alias
+        for alias, database in connections.settings.items()
+        if database["ATOMIC_REQUESTS"] and alias not in spared
+    ]
+
+
+def _refuse_open_transactions() -> None:
+    for connection in connections.all(initialized_only=True):
+        blocks = getattr(connection, "atomic_blocks", ())
+        if any(not getattr(block, "_from_testcase", False) for block in blocks):
+            raise ImproperlyConfigured(
+                f"An idempotent view runs inside a transaction on {connection.alias!r}: its answer would be recorded "
+                "before the COMMIT, which may fail. Put the transaction inside of the view; with ATOMIC_REQUESTS, "
+                "decorate the view itself, or its class, and nothing within."
+            )

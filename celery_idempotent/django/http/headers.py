@@ -1,0 +1,85 @@
+"""Reading the ``Idempotency-Key`` header: a string of RFC 8941, or a bare value."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.keys import MAX_CHARS, canonical
+
+if TYPE_CHECKING:
+    from django.http import HttpRequest
+
+__all__ = ["MAX_HEADER_CHARS", "read_key"]
+
+#: Nothing longer is looked at: a key of 255 characters, each of them escaped, its quotes, and some parameters.
+MAX_HEADER_CHARS: Final = 1024
+
+_META: Final = "HTTP_IDEMPOTENCY_KEY"
+_KEY = r"[a-z*][a-z0-9_.*-]*"
+_QUOTED = r'"((?:[ !#-\[\]-~]|\\["\\])*)"'
+#: A number, a string, a token, bytes, or a boolean: what a parameter may be.
+_ITEM = "|".join(
+    (
+        r"-?[0-9]{1,15}(?:\.[0-9]{1,3})?",
+        _QUOTED.replace("((?:", "(?:(?:", 1),
+        r"[A-Za-z*][!#$%&'*+.^_`|~0-9A-Za-z:/-]*",
+        r":[A-Za-z0-9+/=]*:",
+        r"\?[01]",
+    )
+)
+#: Parameters mean nothing here, and RFC 8941 wants them ignored.
+_STRING: Final = re.compile(rf"{_QUOTED}(?:; *{_KEY}(?:=(?:{_ITEM}))?)*", re.ASCII)
+#: Visible ASCII but what begins, separates or escapes something in a structured field: servers join a header that was
+#: sent twice with a comma.
+_BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]+")
+
+
+def read_key(request: HttpRequest, *, strict: bool) -> str | None:
+    """Return the key, ``None`` if the request has none. ``strict``: a bare value is not one.
+
+    Raises:
+        Refusal: ``idempotency_key_invalid``, if the header is malformed, empty, doubled or too long. Its text tells
+            what is wrong and never repeats the value.
+    """
+    raw = request.META.get(_META)
+    if raw is None:
+        return None
+    if not isinstance(raw, str) or len(raw) > MAX_HEADER_CHARS:
+        raise _invalid(f"It has more than {MAX_HEADER_CHARS} characters.")
+    value = raw.strip(" ")
+    if not value:
+        raise _invalid("It is empty.")
+    if not all(" " <= char <= "~" for char in value):
+        raise _invalid("It has characters other than printable ASCII.")
+    key = _key_of(value, strict=strict)
+    if not key:
+        raise _invalid("It is empty.")
+    try:
+        canonical(key, task="of a request")
+    except InvalidKey:
+        raise _invalid(f"It has {len(key)} characters, and {MAX_CHARS} are allowed.") from None
+    return key
+
+
+def _key_of(value: str, *, strict: bool) -> str:
+    if value.startswith('"'):
+        found = _STRING.fullmatch(value)
+        if found is None:
+            raise _invalid(
+                'It is no string of RFC 8941, such as "8e03978e-40d5": one string in double quotes.'
+            )
+        return re.sub(r"\\(.)", r"\1", found[1])
+    if strict:
+        raise _invalid('It is to be a string of RFC 8941, in double quotes: "8e03978e-40d5".')
+    if "," in value:
+        raise _invalid("It was sent more than once, or has a comma outside of double quotes.")
+    if not _BARE.fullmatch(value):
+        raise _invalid('Without double quotes it has no spaces and none of " , ; and \\.')
+    return value
+
+
+def _invalid(why: str) -> Refusal:
+    return Refusal("idempotency_key_invalid", why)

@@ -1,0 +1,114 @@
+"""A response as it is kept: an HTTP message in the record, and back to the bytes that the first caller got.
+
+::
+
+    HTTP/1.1 201 Created
+    Content-Type: application/json
+    Location: /payments/17/
+
+    {"id": 17}
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from django.http import FileResponse, HttpResponse, HttpResponseBase
+
+from celery_idempotent.django.http.options import KEPT_HEADERS, HttpOptions
+from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.records import Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["CONTENT_TYPE", "REPLAYED", "finished", "pack_response", "read_response"]
+
+logger = logging.getLogger(__name__)
+
+CONTENT_TYPE: Final = "application/http"
+#: Tells a replay from the first answer.
+REPLAYED: Final = "Idempotent-Replayed"
+#: In the record only: the response was sent whole, and its body is not kept.
+_NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
+_MAX_HEAD: Final = 32 * 1024
+
+
+def finished(response: Any, options: HttpOptions) -> HttpResponseBase:
+    """Return the response with its body rendered, a file of known and bearable size read whole.
+
+    Any other stream stays one: what it would bring is not known before it is sent.
+    """
+    if not getattr(response, "is_rendered", True):
+        response = response.render()
+    if not isinstance(response, FileResponse) or response.is_async:
+        return response  # type: ignore[no-any-return]  # whatever the view returned
+    length = str(response.headers.get("Content-Length", ""))
+    if not length.isdecimal() or int(length) > options.max_response_bytes:
+        return response
+    whole = HttpResponse(
+        b"".join(_chunks(response)), status=response.status_code, headers=response.headers
+    )
+    whole.cookies = response.cookies
+    # The file is closed with the response that is sent.
+    whole._resource_closers.extend(response._resource_closers)  # type: ignore[attr-defined]  # noqa: SLF001
+    return whole
+
+
+def _chunks(response: FileResponse) -> Iterator[bytes]:
+    for chunk in response:
+        yield bytes(chunk)
+
+
+def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str) -> Stored:
+    """Return the status, the headers that are kept, and the body, or in its place a note that it is not kept."""
+    body, why = (
+        (response.content, "") if isinstance(response, HttpResponse) else (b"", "it is streamed")
+    )
+    if len(body) > options.max_response_bytes:
+        body, why = b"", f"it has {len(body)} bytes"
+    lines = [f"HTTP/1.1 {response.status_code} {_ascii(response.reason_phrase)}"]
+    if why:
+        logger.warning(
+            "idempotency: the response of %s is not kept (%s): a repetition is told so", name, why
+        )
+        lines.append(f"{_NOT_KEPT}: {why}")
+    kept = {header.lower() for header in (*KEPT_HEADERS, *options.headers)}
+    found = [(key, value) for key, value in response.headers.items() if key.lower() in kept]
+    lines += [f"{key}: {value}" for key, value in found]
+    head = "\r\n".join(lines).encode("latin-1", "replace")
+    if len(head) > _MAX_HEAD:
+        raise ValueError(f"the headers of the response of {name} have more than {_MAX_HEAD} bytes")
+    return Stored(
+        content_type=CONTENT_TYPE,
+        content_encoding="binary",
+        body=head + b"\r\n\r\n" + body,
+    )
+
+
+def read_response(stored: Stored) -> HttpResponse:
+    """Return the response that was kept, marked as a replay.
+
+    Raises:
+        ResultUnavailable: if its body was not kept, or it cannot be read.
+    """
+    if stored.content_type != CONTENT_TYPE or stored.compression:
+        raise ResultUnavailable("What is kept for this key is no response.")
+    head, _, body = stored.body.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    _, status, reason = first.split(" ", 2)
+    if why := headers.get(_NOT_KEPT):
+        raise ResultUnavailable(
+            f"The request was carried out and answered with {status}; the response was not kept: {why}."
+        )
+    response = HttpResponse(body, status=int(status), reason=reason, headers=headers)
+    if "Content-Type" not in headers:
+        del response["Content-Type"]
+    response[REPLAYED] = "true"
+    return response
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()

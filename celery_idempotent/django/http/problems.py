@@ -1,0 +1,82 @@
+"""What goes wrong, as ``application/problem+json`` (RFC 9457): one code a condition, for programs to act on."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from django.core.serializers.json import DjangoJSONEncoder
+from django.http import HttpResponse, JsonResponse
+
+__all__ = ["CONDITIONS", "Refusal", "problem"]
+
+#: code -> status, title, whether the same request with the same key may succeed later.
+CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
+    "idempotency_key_missing": (400, "The Idempotency-Key header is missing", False),
+    "idempotency_key_invalid": (400, "The Idempotency-Key header cannot be read", False),
+    "body_unreadable": (400, "The body cannot be read", False),
+    "caller_unknown": (403, "Idempotent requests need a caller", False),
+    "unknown_key": (404, "There is no such key", False),
+    "request_in_progress": (409, "A request with this key is in progress", True),
+    "result_not_kept": (410, "The request was carried out, and its result was not kept", False),
+    "request_too_large": (413, "The request is too large", False),
+    "idempotency_key_reused": (422, "This key belongs to another request", False),
+    "task_failed": (500, "The task failed", False),
+    "too_many_crashes": (500, "The request took its process down too often", False),
+    "store_unavailable": (503, "It cannot be checked whether this is a repetition", True),
+    "not_queued": (503, "The task could not be queued", True),
+    "timed_out": (504, "The task never came back", False),
+}
+
+
+class Refusal(Exception):
+    """A request that is not carried out; carries what :func:`problem` takes."""
+
+    def __init__(self, code: str, detail: str, *, retry_after: float | None = None) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.detail = detail
+        self.retry_after = retry_after
+
+    def response(self, docs_url: str | None = None) -> HttpResponse:
+        """Return the answer."""
+        return problem(self.code, self.detail, retry_after=self.retry_after, docs_url=docs_url)
+
+
+def problem(
+    code: str,
+    detail: str,
+    *,
+    status: int | None = None,
+    title: str | None = None,
+    retryable: bool | None = None,
+    retry_after: float | None = None,
+    docs_url: str | None = None,
+    **members: object,
+) -> HttpResponse:
+    """Return a problem: one of :data:`CONDITIONS`, or one of your own with ``status``, ``title`` and ``retryable``.
+
+    ``retry_after`` are seconds. With ``docs_url`` the type is a link into it, else ``about:blank``.
+    """
+    usual_status, usual_title, usual_retryable = CONDITIONS.get(code, (400, code, False))
+    body: dict[str, object] = {
+        "type": f"{docs_url}#{code}" if docs_url else "about:blank",
+        "title": title or usual_title,
+        "status": status or usual_status,
+        "detail": detail,
+        "code": code,
+        "retryable": usual_retryable if retryable is None else retryable,
+        **members,
+    }
+    response = JsonResponse(
+        body,
+        status=status or usual_status,
+        content_type="application/problem+json",
+        encoder=DjangoJSONEncoder,
+    )
+    response["Cache-Control"] = "no-store"
+    if retry_after is not None:
+        response["Retry-After"] = str(max(math.ceil(retry_after), 1))
+    if docs_url:
+        response["Link"] = f'<{docs_url}>; rel="describedby"; type="text/html"'
+    return response

@@ -1,0 +1,54 @@
+"""The status resource as a view of Django REST framework: authenticated and described as the project's API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rest_framework.negotiation import BaseContentNegotiation
+from rest_framework.permissions import IsAuthenticated
+from rest_framework.renderers import JSONRenderer
+from rest_framework.views import APIView
+
+from celery_idempotent.django.http.options import read_options
+from celery_idempotent.django.http.status import respond
+
+if TYPE_CHECKING:
+    from django.http import HttpResponseBase
+    from rest_framework.request import Request
+
+__all__ = ["StatusView"]
+
+
+class _Ours(BaseContentNegotiation):
+    """The resource itself looks at ``Accept``: a page is no renderer's work."""
+
+    def select_parser(self, request: Any, parsers: Any) -> Any:  # noqa: ARG002  the interface
+        """There is no body to parse."""
+        return parsers[0]
+
+    def select_renderer(
+        self,
+        request: Any,  # noqa: ARG002  the interface
+        renderers: Any,
+        format_suffix: Any = None,  # noqa: ARG002  the interface
+    ) -> Any:
+        """For the errors of the framework."""
+        return renderers[0], renderers[0].media_type
+
+
+class StatusView(APIView):
+    """Where an operation is: queued, processing, completed with its result, or failed with its error."""
+
+    content_negotiation_class = _Ours
+    renderer_classes = (JSONRenderer,)
+    http_method_names = ("get", "head", "options")
+
+    def get_permissions(self) -> Any:
+        """Callers are known by the project's own rule, or else are to log in."""
+        options = read_options()
+        known = options.scope is not None or options.anonymous == "session"
+        return super().get_permissions() if known else [IsAuthenticated()]
+
+    def get(self, request: Request, namespace: str, key: str) -> HttpResponseBase:
+        """Show the status of a key of the caller."""
+        return respond(request, namespace, key)

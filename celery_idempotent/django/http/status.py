@@ -1,0 +1,114 @@
+"""The status resource: where an operation is, for programs and for people, to nobody but its caller."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+from urllib.parse import quote
+
+from django.core.serializers.json import DjangoJSONEncoder
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.shortcuts import render
+from django.urls import NoReverseMatch, reverse
+from django.utils.cache import get_conditional_response, patch_vary_headers
+from django.views.decorators.http import require_safe
+
+from celery_idempotent.django.http.current import celery_app
+from celery_idempotent.django.http.describing import describe, task_of
+from celery_idempotent.django.http.guards import http_identity
+from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.stores import get_store
+
+__all__ = ["respond", "status", "status_url"]
+
+
+def status_url(namespace: str, key: str) -> str | None:
+    """Return the path of the status of a key, ``None`` if the project has no status resource."""
+    try:
+        base = reverse("celery_idempotent_http:root")
+    except NoReverseMatch:
+        return None
+    return f"{base}{_segment(namespace)}/{_segment(key)}"
+
+
+def _segment(text: str) -> str:
+    """Return ``text`` as one part of a path.
+
+    Servers decode ``%2F`` before they route, and clients take ``.`` and ``..`` for directions, escaped or not.
+    """
+    text = text.replace("~", "~0").replace("/", "~1")
+    if text in (".", ".."):
+        text = "~2" + text[1:]
+    return quote(text, safe="~")
+
+
+def _text(segment: str) -> str:
+    return segment.replace("~2", ".").replace("~1", "/").replace("~0", "~")
+
+
+@require_safe
+def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
+    """Show the status of a key of the caller."""
+    return respond(request, namespace, key)
+
+
+def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
+    """Answer a request for a status; ``request`` may be one of Django REST framework, which knows who asks."""
+    options = read_options()
+    try:
+        told = _look_up(request, _text(namespace), _text(key), options)
+    except Refusal as refusal:
+        return refusal.response(options.docs_url)
+    plain: HttpRequest = getattr(request, "_request", request)
+    for_people = _for_people(plain)
+    body = json.dumps(told, cls=DjangoJSONEncoder)
+    digest = hashlib.sha256(f"{for_people} {body}".encode()).hexdigest()[:32]
+    if for_people:
+        response = render(
+            plain,
+            "celery_idempotent/http/status.html",
+            {"told": told, "result": _pretty(told), "every": max(round(options.retry_after), 1)},
+        )
+    else:
+        response = HttpResponse(body, content_type="application/json")
+    response["ETag"] = f'"{digest}"'
+    response["Cache-Control"] = "private, no-cache"
+    patch_vary_headers(response, ("Accept", "Authorization", "Cookie"))
+    if not told["settled"]:
+        response["Retry-After"] = str(max(round(options.retry_after), 1))
+    found = get_conditional_response(plain, etag=response["ETag"], response=response)
+    assert found is not None, "there was a response"
+    return found
+
+
+def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> dict[str, Any]:
+    app = celery_app(options.app)
+    scope = caller_scope(request, options)
+    try:
+        identity = http_identity(namespace, scope, key)
+        record = get_store(app).get(identity)
+    except Refusal:
+        record = None
+    except (StoreUnavailable, StoreMisconfigured) as error:
+        raise Refusal(
+            "store_unavailable", "Ask again later.", retry_after=options.retry_after
+        ) from error
+    if record is None:
+        # The same words for a key that never was, is forgotten, or is somebody else's.
+        raise Refusal("unknown_key", "You have no such key here, or it was too long ago.")
+    return describe(record, key=key, task=task_of(app, namespace), options=options)
+
+
+def _for_people(request: HttpRequest) -> bool:
+    """Does the client prefer a page? Whoever accepts anything gets JSON."""
+    accepted = request.headers.get("Accept", "")
+    return "text/html" in accepted and "application/json" not in accepted
+
+
+def _pretty(told: dict[str, Any]) -> str:
+    result = told.get("result")
+    return "" if result is None else json.dumps(result, cls=DjangoJSONEncoder, indent=2)

@@ -1,0 +1,36 @@
+"""The status resource: ``path("idempotency/", include("celery_idempotent.django.http.urls"))``.
+
+Where Django REST framework is installed it is a view of that, and knows callers as the project's API does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.apps import apps
+from django.http import Http404, HttpRequest
+from django.urls import path, re_path
+
+__all__ = ["app_name", "urlpatterns"]
+
+app_name = "celery_idempotent_http"
+
+
+def _root(_request: HttpRequest) -> Any:
+    raise Http404
+
+
+def _view() -> Any:
+    if apps.is_installed("rest_framework"):
+        from celery_idempotent.django.http.rest import StatusView
+
+        return StatusView.as_view()
+    from celery_idempotent.django.http.status import status
+
+    return status
+
+
+urlpatterns = [
+    path("", _root, name="root"),
+    re_path(r"^(?P<namespace>[^/]+)/(?P<key>[^/]+)\Z", _view(), name="status"),
+]

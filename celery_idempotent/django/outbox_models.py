@@ -1,0 +1,90 @@
+"""The table of the outbox: messages that a transaction staged and that were not sent yet."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from django.db import models
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["ERROR_CHARS", "NowMs", "OutboxMessage"]
+
+#: How much of an error is kept for operators.
+ERROR_CHARS = 500
+
+
+class OutboxMessage(models.Model):
+    """A message between the transaction that staged it and the broker; deleted once it is sent.
+
+    Messages of one ``group`` are sent in the order of their ids. Who sends a group holds it until ``due_ms``, and looks
+    at it through its oldest message, the head: nobody else sends before that time has passed.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    #: What is sent in order, one after the other: by default the messages of one transaction.
+    group = models.CharField(max_length=64, db_column="message_group")
+    #: The name of the Celery app whose broker the message is for.
+    app = models.CharField(max_length=255)
+    #: The task and its id, the key and the scope as they are stamped on the message: for people and lists.
+    task = models.CharField(max_length=255)
+    task_id = models.CharField(max_length=255)
+    key = models.CharField(max_length=255, blank=True, default="")
+    scope = models.CharField(max_length=255, blank=True, default="")
+    #: The whole call, serialized.
+    payload = models.BinaryField()
+    #: When it was staged. All times are milliseconds since the epoch, by the database's clock.
+    created_ms = models.BigIntegerField()
+    #: From when on anybody may send its group: until then ``holder`` does, or nobody does after a failure.
+    due_ms = models.BigIntegerField()
+    #: Who sends now: a random name, new for each transaction and each sweep.
+    holder = models.CharField(max_length=32, blank=True, default="")
+    #: How often sending it failed, when it did last, and how (class and message of the error).
+    attempts = models.PositiveIntegerField(default=0)
+    failed_ms = models.BigIntegerField(null=True, blank=True)
+    error = models.CharField(max_length=ERROR_CHARS, blank=True, default="")
+
+    class Meta:
+        """Two indexes: the order of a group, and what is due."""
+
+        app_label = "celery_idempotent"
+        db_table = "celery_idempotent_outbox"
+        default_permissions = ()
+        verbose_name = "staged message"
+        # A table that is empty most of the time: an index on a column that changes costs nothing here.
+        indexes = (
+            models.Index(fields=("group", "id"), name="idem_outbox_group"),
+            models.Index(fields=("due_ms",), name="idem_outbox_due"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.task}[{self.task_id}]"
+
+
+class NowMs(models.Func):
+    """Milliseconds since the epoch by the database's clock, when the statement runs."""
+
+    output_field = models.BigIntegerField()
+    arity = 0
+
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
+        """Ask this machine's clock, for a database whose own is not known here."""
+        del compiler, connection
+        return "%s", [int(time.time() * 1000)]
+
+    def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+        """Not ``now()``, which stands still within a transaction."""
+        del compiler, connection
+        return "(extract(epoch from clock_timestamp()) * 1000)::bigint", []
+
+    def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+        """In UTC, which no time zone of a session moves."""
+        del compiler, connection
+        return "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(3)) div 1000)", []
+
+    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+        """A Julian day is a float that knows milliseconds."""
+        del compiler, connection
+        return "cast(round((julianday('now') - 2440587.5) * 86400000) as integer)", []

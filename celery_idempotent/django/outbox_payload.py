@@ -1,0 +1,162 @@
+"""What the outbox keeps of a call: all of it, with nothing left to the moment at which it is sent."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
+
+from celery.utils import uuid
+from celery.utils.functional import maybe_list
+from kombu import serialization
+
+from celery_idempotent.errors import IdempotencyError, InvalidOption
+from celery_idempotent.serializers import NotStored, Serializer
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["MAX_BYTES", "Payload", "absolute", "dump", "fixed", "load"]
+
+#: The largest call that can be staged, serialized.
+MAX_BYTES = 1024 * 1024
+
+#: Options that say by which connection to send: whoever sends has its own.
+_MEANS = ("producer", "publisher", "connection", "router")
+
+_PARTS = {
+    "celery.chain": ("tasks",),
+    "celery.group": ("tasks",),
+    "celery.chord": ("header", "body"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """A call: of a task of ours that was stamped (``stamped``), or any signature.
+
+    ``once``: its key is to be reserved before it is sent (``idempotency_publish_once``).
+    """
+
+    task: str
+    args: Any
+    kwargs: Any
+    options: dict[str, Any]
+    stamped: bool
+    once: bool = False
+    canvas: Mapping[str, Any] | None = None
+
+
+def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
+    """Serialize a call as its message would be.
+
+    Raises:
+        IdempotencyError: if it cannot be, could not be read again, or is too large.
+    """
+    name = serializer or app.conf.task_serializer
+    content = {
+        "task": payload.task,
+        "args": payload.args,
+        "kwargs": payload.kwargs,
+        "options": payload.options,
+        "stamped": payload.stamped,
+        "once": payload.once,
+        "canvas": None if payload.canvas is None else dict(payload.canvas),
+    }
+    try:
+        stored = Serializer(name, app.conf.accept_content).dump(content, max_bytes=MAX_BYTES)
+    except InvalidOption:
+        raise IdempotencyError(
+            f"A call of {payload.task} is serialized as {name!r}, which this app does not accept: it could not be read "
+            "again when it is sent. Add it to accept_content, or stage it with another serializer."
+        ) from None
+    if isinstance(stored, NotStored):
+        raise IdempotencyError(
+            f"A call of {payload.task} cannot be staged: it is {stored.reason}"
+            + (
+                f", {stored.size} bytes where {MAX_BYTES} are allowed. Hand over a reference instead."
+                if stored.size
+                else f" as {name!r}, with its options."
+            )
+        )
+    head = f"{stored.content_type}\n{stored.content_encoding}\n"
+    return head.encode() + stored.body
+
+
+def load(app: Celery, content: bytes) -> Payload:
+    """Return what :func:`dump` wrote.
+
+    Raises:
+        ContentDisallowed: if the app does not accept its format.
+        DecodeError: if it cannot be read.
+    """
+    content_type, content_encoding, body = content.split(b"\n", 2)
+    accept = serialization.prepare_accept_content(app.conf.accept_content)
+    found: dict[str, Any] = serialization.loads(
+        body, content_type.decode(), content_encoding.decode(), accept=accept
+    )
+    return Payload(**found)
+
+
+def absolute(options: Mapping[str, Any], *, task: str) -> dict[str, Any]:
+    """Return options that mean the same whenever the message is sent: delays become points in time.
+
+    Raises:
+        IdempotencyError: for an option that means something in this process only.
+    """
+    kept = dict(options)
+    if found := [name for name in _MEANS if kept.pop(name, None) is not None]:
+        raise IdempotencyError(
+            f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
+        )
+    now = datetime.now(timezone.utc)
+    for name, given in (("eta", "countdown"), ("expires", "expires")):
+        value = kept.get(given)
+        if given == "countdown":
+            kept.pop(given, None)
+        if isinstance(value, numbers.Real) and (value or given == "expires"):
+            kept[name] = now + timedelta(seconds=float(value))
+        if isinstance(kept.get(name), datetime):
+            kept[name] = kept[name].isoformat()
+    return kept
+
+
+def fixed(app: Celery, signature: Mapping[str, Any], *, leading: bool = True) -> dict[str, Any]:
+    """Return a copy of a canvas whose every part has its id, so that sending it twice sends the same messages twice.
+
+    The delays of those parts that start at once (``leading``) become points in time. What Celery still names anew each
+    time it looks is the group of a chord further down a chain that a plain task leads.
+    """
+    task = str(signature.get("task"))
+    parts = _PARTS.get(task)
+    options = dict(signature.get("options") or {})
+    if leading:
+        options = absolute(options, task=task)
+    if task != "celery.chain":
+        options["task_id"] = options.get("task_id") or uuid()
+    if parts is None:
+        # Where this process waits for results, if it does.
+        options["reply_to"] = options.get("reply_to") or app.thread_oid
+    for kind in ("link", "link_error"):
+        if options.get(kind):
+            linked = maybe_list(options[kind])
+            options[kind] = [
+                fixed(app, each, leading=False) if isinstance(each, Mapping) else each
+                for each in linked
+            ]
+    copy = {**signature, "options": options}
+    if parts is None:
+        return copy
+    kwargs = dict(signature.get("kwargs") or {})
+    for part in parts:
+        inner = kwargs.get(part)
+        if isinstance(inner, Mapping):
+            kwargs[part] = fixed(app, inner, leading=leading and part != "body")
+        elif inner is not None:
+            kwargs[part] = [
+                fixed(app, each, leading=leading and (task != "celery.chain" or index == 0))
+                for index, each in enumerate(inner)
+            ]
+    return {**copy, "kwargs": kwargs}

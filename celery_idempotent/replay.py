@@ -1,0 +1,75 @@
+"""Answering a duplicate from the record: its value, its exception, or what its task left in the result backend."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery.backends.base import DisabledBackend
+from celery.exceptions import Ignore
+
+from celery_idempotent import delivery, republish
+from celery_idempotent.definition import Definition
+from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.records import Record, State
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
+
+    from celery_idempotent.task import IdempotentTask
+
+__all__ = ["replay"]
+
+logger = logging.getLogger(__name__)
+
+
+def replay(
+    task: IdempotentTask, definition: Definition, request: Context, record: Record, age_ms: int
+) -> Any:
+    """Answer from the record: return its value or raise its exception.
+
+    A redelivery of the very message that settled it sends on what the first delivery did not; any other
+    duplicate is a link of its own chain, a member of its own chord.
+    """
+    logger.info(
+        "idempotency: %s[%s] is answered from the record of %s: task %s, %s %.1f s ago",
+        task.name,
+        request.id,
+        record.identity,
+        record.task_id,
+        record.state.value,
+        age_ms / 1000,
+    )
+    if record.task_id == request.id and delivery.sends_on(request):
+        if record.delivered:
+            delivery.silence(request)
+        else:
+            delivery.expect(request, get_store(task.app), record.identity, record.token)
+    if record.state is State.FAILED:
+        raise definition.codec.load_error(record.value)
+    if record.value is not None:
+        return definition.codec.load_value(record.value)
+    if record.replaced and record.task_id == request.id:
+        raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
+    return _from_backend(task, request, record, age_ms)
+
+
+def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> Any:
+    """Look for a result that is not in the record where its task left it."""
+    if isinstance(task.backend, DisabledBackend):
+        state, value = "", None
+    else:
+        first = task.AsyncResult(record.task_id)
+        state, value = first.state, first.result
+    if state == "SUCCESS":
+        return value
+    if state == "FAILURE" and isinstance(value, Exception):
+        raise value
+    running = record.replaced or age_ms < task.idempotency_policy.lease_ms
+    if state and running and record.task_id != request.id:
+        republish.conflict(task, request, record, task.idempotency_policy.lease_ms)
+    raise ResultUnavailable(
+        f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
+        "and is not in the result backend."
+    )

@@ -1,0 +1,89 @@
+"""Counting outcomes for operators: added up in each process, written by the heartbeat's thread, kept by the hour.
+
+Counting costs a run less than a microsecond and no round trip. What a process counted since it wrote last is lost with
+it: these are figures for charts, not for the books.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.stores.base import CountingStore
+
+if TYPE_CHECKING:
+    from celery_idempotent.stores.base import Store
+
+__all__ = ["Tally", "tally"]
+
+logger = logging.getLogger(__name__)
+
+#: A process writes what it counted at most so often, in seconds.
+EVERY = 5.0
+
+#: So many different tasks and outcomes wait to be written while a store is down, the rest is dropped.
+MOST = 10_000
+
+
+class Tally:
+    """What happened in this process since it was written last, by store, task and outcome."""
+
+    def __init__(self) -> None:
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        # No lock, and no weak references: an exception may strike wherever a run counts.
+        self._counts: dict[Store, Counter[tuple[str, str]]] = {}
+        self._written = time.monotonic()
+        self._writing = threading.Lock()
+
+    def add(self, store: Store, task: str, outcome: str) -> None:
+        """Count one outcome, named as its signal is."""
+        outcome = outcome.removeprefix("idempotency_")
+        counts = self._counts.get(store)
+        if counts is None:
+            if not isinstance(store, CountingStore):
+                return
+            counts = self._counts.setdefault(store, Counter())
+        counts[task, outcome] += 1
+
+    def beat(self) -> None:
+        """Write what was counted, if it is time."""
+        if time.monotonic() - self._written >= EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was counted, now; what a store does not take is kept for the next time."""
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            self._written = time.monotonic()
+            for store in list(self._counts):
+                self._write(store)
+        finally:
+            self._writing.release()
+
+    def _write(self, store: Store) -> None:
+        # Whoever counts meanwhile counts into a new one, or is the last to count into this.
+        counts = self._counts.pop(store, None)
+        if not counts or not isinstance(store, CountingStore):
+            return
+        try:
+            store.count(dict(counts))
+        except IdempotencyError as error:
+            logger.debug("idempotency: outcomes are counted later: %s", error)
+            if len(counts) < MOST:
+                self._counts.setdefault(store, Counter()).update(counts)
+        except Exception:
+            logger.exception("idempotency: outcomes could not be counted")
+
+
+#: The tally of this process.
+tally = Tally()

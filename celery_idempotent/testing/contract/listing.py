@@ -1,0 +1,157 @@
+"""The contract of `list` and `stats`: what an operator sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from celery_idempotent.records import Identity, Record, Selection, State
+from celery_idempotent.stores.base import CountingStore, Store
+from celery_idempotent.testing.contract.base import KEY, MESSAGE, VALUE, Advance, ContractBase
+
+EVERY = ("QUEUED", "PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED")
+
+
+class ListingContract(ContractBase):
+    """Lists, page by page, and counts."""
+
+    def pages(self, store: Store, selection: Selection, **how: int) -> list[tuple[Record, ...]]:
+        """Return the pages of a whole list."""
+        pages, cursor = [], ""
+        while True:
+            page = store.list(selection, cursor=cursor, **how)
+            pages.append(page.records)
+            cursor = page.cursor
+            if not cursor:
+                return pages
+            assert len(pages) < 1000, "the list does not end"
+
+    def keys(self, store: Store, selection: Selection, **how: int) -> list[str]:
+        """Return the keys of a whole list, sorted."""
+        pages = self.pages(store, selection, **how)
+        return sorted(record.identity.key for page in pages for record in page)
+
+    def make(self, store: Store, state: str, key: str) -> Record:
+        """Bring a key of its own into a state."""
+        identity = dataclasses.replace(KEY, key=key)
+        if state == "QUEUED":
+            return self.reserve(store, identity)
+        record = self.claim(store, identity)
+        if state == "INTERRUPTED":
+            store.interrupt(identity, token=record.token)
+        elif state in ("COMPLETED", "FAILED"):
+            self.settle(store, record, State.COMPLETED if state == "COMPLETED" else State.FAILED)
+        return self.found(store, identity)
+
+    def test_an_empty_store_lists_and_counts_nothing(self, store: Store) -> None:
+        page = store.list(Selection())
+        assert (page.records, page.cursor) == ((), "")
+        stats = store.stats()
+        assert (stats.live, stats.stale, stats.failed) == (0, 0, 0)
+
+    def test_each_state_lists_its_own(self, store: Store) -> None:
+        for state in EVERY:
+            self.make(store, state, state)
+        for state in EVERY:
+            assert self.keys(store, Selection(states=frozenset({State(state)}))) == [state]
+        some = frozenset({State.PROCESSING, State.FAILED})
+        assert self.keys(store, Selection(states=some)) == ["FAILED", "PROCESSING"]
+        assert self.keys(store, Selection()) == sorted(EVERY)
+
+    def test_a_list_tells_all_but_what_was_stored(self, store: Store) -> None:
+        record = self.claim(store, message=MESSAGE)
+        store.checkpoint(KEY, token=record.token, name="charge", value=VALUE)
+        (listed,) = store.list(Selection()).records
+        assert listed == dataclasses.replace(self.found(store), message=None, steps=())
+        assert self.settle(store, record)
+        (listed,) = store.list(Selection()).records
+        assert listed == dataclasses.replace(self.found(store), value=None)
+
+    @pytest.mark.parametrize("states", [{State.PROCESSING}, {State.FAILED}, {State.COMPLETED}])
+    def test_pages_together_hold_every_record_once(self, store: Store, states: set[State]) -> None:
+        (state,) = states
+        wanted = [f"{n:03}" for n in range(60)]
+        for key in wanted:
+            self.make(store, state.value, key)
+        selection = Selection(states=frozenset(states))
+        pages = self.pages(store, selection, limit=7)
+        assert all(len(page) <= 7 for page in pages)
+        assert sorted(record.identity.key for page in pages for record in page) == wanted
+
+    def test_a_page_looks_at_so_many_keys_only(self, store: Store) -> None:
+        for n in range(30):
+            self.make(store, "PROCESSING", f"{n:03}")
+        selection = Selection(states=frozenset({State.PROCESSING}), scope="nobody's")
+        page = store.list(selection, look_at=10)
+        assert page.records == ()
+        assert page.looked_at <= 10
+        assert page.cursor
+        assert self.keys(store, selection, look_at=10) == []
+
+    def test_by_namespace_scope_and_age(self, store: Store, advance: Advance) -> None:
+        self.claim(store)
+        other = Identity(namespace="payments.refund", scope="acct_2", key="late")
+        advance(self.lease_ms / 4)
+        late = self.claim(store, other)
+        assert self.keys(store, Selection(namespace="payments.charge")) == ["order-17"]
+        assert self.keys(store, Selection(scope="acct_2")) == ["late"]
+        assert self.keys(store, Selection(namespace="payments.charge", scope="acct_2")) == []
+        assert self.keys(store, Selection(created_before_ms=late.created_ms)) == ["order-17"]
+        assert self.keys(store, Selection(created_before_ms=late.created_ms + 1)) == [
+            "late",
+            "order-17",
+        ]
+
+    def test_stale_ones(self, store: Store, advance: Advance) -> None:
+        self.make(store, "PROCESSING", "stale")
+        self.make(store, "COMPLETED", "done")
+        advance(self.lease_ms + 1)
+        self.make(store, "PROCESSING", "alive")
+        assert self.keys(store, Selection(stale=True)) == ["stale"]
+        page = store.list(Selection(stale=True))
+        assert all(record.stale(page.now_ms) for record in page.records)
+
+    def test_counts(self, store: Store, advance: Advance) -> None:
+        self.make(store, "PROCESSING", "stale")
+        advance(self.lease_ms + 1)
+        for state in ("PROCESSING", "QUEUED", "COMPLETED", "FAILED", "INTERRUPTED"):
+            self.make(store, state, state)
+        stats = store.stats()
+        assert (stats.live, stats.stale, stats.failed) == (2, 1, 1)
+        store.sweep(limit=10)
+        stats = store.stats()
+        assert (stats.live, stats.stale, stats.failed) == (2, 0, 1)
+
+    def test_a_cursor_of_another_list_is_refused(self, store: Store) -> None:
+        with pytest.raises(ValueError, match="cursor"):
+            store.list(Selection(), cursor="'; drop")
+
+    def test_counters_add_up(self, store: Store) -> None:
+        counting = self.counting(store)
+        assert list(counting.counts(hours=24)) == []
+        counting.count({("payments.charge", "settled"): 2, ("payments.charge", "replayed"): 1})
+        counting.count({("payments.charge", "settled"): 3, ("a task, with blanks", "claimed"): 1})
+        sums: Counter[tuple[str, str]] = Counter()
+        for counted in counting.counts(hours=2):  # the hour may have ended meanwhile
+            sums[counted.task, counted.outcome] += counted.count
+        assert sums == {
+            ("a task, with blanks", "claimed"): 1,
+            ("payments.charge", "settled"): 5,
+            ("payments.charge", "replayed"): 1,
+        }
+
+    def test_counters_are_of_this_hour(self, store: Store) -> None:
+        counting = self.counting(store)
+        counting.count({("payments.charge", "settled"): 1})
+        (counted,) = counting.counts(hours=2)
+        now_ms = store.stats().now_ms
+        assert now_ms // 3_600_000 - counted.hour in (0, 1)
+        assert now_ms - counted.at.timestamp() * 1000 < 2 * 3_600_000
+
+    def counting(self, store: Store) -> CountingStore:
+        """Return the store as one that counts, which is no duty."""
+        if not isinstance(store, CountingStore):
+            pytest.skip("this store keeps no counters")
+        return store

@@ -1,0 +1,105 @@
+"""The API: ``POST /payments/`` hands a payment to a worker, ``POST /payments/now/`` makes it in the request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.conf import settings
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.exceptions import APIException, ValidationError
+from rest_framework.response import Response
+from rest_framework.views import APIView, exception_handler
+
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view, problem
+from testproject.payments import bank
+from testproject.payments.models import Payment
+from testproject.payments.tasks import make_payment, pay
+
+if TYPE_CHECKING:
+    from django.http import HttpResponse
+    from rest_framework.request import Request
+
+__all__ = ["PayNow", "Payments", "problems"]
+
+
+class Order(serializers.Serializer[Any]):
+    """What to pay."""
+
+    amount = serializers.IntegerField(
+        min_value=1, max_value=100_000_000, help_text="In minor units: 100 is one euro."
+    )
+    currency = serializers.ChoiceField(choices=["EUR", "GBP", "USD"])
+    recipient = serializers.RegexField(r"^acct_[A-Za-z0-9]{1,40}\Z")
+
+
+class PaymentMade(serializers.ModelSerializer[Payment]):
+    """A payment."""
+
+    class Meta:
+        model = Payment
+        fields = ("id", "amount", "currency", "recipient", "key", "created")
+
+
+def problems(error: Exception, context: dict[str, Any]) -> HttpResponse | Response | None:
+    """Answer what the framework refuses (no login, a bad body) as the library answers what it refuses."""
+    usual = exception_handler(error, context)
+    if usual is None or not isinstance(error, APIException):
+        return usual
+    members: dict[str, Any] = {"errors": error.detail} if isinstance(error, ValidationError) else {}
+    answer = problem(
+        "body_invalid" if members else str(error.default_code),
+        "Some fields are not valid." if members else str(error.detail),
+        status=error.status_code,
+        title=str(error.default_detail),
+        retryable=error.status_code == 429,
+        **members,
+    )
+    for name in ("WWW-Authenticate", "Retry-After"):
+        if usual.has_header(name):
+            answer[name] = usual[name]
+    return answer
+
+
+@keyed_view
+class Payments(APIView):
+    """Payments by a worker."""
+
+    @extend_schema(responses={200: PaymentMade(many=True)}, operation_id="payments_list")
+    def get(self, request: Request) -> Response:
+        """List the caller's last payments."""
+        made = Payment.objects.filter(payer=request.user.pk)[:50]
+        return Response(PaymentMade(made, many=True).data)
+
+    @extend_schema(request=Order, responses={}, operation_id="payments_create")
+    def post(self, request: Request) -> HttpResponse:
+        """Let a worker pay: 202 and where to ask for its status."""
+        order = Order(data=request.data)
+        order.is_valid(raise_exception=True)
+        return enqueue(request, pay, kwargs={"payer": request.user.pk, **order.validated_data})
+
+
+@idempotent_view(atomic=settings.PAYMENTS_ATOMIC)
+class PayNow(APIView):
+    """Payments in the request."""
+
+    @extend_schema(
+        request=Order, responses={201: PaymentMade, 402: Any}, operation_id="payments_now_create"
+    )
+    def post(self, request: Request) -> HttpResponse:
+        """Pay now: 201 and the payment."""
+        order = Order(data=request.data)
+        order.is_valid(raise_exception=True)
+        try:
+            made = make_payment(payer=int(request.user.pk or 0), **order.validated_data)
+        except bank.PaymentRefused as refused:
+            return problem("payment_refused", str(refused), status=402, title="The bank refuses it")
+        except bank.BankUnreachable:
+            return problem(
+                "bank_unreachable",
+                "Nothing was paid.",
+                status=502,
+                title="The bank is out of reach",
+                retryable=True,
+            )
+        return Response(made, status=201, headers={"Location": f"/payments/?id={made['id']}"})

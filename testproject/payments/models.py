@@ -1,0 +1,30 @@
+"""The payments that were made."""
+
+from __future__ import annotations
+
+from django.conf import settings
+from django.db import models
+
+__all__ = ["Payment"]
+
+
+class Payment(models.Model):
+    """One payment, entered once the bank took it.
+
+    No constraint makes the key unique: that would hide the double payments that this project shows not to happen.
+    """
+
+    payer = models.ForeignKey(
+        settings.AUTH_USER_MODEL, on_delete=models.PROTECT, related_name="payments"
+    )
+    amount = models.PositiveBigIntegerField(help_text="In minor units: 100 is one euro.")
+    currency = models.CharField(max_length=3)
+    recipient = models.CharField(max_length=64)
+    key = models.CharField(max_length=255, db_index=True)
+    created = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ("-pk",)
+
+    def __str__(self) -> str:
+        return f"{self.amount} {self.currency} to {self.recipient}"

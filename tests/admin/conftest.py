@@ -1,0 +1,120 @@
+"""The test project's admin over stores of the test's own."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from celery_idempotent.stores import Store
+from tests.support.admin import PERMISSIONS, make_app, make_user
+
+if TYPE_CHECKING:
+    from django.test import Client
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Django set up with the test project's settings, and its tables made; as tests/django does."""
+    state: Any = importlib.import_module("celery._state")
+    current = state._tls.current_app
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DJANGO_SETTINGS_MODULE", "testproject.settings")
+        patch.setenv("DATABASE_PATH", str(tmp_path_factory.mktemp("admin") / "db.sqlite3"))
+        patch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")
+        import django
+
+        django.setup()
+        state._tls.current_app = current
+        from django.test.utils import setup_databases, teardown_databases
+
+        databases = setup_databases(verbosity=0, interactive=False)
+        try:
+            yield
+        finally:
+            teardown_databases(databases, verbosity=0)
+
+
+@pytest.fixture
+def database(project: None) -> Iterator[None]:
+    """Nobody has a user, a session or a log entry before or after the test, and the store no record."""
+    yield
+    from django.contrib.admin.models import LogEntry
+    from django.contrib.auth.models import User
+    from django.contrib.sessions.models import Session
+
+    from celery_idempotent.django import models
+
+    for model in (LogEntry, Session, User, models.Record, models.Lease, models.Counter):
+        model._default_manager.all().delete()
+
+
+@pytest.fixture(params=["memory", "redis", "sql"])
+def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
+    """Every kind of store in turn, empty."""
+    from celery_idempotent.stores import open_store
+
+    match request.param:
+        case "memory":
+            url = "memory://"
+        case "redis":
+            prefix = request.getfixturevalue("prefix")
+            url = f"{request.getfixturevalue('redis_url')}?prefix={prefix}"
+        case _:
+            url = "django://default"
+    store = open_store(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def memory(database: None) -> Store:
+    """A store for tests that any store would do for."""
+    from celery_idempotent.stores.memory import MemoryStore
+
+    return MemoryStore()
+
+
+@pytest.fixture
+def serve(database: None) -> Iterator[Callable[..., Any]]:
+    """Let the admin show this store; gives the app."""
+    from django.test import override_settings
+
+    overrides = []
+
+    def serve(store: Store | str, **settings: Any) -> Any:
+        app = make_app(store, **settings)
+        override = override_settings(CELERY_IDEMPOTENT_APP=app)
+        override.enable()
+        overrides.append(override)
+        return app
+
+    yield serve
+    for override in reversed(overrides):
+        override.disable()
+
+
+@pytest.fixture
+def log_in(database: None) -> Callable[..., Client]:
+    """A function that gives the browser of somebody with these permissions, by default all of ours."""
+
+    def log_in(*permissions: str, everything: bool = False) -> Client:
+        from django.test import Client
+
+        client = Client(SERVER_NAME="localhost")
+        user = make_user(uuid.uuid4().hex, PERMISSIONS if everything else permissions)
+        client.force_login(user)
+        return client
+
+    return log_in
+
+
+@pytest.fixture
+def operator(log_in: Callable[..., Client]) -> Client:
+    """The browser of somebody who may do everything."""
+    return log_in(everything=True)

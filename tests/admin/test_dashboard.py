@@ -1,0 +1,188 @@
+"""The dashboard adds up what the store counted, tells how sweeps and store are, and the outbox what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from celery_idempotent import reaper
+from celery_idempotent.records import Counted, State
+from celery_idempotent.stores import Store
+from tests.admin.pages import LIST, address, text
+from tests.support.admin import TASK, claim, settle
+from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from django.test import Client
+
+Serve = Callable[..., Any]
+DASHBOARD, OUTBOX = f"{LIST}dashboard/", f"{LIST}outbox/"
+
+
+def charts(found: list[Counted], **period: int) -> Any:
+    # Imported late: it needs Django set up.
+    from celery_idempotent.django.admin.charts import charts
+
+    return charts(found, **period)
+
+
+def counted(hour: int, outcome: str, count: int, task: str = "t") -> Counted:
+    return Counted(hour=hour, task=task, outcome=outcome, count=count)
+
+
+def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
+    (chart,) = charts(
+        [
+            counted(99, "claimed", 6),
+            counted(99, "replayed", 2),
+            counted(100, "conflicted", 3),
+            counted(100, "lease_lost", 1),
+            counted(100, "settled", 50),  # the end of what `claimed` began
+            counted(76, "claimed", 1000),  # before the first hour
+        ],
+        last_hour=100,
+        hours=24,
+        step=1,
+    )
+    assert chart.totals == {"runs": 6, "replays": 2, "conflicts": 3, "trouble": 1}
+    assert chart.highest == 8
+    assert [(bar.series, bar.x, bar.y, bar.height) for bar in chart.bars] == [
+        ("runs", 221, 25.0, 75.0),
+        ("replays", 221, 0.0, 25.0),
+        ("conflicts", 231, 62.5, 37.5),
+        ("trouble", 231, 50.0, 12.5),
+    ]
+    assert [row.counts for row in chart.busy] == [(6, 2, 0, 0), (0, 0, 3, 1)]
+
+
+def test_hours_are_put_together_and_the_busiest_task_comes_first(project: None) -> None:
+    found = charts(
+        [
+            counted(1, "claimed", 1, "a"),
+            counted(2, "claimed", 1, "a"),
+            counted(30, "claimed", 5, "b"),
+        ],
+        last_hour=719,
+        hours=720,
+        step=24,
+    )
+    assert [chart.task for chart in found] == ["b", "a"]
+    assert [row.counts[0] for row in found[1].rows][:2] == [2, 0]
+    assert len(found[0].rows) == 30
+
+
+def test_the_dashboard_counts_what_needs_somebody(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    settle(store, claim(store, "failed"), State.FAILED)
+    settle(store, claim(store, "done"))
+    claim(store, "stale", lease_ms=1)
+    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+    claim(store, "live")
+    page = operator.get(DASHBOARD)
+    assert "1 live 1 stale 1 failed" in text(page)
+    assert "oldest PROCESSING" in text(page)
+    assert address("stale") in page.content.decode()
+    assert "Nothing was counted in this time." in text(page)
+
+
+def test_outcomes_are_shown_by_task_and_time(store: Any, serve: Serve, operator: Client) -> None:
+    serve(store)
+    store.count({(TASK, "claimed"): 1200, (TASK, "replayed"): 3, ("other", "claimed"): 1})
+    for query in ({}, {"period": "7d"}, {"period": "30d"}):
+        page = operator.get(DASHBOARD, query)
+        assert "1,200 runs, 3 replays, 0 conflicts, 0 trouble" in text(page)
+        assert "Figures of other" in text(page)
+    only = text(operator.get(DASHBOARD, {"task": "other"}))
+    assert "Figures of other" in only
+    assert "1,200 runs" not in only
+
+
+@pytest.mark.parametrize("query", [{"period": "1y"}, {"task": "x" * 256}])
+def test_a_bad_query_is_400_and_the_rest_is_shown(
+    memory: Store, serve: Serve, operator: Client, query: dict[str, str]
+) -> None:
+    serve(memory)
+    answer = operator.get(DASHBOARD, query)
+    assert answer.status_code == 400
+    assert "0 live" in text(answer)
+
+
+def test_the_dashboard_says_whether_sweeps_run(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    app = serve(store)
+    assert "none has run within 30 days" in text(operator.get(DASHBOARD))
+    reaper.sweep(app)
+    assert "Sweep: 1 in this hour and the last, one every 30 s is scheduled." in text(
+        operator.get(DASHBOARD)
+    )
+
+
+def test_findings_of_the_checks_are_shown(memory: Store, serve: Serve, operator: Client) -> None:
+    serve(memory, idempotency_sweep_interval=None)
+    page = text(operator.get(DASHBOARD))
+    assert "W003 No sweep is scheduled" in page
+    assert "W005 The store is the memory of each process" in page
+
+
+def test_the_oldest_of_many_claims_is_said_to_be_that_of_some(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent.django.admin import listing
+
+    monkeypatch.setattr(listing, "LOOK_AT", 2)
+    serve(memory)
+    for key in "abc":
+        claim(memory, key)
+    assert "oldest PROCESSING of those looked at" in text(operator.get(DASHBOARD))
+
+
+def test_messages_that_wait_are_shown_with_age_and_error(
+    serve: Serve, operator: Client, database: None
+) -> None:
+    from celery_idempotent.django.models import OutboxMessage
+    from celery_idempotent.django.outbox_models import NowMs
+
+    serve("django://default")
+    assert "No message waits" in text(operator.get(OUTBOX))
+    OutboxMessage.objects.create(
+        group="g",
+        app="shop",
+        task="shop.<b>mail</b>",
+        task_id="task-1",
+        key="order-1",
+        payload=b"the arguments",
+        created_ms=NowMs() - 65_000,
+        due_ms=NowMs(),
+        attempts=2,
+        error="OperationalError: no broker",
+    )
+    try:
+        page = operator.get(OUTBOX)
+        assert "order-1 1 min 5 s 2 OperationalError: no broker" in text(page)
+        assert "<b>mail" not in page.content.decode()
+        assert "the arguments" not in page.content.decode()
+    finally:
+        OutboxMessage.objects.all().delete()
+
+
+def test_a_store_without_an_outbox_says_so(memory: Store, serve: Serve, operator: Client) -> None:
+    serve(memory)
+    assert "This store has no outbox" in text(operator.get(OUTBOX))
+
+
+def test_the_system_checks_ask_no_server_unless_deploying(serve: Serve, project: None) -> None:
+    from django.core import checks
+
+    serve("redis://127.0.0.1:1/0", idempotency_sweep_interval=None)
+    found = checks.run_checks(tags=["idempotency"])
+    assert [each.id for each in found] == ["celery_idempotent.W003"]
+    found = checks.run_checks(tags=["idempotency"], include_deployment_checks=True)
+    assert sorted(str(each.id) for each in found) == [
+        "celery_idempotent.E006",
+        "celery_idempotent.W003",
+    ]

@@ -1,0 +1,324 @@
+"""Operations do what they say to the very record that was seen, for those who may, and leave a note of who and why."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery.signals import before_task_publish
+
+from celery_idempotent import FailedByOperator
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import Record, State
+from celery_idempotent.stores import Store
+from tests.admin.pages import LIST, address, fields, text
+from tests.support.admin import TASK, claim, identity, settle
+from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from django.test import Client
+
+Serve = Callable[..., Any]
+OPERATIONS = ("release", "requeue", "fail", "forget")
+
+
+def message_of(app: Any, key: str) -> bytes:
+    """What a sweep would publish again."""
+    task = app.tasks[TASK]
+    found = task.idempotency_definition().codec.dump_message(task.s(key).set(task_id="task-1"))
+    assert isinstance(found, bytes)
+    return found
+
+
+@pytest.fixture
+def published() -> Any:
+    """The task ids that are published meanwhile."""
+    found: list[str] = []
+
+    def note(headers: Any = None, **_: Any) -> None:
+        found.append(headers["id"])
+
+    before_task_publish.connect(note, weak=False)
+    yield found
+    before_task_publish.disconnect(note)
+
+
+def entries() -> list[tuple[str, int, str]]:
+    from django.contrib.admin.models import LogEntry
+
+    found = LogEntry.objects.order_by("pk")
+    return [(each.object_repr, each.action_flag, each.change_message) for each in found]
+
+
+def stale(store: Store, key: str, **more: Any) -> Record:
+    """A claim whose lease ran out."""
+    record = claim(store, key, lease_ms=1, **more)
+    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+    return record
+
+
+def confirm(browser: Client, key: str, operation: str, **given: Any) -> Any:
+    """Look at the page that asks, and say yes."""
+    page = browser.get(address(key, operation))
+    assert page.status_code == 200, text(page)
+    return browser.post(address(key, operation), {**fields(page), **given})
+
+
+def test_a_stale_claim_is_released(store: Store, serve: Serve, operator: Client) -> None:
+    serve(store)
+    stale(store, "a")
+    answer = confirm(operator, "a", "release", reason="its host is gone")
+    assert answer.status_code == 302
+    assert store.get(identity("a")) is None
+    assert entries() == [(f"{TASK} key a", 2, "Released. Reason: its host is gone")]
+    gone = operator.get(answer["Location"])
+    assert gone.status_code == 404
+    assert f"Released: {TASK} key a." in text(gone)
+    assert "Released. Reason: its host is gone" in text(gone)
+
+
+def test_a_completed_record_is_forgotten(store: Store, serve: Serve, operator: Client) -> None:
+    serve(store)
+    settle(store, claim(store, "a"))
+    confirm(operator, "a", "forget")
+    assert store.get(identity("a")) is None
+    assert entries() == [(f"{TASK} key a", 3, "Forgotten")]
+
+
+def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    app = serve(store)
+    stale(store, "a", fingerprint=None)
+    confirm(operator, "a", "fail")
+    record = store.get(identity("a"))
+    assert record is not None
+    assert record.state is State.FAILED
+    error = app.tasks[TASK].idempotency_definition().codec.load_error(record.value)
+    assert isinstance(error, FailedByOperator)
+    with pytest.raises(FailedByOperator):
+        app.tasks[TASK].apply(("a",), throw=True).get()
+    assert "FailedByOperator" in text(operator.get(address("a")))
+
+
+def test_a_reserved_key_is_failed(store: Store, serve: Serve, operator: Client) -> None:
+    serve(store)
+    store.reserve(identity("a"), task_id="task-1", deadline_ms=60_000, keep_ms=60_000)
+    confirm(operator, "a", "fail")
+    record = store.get(identity("a"))
+    assert record is not None
+    assert record.state is State.FAILED
+
+
+def test_what_was_interrupted_is_requeued_under_its_task_id(
+    store: Store, serve: Serve, operator: Client, published: list[str]
+) -> None:
+    app = serve(store)
+    record = claim(store, "a", message=message_of(app, "a"), task_id="task-1")
+    store.interrupt(record.identity, token=record.token)
+    confirm(operator, "a", "requeue")
+    found = store.get(identity("a"))
+    assert found is not None
+    assert (found.state, found.crashes) == (State.QUEUED, 1)
+    assert published == ["task-1"]
+    assert entries() == [(f"{TASK} key a", 2, "Requeued")]
+
+
+def test_a_stale_claim_is_requeued_and_its_crash_counted(
+    store: Store, serve: Serve, operator: Client, published: list[str]
+) -> None:
+    app = serve(store)
+    stale(store, "a", message=message_of(app, "a"), task_id="task-1")
+    confirm(operator, "a", "requeue")
+    found = store.get(identity("a"))
+    assert found is not None
+    assert (found.state, found.crashes) == (State.QUEUED, 1)
+    assert published == ["task-1"]
+
+
+def test_a_message_that_cannot_be_published_stays_queued_and_the_operator_is_told(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    record = claim(memory, "a", message=b"application/x-python-serialize\nbinary\nnothing")
+    memory.interrupt(record.identity, token=record.token)
+    answer = confirm(operator, "a", "requeue")
+    assert "could not be published" in text(operator.get(answer["Location"]))
+    assert "not be published" in entries()[0][2]
+
+
+@pytest.mark.parametrize("operation", ["release", "fail", "forget", "requeue"])
+def test_a_live_owner_keeps_its_key_unless_it_is_forced_with_a_reason(
+    store: Store, serve: Serve, operator: Client, operation: str
+) -> None:
+    app = serve(store)
+    claim(store, "a", message=message_of(app, "a"))
+    before = store.get(identity("a"))
+    for given in ({}, {"reason": "because"}, {"force": "on"}, {"force": "on", "reason": "  "}):
+        answer = confirm(operator, "a", operation, **given)
+        assert answer.status_code == 400
+        assert "Its owner" in text(answer)
+    after = store.get(identity("a"))
+    assert after == before
+    assert entries() == []
+    answer = confirm(operator, "a", operation, force="on", reason="it hangs")
+    assert answer.status_code == 302
+    after = store.get(identity("a"))
+    assert after is None or after.state in {State.FAILED, State.QUEUED}
+    ((_, _, note),) = entries()
+    assert "forced on a live owner" in note
+    assert "it hangs" in note
+
+
+@pytest.mark.parametrize("operation", ["release", "fail", "forget"])
+def test_what_has_changed_since_its_page_was_shown_is_left_alone(
+    store: Store, serve: Serve, operator: Client, operation: str
+) -> None:
+    serve(store)
+    stale(store, "a")
+    seen = fields(operator.get(address("a", operation)))
+    taken = claim(store, "a", lease_ms=1)
+    assert taken.token > int(seen["token"])
+    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+    answer = operator.post(address("a", operation), seen)
+    assert answer.status_code == 302
+    assert "has changed since its page was shown" in text(operator.get(answer["Location"]))
+    found = store.get(identity("a"))
+    assert found is not None
+    assert (found.token, found.state) == (taken.token, State.PROCESSING)
+    assert entries() == []
+
+
+def test_a_run_that_completed_meanwhile_is_not_forgotten(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    record = stale(store, "a")
+    seen = fields(operator.get(address("a", "forget")))
+    settle(store, record)
+    operator.post(address("a", "forget"), seen)
+    found = store.get(identity("a"))
+    assert found is not None
+    assert found.state is State.COMPLETED
+
+
+def test_an_owner_that_came_back_between_question_and_answer_is_live(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A form without the box for a live owner cannot take the key from one."""
+    from celery_idempotent.django.admin import operating
+
+    serve(memory)
+    claim(memory, "a")
+    monkeypatch.setattr(operating, "is_live", lambda *_: False)
+    answer = confirm(operator, "a", "release", force="on", reason="forged")
+    assert "a live owner took" in text(operator.get(answer["Location"]))
+    assert memory.get(identity("a")) is not None
+
+
+def test_an_operation_that_means_nothing_is_refused(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, "a"))
+    for operation in ("release", "fail", "requeue"):
+        given = {"token": "1", "state": "COMPLETED"}
+        for ask in (operator.get, functools.partial(operator.post, data=given)):
+            answer = ask(address("a", operation))
+            assert answer.status_code == 302
+            assert "Nothing was done" in text(operator.get(answer["Location"]))
+    assert entries() == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("token", ""),
+        ("token", "x"),
+        ("token", str(2**63)),
+        ("token", "-1"),
+        ("state", "DONE"),
+        ("reason", "x" * 501),
+    ],
+)
+def test_a_form_that_was_tampered_with_does_nothing(
+    memory: Store, serve: Serve, operator: Client, field: str, value: str
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, "a"))
+    answer = confirm(operator, "a", "forget", **{field: value})
+    assert answer.status_code == 400
+    assert memory.get(identity("a")) is not None
+
+
+def test_without_its_csrf_token_nothing_is_done(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    from django.test import Client
+
+    serve(memory)
+    settle(memory, claim(memory, "a"))
+    strict = Client(SERVER_NAME="localhost", enforce_csrf_checks=True)
+    strict.cookies = operator.cookies
+    page = strict.get(address("a", "forget"))
+    answer = strict.post(address("a", "forget"), fields(page))
+    assert answer.status_code == 403
+    assert memory.get(identity("a")) is not None
+
+
+def test_each_operation_needs_its_own_permission(
+    memory: Store, serve: Serve, log_in: Callable[..., Client]
+) -> None:
+    app = serve(memory)
+    record = claim(memory, "a", message=message_of(app, "a"))
+    memory.interrupt(record.identity, token=record.token)
+    claim(memory, "b")
+    offered = {"a": ("requeue", "fail", "forget"), "b": ("release",)}
+    for may in (*OPERATIONS, "nothing"):
+        browser = log_in("view_idempotencyrecord", f"{may}_record")
+        for key, operations in offered.items():
+            page = browser.get(address(key))
+            for operation in operations:
+                allowed = operation == may
+                assert (address(key, operation) in page.content.decode()) is allowed
+                assert browser.get(address(key, operation)).status_code == (200 if allowed else 403)
+                if not allowed:
+                    given = {"token": str(record.token), "state": "INTERRUPTED"}
+                    assert browser.post(address(key, operation), given).status_code == 403
+    assert memory.get(identity("a")) is not None
+
+
+def test_without_the_view_permission_no_page_is_shown(
+    memory: Store, serve: Serve, log_in: Callable[..., Client]
+) -> None:
+    from django.test import Client
+
+    serve(memory)
+    claim(memory, "a")
+    pages = [LIST, f"{LIST}dashboard/", f"{LIST}outbox/", address("a"), address("a", "result")]
+    pages += [address("a", operation) for operation in OPERATIONS]
+    stranger = log_in("release_record", "forget_record", "view_result")
+    for page, (browser, status) in itertools.product(
+        pages, [(stranger, 403), (Client(SERVER_NAME="localhost"), 302)]
+    ):
+        assert browser.get(page).status_code == status, page
+    assert "Idempotency" not in text(stranger.get("/admin/"))
+
+
+def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, "a"))
+
+    def fail(*_: Any, **__: Any) -> bool:
+        raise StoreUnavailable("the connection broke")
+
+    monkeypatch.setattr(memory, "forget", fail)
+    answer = confirm(operator, "a", "forget")
+    assert answer.status_code == 503
+    assert "the connection broke" in text(answer)
+    assert "it may have been done" in entries()[0][2]

@@ -1,0 +1,378 @@
+"""The list and the page of a record say what the store says, over every store, and never much more work than stated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote as url_quote
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.records import State, Stored
+from celery_idempotent.stores import Store
+from tests.admin.pages import LIST, address, keys, text
+from tests.support.admin import TASK, claim, identity, settle, value
+from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from django.test import Client
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def filled(store: Store, serve: Serve) -> Store:
+    """One record of each kind."""
+    serve(store)
+    settle(store, claim(store, "done"), stored=value('"the <b>result</b>"'))
+    settle(store, claim(store, identity("done", scope="tenant-1")))
+    settle(store, claim(store, identity("elsewhere", namespace="shop.ship")))
+    settle(store, claim(store, "failed"), State.FAILED)
+    claim(store, "live")
+    claim(store, "stale", lease_ms=1)
+    lost = claim(store, "interrupted")
+    store.interrupt(lost.identity, token=lost.token)
+    store.reserve(
+        identity("queued"), task_id=os.urandom(8).hex(), deadline_ms=60_000, keep_ms=60_000
+    )
+    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+    return store
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ({}, {"done", "elsewhere", "failed", "live", "stale", "interrupted", "queued"}),
+        ({"state": "live"}, {"live", "queued"}),
+        ({"state": "PROCESSING"}, {"live", "stale"}),
+        ({"state": "stale"}, {"stale"}),
+        ({"state": "QUEUED"}, {"queued"}),
+        ({"state": "FAILED"}, {"failed"}),
+        ({"state": "INTERRUPTED"}, {"interrupted"}),
+        ({"state": "COMPLETED"}, {"done", "elsewhere"}),
+        ({"task": "shop.ship"}, {"elsewhere"}),
+        ({"scope": "tenant-1"}, {"done"}),
+        ({"task": TASK, "state": "COMPLETED"}, {"done"}),
+        ({"age": "1h"}, set()),
+        ({"key": "done"}, {"done"}),
+        ({"key": "nothing"}, set()),
+        ({"key": "elsewhere", "task": "shop.ship"}, {"elsewhere"}),
+        ({"key": "done", "state": "FAILED"}, set()),
+    ],
+)
+def test_filters_and_search_find_what_they_say(
+    filled: Store, operator: Client, query: dict[str, str], found: set[str]
+) -> None:
+    answer = operator.get(LIST, query)
+    assert answer.status_code == 200
+    assert keys(answer) == found
+
+
+def test_each_state_has_a_page(filled: Store, operator: Client) -> None:
+    for key, said in {
+        "done": "whoever asks again gets this result",
+        "failed": "whoever asks again gets this error",
+        "live": "Claimed by worker-1.example:4711 (attempt 1)",
+        "stale": "Its lease ran out",
+        "interrupted": "Interrupted (crash 1)",
+        "queued": "its message is on its way",
+    }.items():
+        page = text(operator.get(address(key)))
+        assert said in page, key
+
+
+def test_a_record_page_shows_what_the_record_knows(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    record = claim(store, identity("a", scope="tenant-1"))
+    store.checkpoint(record.identity, token=record.token, name="charged", value=value('"4711"'))
+    page = operator.get(address(record.identity))
+    said = text(page)
+    for what in (
+        f"Token {record.token} ",
+        "Key a Task shop.charge Scope tenant-1",
+        "Host worker-1.example Process 4711",
+        f"Task id {record.task_id}",
+        f"Fingerprint {bytes(range(16)).hex()}",
+        "min 59 s left",
+        "Crashes 0",
+        "Steps done charged (6 bytes)",
+    ):
+        assert what in said, what
+    assert "4711&quot;" not in page.content.decode()
+
+
+def test_a_result_is_for_those_who_may_see_it_and_is_no_markup(
+    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, "a"), stored=value('"<script>alert(1)</script>"'))
+    page = operator.get(address("a")).content.decode()
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script>alert" not in page
+    page = log_in("view_idempotencyrecord").get(address("a")).content.decode()
+    assert "alert" not in page
+    assert "You have no permission to see it." in page
+
+
+def test_names_are_no_markup(memory: Store, serve: Serve, operator: Client) -> None:
+    serve(memory)
+    evil = identity('"><script>alert(1)</script>', scope="</a><b>", namespace="<i>x</i>")
+    settle(memory, claim(memory, evil, worker="<u>host</u>:1"))
+    memory.count({("<i>x</i>", "claimed"): 1})  # type: ignore[attr-defined]
+    for page in (LIST, address(evil), address(evil, "forget"), f"{LIST}dashboard/"):
+        answer = operator.get(page)
+        assert answer.status_code == 200
+        for markup in ("<script>alert", "<b>", "<i>x", "<u>"):
+            assert markup not in answer.content.decode(), page
+
+
+def test_what_the_app_does_not_accept_is_not_unpickled(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    pickled = Stored(
+        content_type="application/x-python-serialize",
+        content_encoding="binary",
+        body=b"cos\nsystem\n(S'exit 1'\ntR.",
+    )
+    settle(memory, claim(memory, "a"), stored=pickled)
+    settle(memory, claim(memory, identity("b", namespace="of.nobody")), State.FAILED, pickled)
+    for about in (identity("a"), identity("b", namespace="of.nobody")):
+        assert "which this app does not accept" in text(operator.get(address(about)))
+
+
+def test_long_results_are_cut_and_larger_ones_not_read(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, "long"), stored=value('"' + "x" * 50_000 + '"'))
+    settle(memory, claim(memory, "huge"), stored=value('"' + "x" * 1_100_000 + '"'))
+    bomb = value("x" * 20_000)
+    settle(memory, claim(memory, "bomb"), stored=replace(bomb, compression="application/x-gzip"))
+    settle(memory, claim(memory, "none"))
+    settle(memory, claim(memory, "broken"), stored=value("{"))
+    page = operator.get(address("long"))
+    assert "this is the beginning" in text(page)
+    assert len(page.content) < 40_000
+    assert "too large to be shown: 1,100,002 bytes" in text(operator.get(address("huge")))
+    assert "too large to be shown: 20,000 bytes" in text(operator.get(address("bomb")))
+    assert "It was not kept in the record." in text(operator.get(address("none")))
+    assert "cannot be read" in text(operator.get(address("broken")))
+
+
+def test_the_result_backend_is_asked_on_a_page_of_its_own(
+    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+) -> None:
+    app = serve(memory)
+    settle(memory, claim(memory, "a", task_id="task-1"))
+    url = address("a", "result")
+    assert url in operator.get(address("a")).content.decode()
+    assert "State PENDING" in text(operator.get(url))
+    app.backend.store_result("task-1", {"paid": "in full"}, "SUCCESS")
+    assert "{'paid': 'in full'}" in text(operator.get(url))
+    page = text(log_in("view_idempotencyrecord").get(url))
+    assert "State SUCCESS" in page
+    assert "in full" not in page
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"state": "DONE"},
+        {"age": "1y"},
+        {"task": "x" * 256},
+        {"scope": "x" * 256},
+        {"key": "x" * 256},
+        {"key": "a\0b"},
+        {"cursor": "x" * 101},
+        {"cursor": "r:<b>"},
+        {"cursor": "elsewhere"},
+        {"looked_at": "-1"},
+        {"looked_at": "1" * 20},
+    ],
+)
+def test_a_bad_query_is_400_and_says_so(
+    store: Store, serve: Serve, operator: Client, query: dict[str, str]
+) -> None:
+    serve(store)
+    answer = operator.get(LIST, query)
+    assert answer.status_code == 400
+    assert b"errorlist" in answer.content
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x",
+        "[]",
+        '["a","b"]',
+        '["a","b",3]',
+        '["","","k"]',
+        '["n","",""]',
+        '["n","","' + "k" * 256 + '"]',
+        '["n","","\\u0000"]',
+        '["n","","\\ud800"]',
+        "[" * 9000,
+        "x" * 20_000,
+    ],
+)
+def test_an_address_of_no_record_is_404(
+    memory: Store, serve: Serve, operator: Client, name: str
+) -> None:
+    from django.contrib.admin.utils import quote
+
+    serve(memory)
+    for page in ("change", "forget", "result"):
+        answer = operator.get(f"{LIST}{url_quote(quote(name))}/{page}/")
+        assert answer.status_code == 404
+        assert "This address is not that of a record." in text(answer)
+
+
+def test_only_get_is_answered(memory: Store, serve: Serve, operator: Client) -> None:
+    serve(memory)
+    claim(memory, "a")
+    for page in (LIST, address("a"), address("a", "result"), f"{LIST}dashboard/", f"{LIST}outbox/"):
+        assert operator.post(page).status_code == 405, page
+    assert operator.put(address("a", "forget")).status_code == 405
+
+
+def test_when_the_store_is_down_each_page_says_so(serve: Serve, operator: Client) -> None:
+    serve("redis://127.0.0.1:1/0")
+    for page in (LIST, f"{LIST}?key=a", address("a"), address("a", "forget"), f"{LIST}dashboard/"):
+        answer = operator.get(page)
+        assert answer.status_code == 503
+        assert "127.0.0.1:1 did not answer" in text(answer)
+        assert "Django administration" in text(answer)
+
+
+def test_when_no_store_is_set_the_pages_say_what_to_set(serve: Serve, operator: Client) -> None:
+    from django.test import override_settings
+
+    app = Celery("storeless", set_as_current=False, broker="amqp://", backend="rpc://")
+    with override_settings(CELERY_IDEMPOTENT_APP=app):
+        answer = operator.get(LIST)
+    assert answer.status_code == 503
+    assert "set idempotency_store" in text(answer)
+
+
+def test_a_setting_that_names_no_app_is_said_by_the_checks() -> None:
+    from django.core import checks
+    from django.test import override_settings
+
+    for wrong in ("no.such.module", "celery_idempotent.records.State", 5):
+        with override_settings(CELERY_IDEMPOTENT_APP=wrong):
+            found = checks.run_checks(tags=["idempotency"])
+        assert [each.id for each in found] == ["celery_idempotent.E012"], wrong
+
+
+def test_the_app_is_found_by_its_name() -> None:
+    from django.test import override_settings
+
+    from celery_idempotent.django.applications import celery_app
+
+    for name in ("testproject.celery.app", "testproject.celery:app"):
+        with override_settings(CELERY_IDEMPOTENT_APP=name):
+            assert celery_app().main == "testproject"
+
+
+def test_completed_records_are_browsed_in_steps_until_all_were_seen(
+    store: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent.django.admin import listing
+
+    monkeypatch.setattr(listing, "PER_PAGE", 7)
+    monkeypatch.setattr(listing, "LOOK_AT", 20)
+    serve(store)
+    wanted = {f"key-{n}" for n in range(30)}
+    for key in wanted:
+        settle(store, claim(store, key))
+    seen: list[str] = []
+    url = f"{LIST}?state=COMPLETED"
+    looked_at = 0
+    for _ in range(30):
+        answer: Any = operator.get(url)
+        context = answer.context_data
+        seen += keys(answer)
+        assert context["listing"].looked_at >= looked_at
+        looked_at = context["listing"].looked_at
+        if not context["more"]:
+            break
+        assert f"Looked at {looked_at} keys, continue" in text(answer)
+        url = LIST + context["more"]
+    assert set(seen) == wanted
+    assert looked_at >= 30
+
+
+def _nothing() -> None:
+    """What a task does here."""
+
+
+def test_a_search_asks_only_so_many_tasks(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent.django.admin import listing
+    from celery_idempotent.django.applications import definitions
+
+    app = serve(memory)
+    for n in range(3):
+        app.task(name=f"t{n}", base=IdempotentTask, shared=False)(_nothing)
+    monkeypatch.setattr(listing, "SEARCHED", 2)
+    answer = operator.get(LIST, {"key": "a"})
+    left = len(definitions(app)) - 2  # every app has the shared tasks of the test project, too
+    assert left >= 2
+    assert f"{left} tasks of this app were not searched: name one." in text(answer)
+
+
+@pytest.mark.parametrize(
+    ("key", "typed"),
+    [("order-17", "order-17"), ('"17"', "17"), ("17", "17"), ("@4711-abc", "4711-abc")],
+)
+def test_a_key_is_found_as_people_write_it(
+    memory: Store, serve: Serve, operator: Client, key: str, typed: str
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, key))
+    assert keys(operator.get(LIST, {"key": typed})) == {key}
+
+
+# How much work a page is ----------------------------------------------------------------------------------------------
+
+#: So many queries a page may take, with session, user, permissions and the admin's log: 100 records or a million.
+BOUNDS: dict[str, tuple[Any, int]] = {
+    "list": (LIST, 8),
+    "filtered": (f"{LIST}?state=FAILED&task=shop.charge&age=1h", 11),
+    "search": (f"{LIST}?key=key-1&task=shop.charge", 11),
+    "record": (address, 10),
+    "forget": (lambda key: address(key, "forget"), 9),
+    "dashboard": (f"{LIST}dashboard/", 14),
+    "outbox": (f"{LIST}outbox/", 6),
+}
+
+
+@pytest.mark.parametrize("page", BOUNDS)
+def test_a_page_takes_no_more_queries_than_stated(
+    page: str, serve: Serve, operator: Client, database: None
+) -> None:
+    from django.db import connection
+    from django.test.utils import CaptureQueriesContext
+
+    from celery_idempotent.stores import open_store
+
+    store = open_store("django://default")
+    serve(store)
+    for n in range(120):
+        settle(store, claim(store, f"key-{n}"))
+    where, bound = BOUNDS[page]
+    url = where if isinstance(where, str) else where("key-1")
+    operator.get(url)  # what is looked up once a process
+    with CaptureQueriesContext(
+        connection,
+    ) as queries:
+        assert operator.get(url).status_code == 200
+    assert 3 <= len(queries) <= bound, [each["sql"][:200] for each in queries]

@@ -1,0 +1,297 @@
+"""The admin in a real browser: every filter and operation, three users, the keyboard alone, accessibility."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("django")
+pytest.importorskip("axe_playwright_python")
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+from celery_idempotent.records import State
+from celery_idempotent.stores import Store
+from tests.support.admin import TASK, claim, identity, make_app, settle, value
+from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+OpenAs = Callable[..., "Page"]
+
+SHIP = "shop.ship"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def records(store: Store) -> None:
+    """One of each kind, with names that no other test uses."""
+    settle(store, claim(store, "done"), stored=value('{"paid": 4217}'))
+    settle(store, claim(store, identity("scoped", scope="tenant-1")))
+    settle(store, claim(store, identity("shipped", namespace=SHIP)))
+    settle(
+        store,
+        claim(store, "failed"),
+        State.FAILED,
+        value('{"exc_type":"ValueError","exc_message":["declined"],"exc_module":"builtins"}'),
+    )
+    claim(store, "live")
+    claim(store, "stale", lease_ms=1)
+    lost = claim(store, "lost")
+    store.interrupt(lost.identity, token=lost.token)
+    store.reserve(identity("queued"), task_id="task-1", deadline_ms=600_000, keep_ms=600_000)
+    store.count({(TASK, "claimed"): 5, (TASK, "replayed"): 3, (TASK, "conflicted"): 2})  # type: ignore[attr-defined]
+    wait_for(lambda: store.stats().stale, what="a lease that ran out")
+
+
+def show(page: Page, key: str, *, task: str = TASK) -> None:
+    """Search for a key and follow the link to its record."""
+    page.goto("/admin/celery_idempotent/idempotencyrecord/")
+    page.get_by_label("Task:", exact=True).fill(task)
+    page.get_by_label("Key, or task id").fill(key)
+    page.get_by_role("button", name="Show").click()
+    page.get_by_role("link", name=key, exact=True).click()
+    expect(page.get_by_role("heading", name=key)).to_be_visible()
+
+
+def listed(page: Page) -> set[str]:
+    """The keys in the list."""
+    return set(page.locator("#result_list tbody th a").all_inner_texts())
+
+
+@pytest.mark.parametrize(
+    ("label", "option", "there", "not_there"),
+    [
+        ("State", "COMPLETED", {"done", "scoped", "shipped"}, {"failed", "live", "lost"}),
+        ("State", "FAILED", {"failed"}, {"done", "live"}),
+        ("State", "PROCESSING", {"live", "stale"}, {"done", "lost"}),
+        ("State", "QUEUED", {"queued"}, {"done", "live"}),
+        ("State", "INTERRUPTED", {"lost"}, {"done", "live"}),
+        ("State", "Live: queued or at work", {"live", "queued"}, {"stale", "done"}),
+        ("State", "Stale: the lease ran out", {"stale"}, {"live", "done"}),
+        ("First seen", "over 1 hour ago", set(), {"done", "live", "stale"}),
+        ("Task", SHIP, {"shipped"}, {"done", "live"}),
+        ("Scope", "tenant-1", {"scoped"}, {"done", "live"}),
+    ],
+)
+def test_each_filter_shows_what_it_says(
+    open_as: OpenAs, label: str, option: str, there: set[str], not_there: set[str]
+) -> None:
+    page = open_as("viewer")
+    field = page.get_by_label(f"{label}:", exact=True)
+    if label in {"Task", "Scope"}:
+        field.fill(option)
+    else:
+        field.select_option(label=option)
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_role("status")).to_contain_text("record")
+    found = listed(page)
+    assert there <= found
+    assert not found & not_there
+    page.get_by_role("link", name="Clear").click()
+    assert {"done", "live"} <= listed(page)
+
+
+def test_a_list_goes_on_where_it_stopped(open_as: OpenAs, store: Store) -> None:
+    scope = uuid.uuid4().hex
+    wanted = {f"many-{n}" for n in range(60)}
+    for key in wanted:
+        claim(store, identity(key, scope=scope))
+    page = open_as("viewer", f"?state=PROCESSING&scope={scope}")
+    first = listed(page)
+    assert len(first) == 50
+    page.get_by_role("link", name=re.compile("^Looked at .* keys, continue")).click()
+    assert first | listed(page) == wanted
+    page.get_by_role("link", name="From the start").click()
+    assert listed(page) == first
+
+
+def test_each_user_sees_what_they_may(open_as: OpenAs) -> None:
+    for user, result, operations in (
+        ("viewer", False, 0),
+        ("auditor", True, 0),
+        ("operator", True, 1),
+    ):
+        page = open_as(user)
+        show(page, "done")
+        expect(page.get_by_role("list", name="Operations").get_by_role("link")).to_have_count(
+            operations
+        )
+        said = page.locator("#content-main").inner_text()
+        assert ("4217" in said) is result
+        assert ("You have no permission to see it." in said) is not result
+        page.goto(page.url.replace("/change/", "/forget/"))
+        expect(page.get_by_role("heading", name="Forget: are you sure?")).to_have_count(operations)
+
+
+@pytest.mark.parametrize("operation", ["Release", "Requeue", "Fail", "Forget"])
+def test_each_operation_is_asked_for_and_done(
+    open_as: OpenAs, store: Store, operation: str
+) -> None:
+    task = make_app(store).tasks[TASK]
+    key = f"{operation.lower()}-{uuid.uuid4().hex}"
+    definition: Any = task.idempotency_definition()  # type: ignore[attr-defined]
+    message = definition.codec.dump_message(task.s(key).set(task_id="task-1"))
+    claim(store, key, lease_ms=1, message=message)
+    page = open_as("operator")
+    show(page, key)
+    page.get_by_role("link", name=operation, exact=True).click()
+    expect(page.get_by_role("heading", name=f"{operation}: are you sure?")).to_be_visible()
+    page.get_by_role("link", name="No, take me back").click()
+    assert store.get(identity(key)) is not None
+    page.get_by_role("link", name=operation, exact=True).click()
+    page.get_by_label("Reason").fill("a test")
+    page.get_by_role("button", name=f"Yes, {operation.lower()} it").click()
+    expect(page.locator(".messagelist")).to_contain_text(key)
+    expect(page.get_by_role("region", name="What operators did")).to_contain_text("Reason: a test")
+    found = store.get(identity(key))
+    after = None if found is None else found.state
+    assert after == {"Requeue": State.QUEUED, "Fail": State.FAILED}.get(operation)
+
+
+def test_a_live_owner_is_taken_its_key_only_by_force_and_with_a_reason(
+    open_as: OpenAs, store: Store
+) -> None:
+    key = f"forced-{uuid.uuid4().hex}"
+    claim(store, key)
+    page = open_as("operator")
+    show(page, key)
+    page.get_by_role("link", name="Release", exact=True).click()
+    expect(page.get_by_text("is live: within its lease")).to_be_visible()
+    # The browser asks for what is missing; so does the server, where nothing in the browser asks.
+    page.get_by_role("button", name="Yes, release it").click()
+    page.locator("form.idem-operation").evaluate("form => form.noValidate = true")
+    page.get_by_role("button", name="Yes, release it").click()
+    expect(page.get_by_role("alert")).to_contain_text("Please correct")
+    assert store.get(identity(key)) is not None
+    page.get_by_label("Release it although its owner is live").check()
+    page.get_by_label("Reason").fill("it hangs")
+    page.get_by_role("button", name="Yes, release it").click()
+    expect(page.locator(".messagelist")).to_contain_text("Released")
+    assert store.get(identity(key)) is None
+
+
+def test_a_record_that_changed_since_it_was_shown_is_left_alone(
+    open_as: OpenAs, store: Store
+) -> None:
+    key = f"raced-{uuid.uuid4().hex}"
+    record = claim(store, key, lease_ms=1)
+    page = open_as("operator")
+    show(page, key)
+    page.get_by_role("link", name="Forget", exact=True).click()
+    settle(store, record)
+    page.get_by_role("button", name="Yes, forget it").click()
+    expect(page.locator(".messagelist")).to_contain_text("has changed since its page was shown")
+    found = store.get(identity(key))
+    assert found is not None
+    assert found.state is State.COMPLETED
+
+
+def test_a_lease_counts_down(open_as: OpenAs) -> None:
+    page = open_as("viewer")
+    show(page, "live")
+    left = page.get_by_role("timer")
+    first = left.inner_text()
+    assert re.fullmatch(r"\d+ (min \d+ )?s left|\d+ min left|\d+ min \d+ s left", first)
+    expect(left).not_to_have_text(first, timeout=10_000)
+
+
+def test_the_keyboard_is_enough(open_as: OpenAs, store: Store) -> None:
+    key = f"typed-{uuid.uuid4().hex}"
+    claim(store, key, lease_ms=1)
+    page = open_as("operator")
+
+    def go_to(name: str) -> None:
+        """Press Tab until something of that name has the focus, and a ring that shows it."""
+        for _ in range(80):
+            page.keyboard.press("Tab")
+            focused = page.evaluate(
+                "() => { const e = document.activeElement;"
+                " return (e.labels?.[0] ?? e).innerText || e.value || '' }"
+            )
+            if focused.strip().rstrip(":").lower() == name.lower():
+                break
+        else:
+            pytest.fail(f"Tab does not come to {name}")
+        assert page.evaluate("document.activeElement.matches(':focus-visible')")
+
+    go_to("Task")
+    page.keyboard.type(TASK)
+    go_to("Key, or task id")
+    page.keyboard.type(key)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**key=typed**")
+    go_to(key)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/change/")
+    go_to("Release")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/release/")
+    go_to("Reason")
+    page.keyboard.type("by keyboard")
+    go_to("Yes, release it")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/change/")
+    expect(page.locator(".messagelist")).to_contain_text("Released")
+    assert store.get(identity(key)) is None
+
+
+def test_the_dashboard_shows_figures_and_charts(open_as: OpenAs) -> None:
+    page = open_as("viewer", "dashboard/")
+    chart = page.get_by_role("img", name=f"{TASK}: 5 runs, 3 replays, 2 conflicts, 0 trouble")
+    expect(chart).to_be_visible()
+    page.get_by_text(f"Figures of {TASK}").click()
+    expect(page.get_by_role("row").last).to_contain_text(re.compile(r"5\s*3\s*2\s*0"))
+    page.get_by_label("Period").select_option(label="Last 30 days")
+    page.get_by_label("Task:", exact=True).fill("no.such.task")
+    page.get_by_role("button", name="Show").click()
+    expect(page.get_by_text("Nothing was counted in this time.")).to_be_visible()
+    page.get_by_role("link", name="failed").click()
+    assert "failed" in listed(page)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "list",
+        "mistake",
+        "done",
+        "failed",
+        "live",
+        "result",
+        "release",
+        "gone",
+        "dashboard",
+        "outbox",
+    ],
+)
+def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(
+    open_as: OpenAs, where: str
+) -> None:
+    paths = {"dashboard": "dashboard/", "outbox": "outbox/", "list": "?state=FAILED"}
+    page = open_as("operator", paths.get(where, ""))
+    match where:
+        case "mistake":
+            page.goto(f"{page.url}?age=x&cursor=x")
+        case "done" | "failed" | "live":
+            show(page, where)
+        case "result" | "release":
+            show(page, "live")
+            page.goto(page.url.replace("/change/", f"/{where}/"))
+        case "gone":
+            show(page, "live")
+            page.goto(page.url.replace("live", "nothing"))
+    for scheme, width in itertools.product(("light", "dark"), (1280, 390)):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_viewport_size({"width": width, "height": 900})
+        over = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert over <= 0, f"{over} pixels too wide at {width}"
+        if (scheme, width) in {("light", 1280), ("dark", 390)}:
+            found = Axe().run(page).response["violations"]
+            assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], (scheme, width)

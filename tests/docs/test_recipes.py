@@ -1,0 +1,234 @@
+"""docs/recipes.md: each example with workers that are frozen and killed, and effects counted outside of them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask, get_store
+from tests.docs import recipes_app
+from tests.support.ledger import LEDGER_VARIABLE, Ledger
+from tests.support.pages import block, load
+from tests.support.paths import ROOT
+from tests.support.servers import embedded_redis
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker
+
+PATIENCE = 60
+LEASE = 2
+
+PAY = "recipes_two_providers.pay"
+
+
+@dataclass
+class World:
+    """The app, its worker, and what is outside of both."""
+
+    app: Celery
+    worker: Worker
+    ledger: Ledger
+    directory: Path
+
+    def query(self, statement: str, *values: Any) -> list[Any]:
+        with contextlib.closing(recipes_app.connect(self.directory)) as db:
+            return db.execute(statement, values).fetchall()
+
+    def effects(self, provider: str, subject: str) -> int:
+        """Return how often a provider did something."""
+        ((count,),) = self.query(
+            "SELECT count(*) FROM effect WHERE provider = ? AND subject = ?", provider, subject
+        )
+        return int(count)
+
+    def calls(self, provider: str, subject: str) -> int:
+        """Return how often a provider was asked to."""
+        return self.ledger.count(provider, subject)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    directory = tmp_path_factory.mktemp("recipes")
+    ledger = Ledger(directory / "ledger.jsonl")
+    with embedded_redis() as server:
+        settings = {
+            "broker_url": server.url(1),
+            "result_backend": server.url(1),
+            "task_default_queue": "recipes",
+            "worker_prefetch_multiplier": 1,
+            "broker_connection_retry_on_startup": True,
+            "idempotency_lease": LEASE,
+        }
+        env = {
+            recipes_app.SETTINGS_VARIABLE: json.dumps(settings),
+            LEDGER_VARIABLE: str(ledger.path),
+        }
+        worker = Worker("tests.docs.recipes_app", directory=directory, concurrency=3, env=env)
+        app = recipes_app.make_app(settings, directory)
+        try:
+            worker.start(timeout=60)
+            yield World(app, worker, ledger, directory)
+        finally:
+            worker.kill()
+            gc.collect()
+            backend: Any = app.backend
+            backend.result_consumer.subscribed_to.clear()
+            get_store(app).close()
+            app.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Show the end of the worker's log with a failure."""
+    report: pytest.TestReport = yield
+    world = getattr(item, "funcargs", {}).get("world")
+    if report.failed and world is not None:
+        report.sections.append(("log of the worker", world.worker.tail(80)))
+    return report
+
+
+class TestFencedWrite:
+    def test_a_frozen_worker_does_not_overwrite_what_another_wrote_since(self, world: World):
+        name, balance = "recipes_fenced_write.refresh", world.directory / "balance alice"
+        world.query("INSERT INTO account VALUES ('alice', 0, 0)")
+        balance.write_text("100")
+        gate = world.directory / "closed 100 alice"
+        gate.touch()
+        late = world.app.tasks[name].delay("alice")
+        wait_for(lambda: world.ledger.count("asked", "alice"), PATIENCE, "the bank to be asked")
+        (entry,) = world.ledger.entries("asked", "alice")
+        os.kill(entry.pid, signal.SIGSTOP)
+        try:
+            balance.write_text("250")
+            newer = world.app.tasks[name].delay("alice")
+            assert newer.get(timeout=PATIENCE) == "written"
+            ((_, fence),) = world.query("SELECT balance, fence FROM account WHERE id = 'alice'")
+            assert fence > 0
+        finally:
+            os.kill(entry.pid, signal.SIGCONT)
+        gate.unlink()
+        # Refused twice: its write by the database, and its result by the store. It runs again.
+        assert late.get(timeout=PATIENCE)
+        ((found, latest),) = world.query("SELECT balance, fence FROM account WHERE id = 'alice'")
+        assert found == 250
+        assert latest >= fence
+
+    def test_the_next_run_writes(self, world: World):
+        world.query("INSERT INTO account VALUES ('bob', 0, 0)")
+        for amount in (1, 2):
+            (world.directory / "balance bob").write_text(str(amount))
+            refresh = world.app.tasks["recipes_fenced_write.refresh"]
+            assert refresh.delay("bob").get(timeout=PATIENCE) == "written"
+        ((found,),) = world.query("SELECT balance FROM account WHERE id = 'bob'")
+        assert found == 2
+
+
+class TestProviderKey:
+    def test_a_charge_that_was_not_recorded_is_not_made_twice(self, world: World):
+        (world.directory / "kill after charge order-1").touch()
+        charge = world.app.tasks["recipes_provider_key.charge"]
+        paid = charge.delay("order-1", 1999).get(timeout=PATIENCE)
+        assert world.ledger.count("died", "order-1") == 1
+        assert world.calls("charge", "order-1") == 2
+        assert world.effects("charge", "order-1") == 1
+        assert charge.delay("order-1", 1999).get(timeout=PATIENCE) == paid
+
+    def test_other_orders_and_other_parts_have_keys_of_their_own(self, world: World):
+        for name in ("recipes_provider_key.charge", PAY):
+            for order in ("order-2", "order-3"):
+                world.app.tasks[name].delay(order, 5).get(timeout=PATIENCE)
+        keys = world.query("SELECT key FROM effect WHERE subject IN ('order-2', 'order-3')")
+        assert len(keys) == len(set(keys)) == 6
+
+
+def deaths(app: Celery) -> list[str]:
+    """Return every place at which the payment can die: before each of its lines, at its end, after each effect."""
+    lines = recipes_app.body_lines(app.tasks[PAY])
+    assert len(lines) > 10
+    places = [f"before {line}" for line in lines] + ["before return"]
+    return [*places, "after charge", "after receipt"]
+
+
+class TestTwoProviders:
+    def test_a_payment_survives_a_kill_at_any_line(self, world: World):
+        places = deaths(world.app)
+        sent = {}
+        for place in places:
+            order = f"killed {place}"
+            (world.directory / f"kill {place} {order}").touch()
+            sent[place] = world.app.tasks[PAY].delay(order, 1999)
+        survived = {}
+        for place, result in sent.items():
+            order = f"killed {place}"
+            value = result.get(timeout=PATIENCE)
+            assert world.ledger.count("died", order) == 1, place
+            assert world.effects("charge", order) == world.effects("receipt", order) == 1, place
+            survived[place] = [world.calls(name, order) for name in ("charge", "receipt")]
+            assert set(value) == {"paid", "sent"}
+            assert world.app.tasks[PAY].delay(order, 1999).get(timeout=PATIENCE) == value
+        assert survived.pop("after charge") == [2, 1]
+        assert survived.pop("after receipt") == [1, 2]
+        assert set(map(tuple, survived.values())) == {(1, 1)}, survived
+
+
+class TestObserve:
+    def test_the_settings_of_the_page_make_every_task_observe(self, request: pytest.FixtureRequest):
+        module = load(Celery(set_as_current=False), "recipes", "observe", {"Celery": own_celery})
+        app: Celery = module.app
+        request.addfinalizer(app.close)
+
+        @app.task(name="shop.charge", shared=False)
+        def charge(order_id: str) -> None: ...
+
+        task: Any = app.tasks["shop.charge"]
+        assert IdempotentTask in type(task).__mro__
+        assert task.idempotency_policy.mode == "observe"
+        assert (task.acks_late, task.reject_on_worker_lost) == (False, False)
+
+    def test_the_line_of_the_page_is_the_line_of_the_log(
+        self, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    ):
+        app = own_celery("observed", broker="memory://", backend="cache+memory://")
+        request.addfinalizer(app.close)
+        app.conf.update(idempotency_store="memory://", idempotency_mode="observe")
+
+        @app.task(name="shop.charge", base=IdempotentTask, shared=False)
+        def charge(order_id: str) -> None: ...
+
+        task: Any = app.tasks["shop.charge"]
+        for _ in range(2):
+            task.apply(("order-17",), task_id="5d1c", idempotency_key="order-17")
+        (told,) = re.findall(r"^ *(idempotency: observed: .*)$", page(), re.MULTILINE)
+        assert shape(told) == next(shape(line) for line in caplog.messages)
+
+
+def own_celery(name: str, **settings: Any) -> Celery:
+    """Return an app that is not the current one."""
+    return Celery(name, set_as_current=False, **settings)
+
+
+def page() -> str:
+    return (ROOT / "docs" / "recipes.md").read_text()
+
+
+def shape(line: str) -> str:
+    """Return the words of a log line, without ids, keys and times."""
+    line = re.sub(r"\d{4}-\d\d-\d\dT[\d:.+]+", "TIME", line)
+    line = re.sub(r"key \S+", "key KEY", line)
+    return re.sub(r"task \S+", "task ID", line)
+
+
+def test_every_example_of_the_page_is_run():
+    titles = re.findall(r"^ *```python\n *# (.*)$", page(), flags=re.MULTILINE)
+    assert titles == ["fenced write", "provider key", "two providers", "observe"]
+    assert all(block("recipes", title) for title in titles)

@@ -1,0 +1,210 @@
+"""docs/running.md: rights that are enough and none too many, and errors that come out of the backend as themselves."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import celery
+import pytest
+from celery import Celery
+from celery.backends.base import Backend
+
+from celery_idempotent import errors
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import Identity, Selection, State
+from celery_idempotent.stores import open_store
+from celery_idempotent.stores.redis import RedisStore
+from tests.docs import recipes_app
+from tests.stores.servers import Server, cluster, redis_binary, running
+from tests.stores.test_redis_servers import use
+from tests.support.ledger import Ledger
+from tests.support.pages import block, load
+from tests.support.workers import Worker
+
+RIGHTS = {
+    who: block("running", who, "text").split("\n")[1].split() for who in ("worker", "operator")
+}
+COMMANDS = {who: [each[1:] for each in words if each[0] == "+"] for who, words in RIGHTS.items()}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(redis_binary(), tmp_path_factory.mktemp("rights")) as server:
+        yield server
+
+
+def allow(server: Server, who: str, without: str = "") -> Any:
+    """Give a user the rights of the page, but one; return a store that is opened with them."""
+    words = [word for word in RIGHTS[who] if word != f"+{without}"]
+    assert words[:2] == ["ACL", "SETUSER"]
+    user = words[2]
+    (password,) = (word[1:] for word in words if word[0] == ">")
+    server.client.execute_command("ACL", "DELUSER", user)
+    server.client.flushall()
+    server.client.script_flush()  # as at first: EVALSHA fails, and EVAL has to be allowed
+    server.client.execute_command(*words)
+    return open_store(f"redis://{user}:{password}@127.0.0.1:{server.port}/0")
+
+
+def work(store: Any) -> None:
+    use(store)
+    store.count({("shop.charge", "settled"): 1})
+
+
+def look(store: Any) -> None:
+    work(store)
+    store.stats()
+    for state in ("PROCESSING", "COMPLETED", "FAILED"):
+        use_one(store, state)
+        assert store.list(Selection(states=frozenset({State(state)}))).records
+    assert store.counts(hours=2)
+
+
+def use_one(store: Any, state: str) -> None:
+    identity = Identity(namespace="look", key=state)
+    answer = store.claim(identity, attempt=b"12345678", lease_ms=60_000, keep_ms=60_000)
+    if state != "PROCESSING":
+        assert store.settle(answer.record, state=State(state), value=None, keep_ms=60_000)
+
+
+DEEDS = {"worker": work, "operator": look}
+
+
+@pytest.mark.redis
+class TestRights:
+    @pytest.mark.parametrize("who", RIGHTS)
+    def test_they_are_enough(self, server: Server, who: str):
+        store = allow(server, who)
+        DEEDS[who](store)
+        store.close()
+
+    @pytest.mark.parametrize(
+        ("who", "command"), [(who, each) for who, found in COMMANDS.items() for each in found]
+    )
+    def test_none_of_them_is_too_many(self, server: Server, who: str, command: str):
+        store = allow(server, who, without=command)
+        with pytest.raises(StoreMisconfigured, match=r"rights|permission|can't run"):
+            DEEDS[who](store)
+        store.close()
+
+    def test_other_keys_are_out_of_reach(self, server: Server):
+        allow(server, "worker").close()
+        user, password = RIGHTS["worker"][2], "password"
+        with pytest.raises(StoreMisconfigured, match=r"rights|permission|can't run"):
+            work(open_store(f"redis://{user}:{password}@127.0.0.1:{server.port}/0?prefix=shop"))
+
+
+def refused(work: Callable[[], object]) -> None:
+    with pytest.raises(StoreMisconfigured, match=r"rights|permission|can't run"):
+        work()
+
+
+@pytest.mark.redis
+class TestFurtherRights:
+    def test_another_database_needs_select(self, server: Server):
+        allow(server, "worker").close()
+        url = f"redis://idem:password@127.0.0.1:{server.port}/1"
+        refused(lambda: use(open_store(url)))
+        server.client.execute_command("ACL", "SETUSER", "idem", "+select")
+        use(open_store(url))
+
+    def test_waiting_for_replicas_needs_wait(self, server: Server):
+        allow(server, "worker").close()
+        url = f"redis://idem:password@127.0.0.1:{server.port}/0"
+        store = RedisStore(url, replicas=1, replica_timeout_ms=50)
+        refused(lambda: use(store))
+        server.client.execute_command("ACL", "SETUSER", "idem", "+wait")
+        server.client.flushall()  # what was claimed, and could not be waited for
+        with pytest.raises(StoreUnavailable, match="replica"):
+            use(store)
+        store.close()
+
+    def test_a_cluster_needs_its_slots(self, tmp_path: Path):
+        with cluster(redis_binary(), tmp_path) as nodes:
+            for node in nodes:
+                node.client.execute_command(*RIGHTS["worker"])
+            hosts = ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+            url = f"redis+cluster://idem:password@{hosts}"
+            refused(lambda: use(open_store(url)))
+            for node in nodes:
+                node.client.execute_command("ACL", "SETUSER", "idem", "+cluster|slots", "+asking")
+            use(open_store(url))
+
+
+@pytest.mark.redis
+@pytest.mark.worker
+def test_a_worker_runs_with_these_rights(
+    server: Server, start_worker: Callable[..., Worker], ledger: Ledger
+):
+    allow(server, "worker").close()
+    settings = {
+        "broker_url": f"redis://127.0.0.1:{server.port}/2",
+        "result_backend": f"redis://127.0.0.1:{server.port}/2",
+        "task_default_queue": "rights",
+        "broker_connection_retry_on_startup": True,
+        "idempotency_store": f"redis://idem:password@127.0.0.1:{server.port}/0",
+    }
+    worker = start_worker(
+        "tests.docs.recipes_app", env={recipes_app.SETTINGS_VARIABLE: json.dumps(settings)}
+    )
+    app = Celery(set_as_current=False)
+    app.conf.update(settings)
+    name = "recipes_two_providers.pay"
+    first, second = (app.send_task(name, ("order-1", 5)).get(timeout=30) for _ in range(2))
+    assert first == second
+    assert ledger.count("charge") == ledger.count("receipt") == 1
+    app.send_task("celery_idempotent.sweep").get(timeout=30)
+    assert "StoreMisconfigured" not in worker.log
+    gc.collect()
+    backend: Any = app.backend
+    backend.result_consumer.subscribed_to.clear()
+    app.close()
+
+
+class TestErrors:
+    @pytest.mark.parametrize("serializer", ["json", "pickle"])
+    @pytest.mark.parametrize("name", errors.__all__)
+    def test_they_come_out_of_the_result_backend_as_themselves(self, name: str, serializer: str):
+        app = Celery(set_as_current=False, backend="cache+memory://")
+        app.conf.update(result_serializer=serializer, accept_content=["json", "pickle"])
+        backend: Any = Backend(app)
+        kind = getattr(errors, name)
+        extra = {"InProgress": ("4ce1", 3.5), "TooManyCrashes": (4,)}.get(name, ())
+        error = kind("what happened", *extra)
+        back = backend.exception_to_python(
+            backend.decode(backend.encode(backend.prepare_exception(error)))
+        )
+        assert type(back) is kind
+        assert back.args == error.args
+        assert vars(back) == vars(error)
+        app.close()
+
+    def test_the_caller_of_the_page_is_told_which(self):
+        ask = load(Celery(set_as_current=False), "running", "caller", {}).ask
+
+        class Result:
+            def __init__(self, error: Exception) -> None:
+                self.error = error
+
+            def get(self, timeout: float) -> None:
+                raise self.error
+
+        assert ask(Result(errors.InProgress("held", "4ce1", 3.5))) == "task 4ce1 is at it"
+        assert ask(Result(errors.TooManyCrashes("m", 4))) == "given up after 4 crashes"
+        assert "something else" in ask(Result(errors.FingerprintMismatch()))
+
+
+def test_an_assignment_overrides_a_namespaced_setting_from_celery_5_7_on():
+    app = Celery(set_as_current=False)
+    settings = SimpleNamespace(CELERY_IDEMPOTENCY_LEASE=30, CELERY_TASK_ACKS_LATE=True)
+    app.config_from_object(settings, namespace="CELERY")
+    app.conf.idempotency_lease = 5
+    major, minor = map(int, re.findall(r"\d+", celery.__version__)[:2])
+    assert app.conf.get("idempotency_lease") == (5 if (major, minor) >= (5, 7) else 30)
+    app.close()

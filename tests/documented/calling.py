@@ -1,0 +1,245 @@
+"""Scenarios of the guide's chapter on calling tasks: ways to call, links, errbacks, times."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from celery import chain, group, signature
+from celery.result import AsyncResult
+from kombu import Connection
+from kombu.exceptions import OperationalError
+
+from tests.documented.scenario import scenario
+from tests.documented.sides import PATIENCE, Stage
+
+
+@scenario("delay is apply_async with star arguments")
+def delay(s: Stage) -> None:
+    assert s.get(s.add.delay(2, y=3)) == 5
+    assert s.get(s.add.apply_async((2,), {"y": 3})) == 5
+    assert s.get(s.add.apply_async(kwargs={"x": 2, "y": 3})) == 5
+    assert s.get(s.add.apply_async(args=[2, 3])) == 5
+
+
+@scenario("a task that is called as a function runs here, and no message is sent")
+def called(s: Stage) -> None:
+    assert s.note("sum", s.add(2, 2)) == 4
+    assert s.note("request", s.show())["direct"] is True
+    with pytest.raises(ValueError, match="no luck"):
+        s.fail()
+    assert s.add.s(2, 2)() == 4
+    assert not s.side.ids(s.scenario)
+
+
+@scenario("a call may bring a task id of its own")
+def own_id(s: Stage) -> None:
+    result = s.add.apply_async((2, 2), task_id=f"my-own-{s.side.name}")
+    assert result.id == f"my-own-{s.side.name}"
+    assert s.get(result) == 4
+    assert s.get(s.app.AsyncResult(result.id)) == 4
+
+
+@scenario("a task is called by its name where it is not known")
+def by_name(s: Stage) -> None:
+    assert s.get(s.app.send_task("tests.add", (2, 2))) == 4
+    assert s.get(s.app.send_task("tests.add", kwargs={"x": 1, "y": 2}, headers={"a": 1})) == 3
+    assert s.get(signature("tests.add", args=(3, 4), app=s.app).delay()) == 7
+
+
+@scenario("a link runs with the result of its parent, and is its child")
+def link(s: Stage) -> None:
+    result = s.add.apply_async((2, 2), link=s.add.s(16))
+    assert s.get(result) == 4
+    s.wait(lambda: result.children)
+    assert s.get(result.children[0]) == 20
+    s.see(result)
+    assert len(s.note("collected", [value for _, value in result.collect()])) == 2
+
+
+@scenario("links that are listed run in their order, with options and immutable ones as they are")
+def links(s: Stage) -> None:
+    listed = [s.mul.s(16), s.quiet.si("immutable"), s.add.s(1).set(priority=4, headers={"h": 1})]
+    result = s.add.apply_async((2, 2), link=listed)
+    assert s.get(result) == 4
+    (together,) = s.wait(lambda: result.children)
+    assert [s.get(child) for child in together.results] == [64, "immutable", 5]
+    s.see(result)
+
+
+@scenario("a link may be a chain, a group or a chord")
+def link_canvas(s: Stage) -> None:
+    chained = chain(s.add.s(1), s.mul.s(2))
+    result = s.add.apply_async((2, 2), link=chained)
+    assert s.get(result) == 4
+    grouped = group([s.mul.s(1), s.mul.s(2)], app=s.app)
+    other = s.add.apply_async((1, 1), link=[grouped, grouped.clone() | s.tsum.s()])
+    assert s.get(other) == 2
+
+
+@scenario("a link that has a link calls it, too")
+def link_of_link(s: Stage) -> None:
+    second = s.add.s(100)
+    first = s.add.s(10)
+    first.link(second)
+    result = s.add.apply_async((1, 1), link=first)
+    assert s.get(result) == 2
+    s.wait(lambda: result.children)
+    s.get(result.children[0])
+    s.wait(lambda: result.children[0].children)
+    assert s.get(result.children[0].children[0]) == 112
+
+
+@scenario("no link runs when the task fails, but every errback does")
+def errback(s: Stage) -> None:
+    result = s.fail.apply_async(link=s.quiet.s(), link_error=s.new.s())
+    error = s.error(result)
+    assert isinstance(error, ValueError)
+    assert s.wait_seen(result.id, "errback")[0][1:] == ["ValueError('no luck')", True]
+    assert result.traceback.endswith("ValueError: no luck\n")
+
+
+@scenario("an errback of one argument, or a bound one, runs as a task with the failed task's id")
+def old_errback(s: Stage) -> None:
+    for name in ("old", "bound_old"):
+        result = s.fail.apply_async(link_error=getattr(s, name).s())
+        s.error(result)
+
+
+@scenario("several errbacks run in their order, whatever their style")
+def errbacks(s: Stage) -> None:
+    result = s.fail.apply_async(link_error=[s.new.s(), s.old.s(), s.new.s(), s.bound_old.s()])
+    s.error(result)
+    assert len(s.wait_seen(result.id, "errback", 2)) == 2
+
+
+@scenario("an errback is called for a task sent by name")
+def errback_by_name(s: Stage) -> None:
+    result = s.app.send_task("tests.fail", link_error=s.old.s())
+    s.error(result)
+
+
+@scenario("no errback runs when the task succeeds")
+def errback_unused(s: Stage) -> None:
+    assert s.get(s.add.apply_async((1, 1), link_error=[s.new.s(), s.old.s()])) == 2
+
+
+@scenario("a signature takes links by link() and on_error()")
+def on_error(s: Stage) -> None:
+    sig = s.add.s(2, 2)
+    sig.link(s.mul.s(4))
+    sig.link(s.quiet.s())
+    assert s.get(sig.delay()) == 4
+    result = s.fail.s().on_error(s.new.s()).delay()
+    s.error(result)
+    s.wait_seen(result.id, "errback")
+
+
+@scenario("on_message tells the caller of every state")
+def on_message(s: Stage) -> None:
+    result = s.progress.delay(2)
+    told: list[Any] = []
+    value = result.get(timeout=PATIENCE, propagate=False, on_message=told.append)
+    assert s.note("value", value) == "finished"
+    assert told[-1]["status"] == "SUCCESS"
+    s.note("last", sorted(told[-1]))
+
+
+@scenario("a countdown delays a task", slow=True)
+def countdown(s: Stage) -> None:
+    start = s.elapsed()
+    assert s.get(s.add.apply_async((2, 2), countdown=1)) == 4
+    assert s.elapsed() - start >= 0.9
+
+
+@scenario("an eta delays a task, and one in the past does not", slow=True)
+def eta(s: Stage) -> None:
+    start = s.elapsed()
+    now = datetime.now(timezone.utc)
+    assert s.get(s.add.apply_async((2, 2), eta=now - timedelta(hours=1))) == 4
+    assert s.get(s.add.apply_async((2, 3), eta=now + timedelta(seconds=1))) == 5
+    assert s.elapsed() - start >= 0.9
+
+
+@scenario("a task that expired is revoked, after seconds or at a moment")
+def expires(s: Stage) -> None:
+    past = datetime.now(timezone.utc) - timedelta(seconds=5)
+    for options in ({"expires": past}, {"expires": -5}):
+        result = s.add.apply_async((1, 1), link=s.quiet.s(), link_error=s.new.s(), **options)
+        assert type(s.error(result)).__name__ == "TaskRevokedError"
+        assert result.state == "REVOKED"
+
+
+@scenario("a task that expires while it waits for its countdown is revoked", slow=True)
+def expires_waiting(s: Stage) -> None:
+    result = s.add.apply_async((1, 1), countdown=4, expires=2)
+    assert type(s.error(result)).__name__ == "TaskRevokedError"
+
+
+@scenario("a task that expires later runs, and knows when")
+def expires_later(s: Stage) -> None:
+    assert s.get(s.add.apply_async((1, 1), expires=60)) == 2
+    tomorrow = datetime.now(timezone.utc) + timedelta(days=1)
+    assert s.get(s.add.apply_async((1, 1), expires=tomorrow)) == 2
+
+
+@scenario(
+    "a broker that is away raises OperationalError, at once or when retries are over", absent=2
+)
+def unreachable(s: Stage) -> None:
+    policies: list[dict[str, Any]] = [
+        {"retry": False},
+        {
+            "retry": True,
+            "retry_policy": {"max_retries": 1, "interval_start": 0, "interval_step": 0.01},
+        },
+    ]
+    for options in policies:
+        with Connection("redis://127.0.0.1:1/0") as connection:
+            with pytest.raises(OperationalError) as caught:
+                s.add.apply_async((1, 1), connection=connection, **options)
+            s.note("raised", caught.type)
+            assert caught.type is s.add.OperationalError
+
+
+@scenario("a call may use a connection or a producer of its own")
+def connections(s: Stage) -> None:
+    with s.app.connection_for_write() as connection:
+        assert s.get(s.add.apply_async((1, 1), connection=connection)) == 2
+        with s.app.amqp.Producer(connection) as producer:
+            results = [s.add.apply_async((n, n), producer=producer) for n in range(3)]
+    assert [s.get(result) for result in results] == [0, 2, 4]
+
+
+@scenario("a result that was forgotten is unknown again")
+def forget(s: Stage) -> None:
+    result = s.add.delay(1, 1)
+    assert s.get(result) == 2
+    result.forget()
+    s.see(s.app.AsyncResult(result.id))
+    assert s.app.AsyncResult(result.id).state == "PENDING"
+
+
+@scenario("get(propagate=False) returns the exception, and a successful child's parent is known")
+def propagate(s: Stage) -> None:
+    result = s.fail.delay("x")
+    value = result.get(timeout=PATIENCE, propagate=False)
+    assert s.note("value", repr(value)) == "ValueError('no luck', 'x')"
+    assert (result.failed(), result.successful(), result.ready()) == (True, False, True)
+    assert isinstance(result.maybe_throw(propagate=False), ValueError)
+    with pytest.raises(ValueError, match="no luck"):
+        result.maybe_throw()
+
+
+@scenario("a result travels as a tuple, and comes back with its parents")
+def as_tuple(s: Stage) -> None:
+    from celery.result import result_from_tuple
+
+    result = chain(s.add.s(1, 1), s.add.s(2)).apply_async()
+    assert (s.get(result), s.get(result.parent)) == (4, 2)
+    again = result_from_tuple(result.as_tuple(), app=s.app)
+    assert isinstance(again, AsyncResult)
+    assert again.parent.id == result.parent.id
+    s.see(again)
+    s.note("graph", len(list(result.parent.iterdeps(intermediate=True))))

@@ -1,0 +1,261 @@
+"""Scenarios of the guide's chapter on canvas: signatures, chains, groups, chords."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import chain, chord, group, signature
+from celery.exceptions import ChordError
+from celery.result import GroupResult
+
+from tests.documented.scenario import scenario
+from tests.documented.sides import PATIENCE, Stage
+
+
+@scenario("a signature tells its parts, and is called in every way that its task is")
+def signatures(s: Stage) -> None:
+    sig = s.echo.signature((2, 2), {"debug": True}, countdown=0.1)
+    s.note("parts", (sig.args, sig.kwargs, sig.options, str(sig)))
+    assert s.get(sig.delay()) == [[2, 2], {"debug": True}]
+    assert s.get(s.echo.s(1).set(priority=3).apply_async()) == [[1], {}]
+    assert s.note("inline", sig()) == [[2, 2], {"debug": True}]
+    assert (~s.add.s(2, 2)) == 4
+    again = signature(dict(sig), app=s.app)
+    assert s.get(again.apply_async(countdown=0)) == [[2, 2], {"debug": True}]
+
+
+@scenario("partial arguments go before those of the signature, keywords and options over them")
+def partials(s: Stage) -> None:
+    assert s.get(s.sub.s(10).delay(30)) == 20
+    assert s.get(s.sub.s(10).apply_async((30,))) == 20
+    assert s.get(s.echo.s(1, a=1, b=1).delay(2, b=2)) == [[2, 1], {"a": 1, "b": 2}]
+    sig = s.echo.s(1).set(priority=3)
+    assert s.get(sig.apply_async(kwargs={"c": 3}, priority=5)) == [[1], {"c": 3}]
+    clone = s.echo.s(2).clone(args=(4,), kwargs={"debug": True})
+    s.note("clone", (clone.args, clone.kwargs))
+    assert s.get(clone.delay()) == [[4, 2], {"debug": True}]
+
+
+@scenario("an immutable signature takes no more arguments")
+def immutable(s: Stage) -> None:
+    assert s.get(s.echo.si(1).delay(2, a=3)) == [[1], {}]
+    assert s.get(s.echo.signature((1,), immutable=True).apply_async((2,))) == [[1], {}]
+    assert s.get(chain(s.add.si(2, 2), s.add.si(4, 4)).apply_async()) == 8
+
+
+@scenario("a chain hands each result to the next step, and knows its parents")
+def chains(s: Stage) -> None:
+    result = chain(s.add.s(4, 4), s.mul.s(8), s.mul.s(10))()
+    assert s.get(result) == 640
+    assert (s.get(result.parent), s.get(result.parent.parent)) == (64, 8)
+    s.see(result)
+    piped = (s.add.s(2, 2) | s.mul.s(8) | s.mul.s(10)).apply_async()
+    assert s.get(piped) == 320
+    s.note("graph", len(list(result.parent.parent.collect(intermediate=True))))
+
+
+@scenario("chains are partial, and may be parts of chains")
+def chain_partials(s: Stage) -> None:
+    inner = s.add.s(4) | s.mul.s(8)
+    assert s.get(inner(16)) == 160
+    assert s.get(inner.delay(16)) == 160
+    assert s.get((s.add.s(4, 16) | s.mul.s(2) | (s.add.s(4) | s.mul.s(8)))()) == 352
+
+
+@scenario("a chain takes the id of its last task, and options of the call for its first")
+def chain_ids(s: Stage) -> None:
+    sig = chain(s.show.si(), s.show.si())
+    result = sig.apply_async(priority=6, headers={"first": True})
+    assert s.get(result)["headers"] is None
+    assert s.get(result.parent)["headers"] == {"first": True}
+    own = chain(s.add.s(1, 1), s.add.s(1)).apply_async(task_id=f"last-{s.side.name}")
+    assert own.id == f"last-{s.side.name}"
+    assert s.get(own) == 3
+
+
+@scenario("a failing step ends its chain, and calls the errbacks that the chain was given")
+def chain_fails(s: Stage) -> None:
+    sig = chain(s.add.s(1, 1), s.fail.s(), s.quiet.s())
+    sig.link_error(s.new.s())
+    result = sig.apply_async()
+    assert isinstance(s.error(result.parent), ValueError)
+    s.wait_seen(result.parent.id, "errback")
+    assert isinstance(s.state(result, "FAILURE"), ValueError)
+    s.see(result)
+    by_call = chain(s.fail.s(), s.quiet.s()).apply_async(link_error=s.old.s())
+    assert isinstance(s.error(by_call), ValueError)
+
+
+@scenario("a chain's link runs after its last step")
+def chain_link(s: Stage) -> None:
+    sig = chain(s.add.s(1, 1), s.add.s(2))
+    sig.link(s.mul.s(10))
+    result = sig.apply_async()
+    assert s.get(result) == 4
+    (child,) = s.wait(lambda: result.children)
+    assert s.get(child) == 40
+
+
+@scenario("a group runs its members, and its result counts and gathers them")
+def groups(s: Stage) -> None:
+    result = group((s.add.s(n, n) for n in range(5)), app=s.app)()
+    assert isinstance(result, GroupResult)
+    assert s.get(result) == [0, 2, 4, 6, 8]
+    assert result.join(timeout=PATIENCE) == [0, 2, 4, 6, 8]
+    told = (result.ready(), result.successful(), result.failed(), result.waiting())
+    assert s.note("told", (told, result.completed_count())) == ((True, True, False, False), 5)
+    result.save()
+    restored = GroupResult.restore(result.id, app=s.app)
+    assert [each.id for each in restored.results] == [each.id for each in result.results]
+    result.delete()
+    s.note("gone", GroupResult.restore(result.id, app=s.app))
+    result.forget()
+    assert result.results[0].state == "PENDING"
+
+
+@scenario("a group with a failing member fails, and the others end")
+def group_fails(s: Stage) -> None:
+    result = group([s.add.s(1, 1), s.fail.s(), s.add.s(2, 2)], app=s.app).apply_async()
+    with pytest.raises(ValueError, match="no luck"):
+        result.get(timeout=PATIENCE)
+    values = result.get(timeout=PATIENCE, propagate=False)
+    s.note("values", [repr(each) for each in values])
+    assert (result.failed(), result.completed_count()) == (True, 2)
+
+
+@scenario("links and errbacks of a group are those of its members")
+def group_links(s: Stage) -> None:
+    linked = group([s.add.s(2, 2), s.add.s(2, 2)], app=s.app)
+    linked.link(s.echo.s())
+    assert s.get(linked.apply_async()) == [4, 4]
+    failing = group([s.fail.s(), s.fail.s()], app=s.app)
+    failing.link_error(s.new.s())
+    result = failing.apply_async()
+    s.error(result)
+    for member in result.results:
+        s.wait_seen(member.id, "errback")
+
+
+@scenario("a group takes partial arguments and options for all its members")
+def group_partials(s: Stage) -> None:
+    members = group([s.sub.s(1), s.sub.s(2)], app=s.app)
+    assert s.get(members.delay(10)) == [9, 8]
+    shown = group([s.show.s(), s.show.s()], app=s.app).apply_async(headers={"all": 1}, priority=2)
+    assert [each["headers"] for each in s.get(shown)] == [{"all": 1}] * 2
+    assert s.get(group([], app=s.app).apply_async()) == []
+
+
+@scenario("groups of groups are one flat group")
+def nested_groups(s: Stage) -> None:
+    inner = [group([s.add.s(n, 1), s.add.s(n, 2)], app=s.app) for n in range(2)]
+    assert s.get(group(inner, app=s.app).apply_async()) in ([[1, 2], [2, 3]], [1, 2, 2, 3])
+
+
+@scenario("a group of one is unrolled in a chain")
+def unrolled(s: Stage) -> None:
+    one = chain(s.add.s(2, 2), group([s.add.s(1)], app=s.app), s.add.s(1))
+    s.note("shape", str(one))
+    assert s.get(one.apply_async()) == 6
+
+
+@scenario("a group in the middle of a chain forwards arguments, and one before a task is a chord")
+def upgraded(s: Stage) -> None:
+    sums = group([s.add.s(n, n) for n in range(4)], app=s.app) | s.tsum.s()
+    assert s.get(sums()) == 12
+    through = s.add.s(1, 1) | group([s.add.s(1), s.add.s(1)], app=s.app) | s.tsum.s() | s.mul.s(10)
+    assert s.get(through.apply_async()) == 60
+    ends = (s.add.s(4, 4) | group([s.add.si(n, n) for n in range(3)], app=s.app))()
+    assert s.get(ends) == [0, 2, 4]
+    assert s.get(ends.parent) == 8
+
+
+@scenario("two groups in a row: the second's members get the first's results")
+def group_after_group(s: Stage) -> None:
+    first = group([s.add.s(1, 1), s.add.s(1, 1)], app=s.app)
+    second = group([s.tsum.s(), s.tsum.s()], app=s.app)
+    assert s.get(chain(first, second).apply_async()) == [4, 4]
+
+
+@scenario("a chord's body gets the results of its header, in their order")
+def chords(s: Stage) -> None:
+    header = [s.add.s(n, n) for n in range(6)]
+    assert s.get(chord(header, app=s.app)(s.echo.s())) == [[[0, 2, 4, 6, 8, 10]], {}]
+    assert s.get(chord(header, s.tsum.s(), app=s.app).apply_async()) == 30
+    assert s.get(chord(header, s.quiet.si("done"), app=s.app).delay()) == "done"
+    assert s.get(chord([s.add.s(2, 2)], s.tsum.s(), app=s.app).apply_async()) == 4
+
+
+@scenario("a chord's body may be a chain, a group or a chord, and so may members of its header")
+def chord_parts(s: Stage) -> None:
+    header = [s.add.s(1, 1), s.add.s(1, 1)]
+    assert s.get(chord(header, s.tsum.s() | s.mul.s(10), app=s.app).apply_async()) == 40
+    both = group([s.tsum.s(), s.tsum.s()], app=s.app)
+    assert s.get(chord(header, both, app=s.app).apply_async()) == [4, 4]
+    inner = chord(both, s.tsum.s(), app=s.app)
+    assert s.get(chord(header, inner, app=s.app).apply_async()) == 8
+    chains = [chain(s.add.s(1, 1), s.mul.s(2)) for _ in range(2)]
+    assert s.get(chord(chains, s.tsum.s(), app=s.app).apply_async()) == 8
+    chords = [chord(header, s.tsum.s(), app=s.app) for _ in range(2)]
+    assert s.get(chord(chords, s.tsum.s(), app=s.app).apply_async()) == 8
+
+
+@scenario("a link of a chord runs after its body")
+def chord_link(s: Stage) -> None:
+    sig = chord([s.add.s(1, 1), s.add.s(1, 1)], s.tsum.s(), app=s.app)
+    sig.link(s.mul.s(100))
+    result = sig.apply_async()
+    assert s.get(result) == 4
+    (child,) = s.wait(lambda: result.children)
+    assert s.get(child) == 400
+
+
+@scenario("a failing header fails its body with ChordError, and the other members run")
+def chord_fails(s: Stage) -> None:
+    body = s.quiet.s().on_error(s.new.s())
+    result = chord([s.fail_if.s("a"), s.fail_if.s("bad")], body, app=s.app).apply_async()
+    assert isinstance(s.error(result), KeyError)
+    assert isinstance(s.state(result, "FAILURE"), ChordError)
+    s.wait_seen(result.id, "errback")
+    assert all(each.get(timeout=PATIENCE, propagate=False) for each in result.parent.results)
+
+
+@scenario("errbacks of a chord in their several styles run when its body fails, too")
+def chord_errbacks(s: Stage) -> None:
+    for name in ("old", "bound_old"):
+        body = s.quiet.s().on_error(getattr(s, name).s())
+        failed = chord([s.fail_if.s("bad"), s.fail_if.s("bad")], body, app=s.app).apply_async()
+        s.error(failed)
+        assert isinstance(failed.result, ChordError)
+    sig = chord([s.add.s(1, 1), s.add.s(1, 1)], s.fail.s(), app=s.app)
+    sig.link_error(s.new.s())
+    result = sig.apply_async()
+    assert isinstance(s.error(result), ValueError)
+    s.wait_seen(result.id, "errback")
+
+
+@scenario("link and link_error may be given with the call of a chord", since=(5, 7))
+def chord_call_links(s: Stage) -> None:
+    header: list[Any] = [s.add.s(1, 1), s.add.s(1, 1)]
+    result = chord(header, s.tsum.s(), app=s.app).apply_async(link=s.mul.s(2), link_error=s.new.s())
+    assert s.get(result) == 4
+    bad = chord([s.fail_if.s("bad")] * 2, s.tsum.s(), app=s.app)
+    failed = bad.apply_async(link_error=s.new.s())
+    s.error(failed)
+    assert isinstance(failed.result, ChordError)
+    s.wait_seen(failed.id, "errback")
+
+
+@scenario("a chord in a chain gets the step before, and hands on to the step after")
+def chord_in_chain(s: Stage) -> None:
+    middle = chord([s.add.s(1), s.add.s(1)], s.tsum.s(), app=s.app)
+    assert s.get(chain(s.add.s(1, 1), middle, s.mul.s(10)).apply_async()) == 60
+    two = chain(middle.clone((5,)), chord([s.add.s(1), s.add.s(1)], s.tsum.s(), app=s.app))
+    assert s.get(two.apply_async()) == 26
+
+
+@scenario("a failing step before a chord fails what comes after it", since=(5, 7))
+def chain_fails_before_chord(s: Stage) -> None:
+    middle = chord([s.add.s(1), s.add.s(1)], s.tsum.s(), app=s.app)
+    result = chain(s.fail.s(), middle).apply_async()
+    assert isinstance(s.error(result), ValueError)

@@ -1,0 +1,201 @@
+"""Scenarios of the guide's chapter on canvas: map and chunks, stamps, and everything eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import chain, chord, group
+from celery.canvas import StampingVisitor
+
+from tests.documented.app import OURS, PLAIN, make_app
+from tests.documented.scenario import scenario
+from tests.documented.sides import PATIENCE, Stage
+
+
+@scenario("map and starmap call a task for each item of one message")
+def maps(s: Stage) -> None:
+    assert s.get(s.tsum.map([[1, 2], [3, 4]]).apply_async()) == [3, 7]
+    assert s.get(s.add.starmap([(1, 2), (3, 4)]).apply_async()) == [3, 7]
+    assert (~s.tsum.map([list(range(10))])) == [45]
+    together = group([s.add.starmap([(1, 1)]), s.add.starmap([(1, 1)])], app=s.app)
+    assert s.get(together.apply_async()) == [[2], [2]]
+
+
+@scenario("an item that fails fails its map")
+def map_fails(s: Stage) -> None:
+    assert isinstance(s.error(s.fail_if.map(["a", "bad", "b"]).apply_async()), KeyError)
+
+
+@scenario("chunks are messages of several items each, sent from here or by a task")
+def chunks(s: Stage) -> None:
+    parts = s.add.chunks(zip(range(4), range(4), strict=True), 2)
+    assert s.get(parts()) == [[0, 2], [4, 6]]
+    assert s.get(s.add.chunks([(1, 1), (2, 2), (3, 3)], 2).apply_async()) == [[2, 4], [6]]
+    grouped = s.add.chunks([(1, 1), (2, 2)], 1).group()
+    assert s.get(grouped.skew(start=0.1, stop=0.3, step=0.1)()) == [[2], [4]]
+
+
+@scenario("a chunk or a map may be a step of a chain")
+def map_in_chain(s: Stage) -> None:
+    assert s.get((s.add.starmap([(1, 1), (2, 2)]) | s.tsum.s()).apply_async()) == 6
+
+
+class MonitoringId(StampingVisitor):
+    """Stamps every signature, callback and errback."""
+
+    def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
+        return {"monitoring_id": f"of {sig.task}", "stamped_headers": ["monitoring_id"]}
+
+    def on_callback(self, callback: Any, **headers: Any) -> dict[str, Any]:
+        return {"on_callback": True}
+
+    def on_errback(self, errback: Any, **headers: Any) -> dict[str, Any]:
+        return {"on_errback": True}
+
+
+class InGroup(StampingVisitor):
+    """Stamps what is in a group."""
+
+    def __init__(self) -> None:
+        self.in_group = False
+
+    def on_group_start(self, group: Any, **headers: Any) -> dict[str, Any]:
+        self.in_group = True
+        return {"in_group": [self.in_group], "stamped_headers": ["in_group"]}
+
+    def on_group_end(self, group: Any, **headers: Any) -> None:
+        self.in_group = False
+
+    def on_chain_start(self, chain: Any, **headers: Any) -> dict[str, Any]:
+        return {"in_group": [self.in_group], "stamped_headers": ["in_group"]}
+
+    def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
+        return {"in_group": [self.in_group], "stamped_headers": ["in_group"]}
+
+
+@scenario("a stamp reaches the task, its result's meta data and its retries")
+def stamps(s: Stage) -> None:
+    members = group([s.show.si(), s.show.si()], app=s.app)
+    members.stamp(stamp="your_custom_stamp")
+    result = members.apply_async()
+    stamps = [each["stamps"] for each in s.get(result)]
+    assert s.note("stamps", stamps) in (
+        [{"stamp": "your_custom_stamp"}] * 2,
+        [{"stamp": ["your_custom_stamp"]}] * 2,
+    )
+    meta = result.results[0]._get_task_meta()
+    s.note("stamp", meta["stamp"])
+    retried = s.retries.s(1)
+    retried.stamp(tenant="a")
+    again = retried.apply_async()
+    assert s.get(again) == [1, None]
+    s.note("meta", again._get_task_meta().get("tenant"))
+
+
+@scenario("a visitor stamps every part of a canvas")
+def visitors(s: Stage) -> None:
+    for visitor in (MonitoringId, InGroup):
+        middle = group([s.add.s(1), s.add.s(1)], app=s.app)
+        sig = chain(s.add.s(1, 1), middle, s.tsum.s())
+        sig.stamp(visitor=visitor())
+        assert s.get(sig.apply_async()) == 6
+
+
+@scenario("a visitor stamps callbacks and errbacks, whose tasks see it")
+def visitor_callbacks(s: Stage) -> None:
+    sig = chord([s.add.s(1, 1), s.add.s(1, 1)], s.tsum.s(), app=s.app)
+    sig.link(s.echo.s())
+    sig.link_error(s.old.s())
+    sig.stamp(visitor=MonitoringId())
+    result = sig.apply_async()
+    assert s.get(result) == 4
+    (child,) = s.wait(lambda: result.children)
+    s.get(child)
+    failing = s.fail.s()
+    failing.link_error(s.old.s())
+    failing.stamp(visitor=MonitoringId())
+    s.error(failing.apply_async())
+
+
+@scenario("replacing a stamped task stamps what replaces it")
+def stamped_replace(s: Stage) -> None:
+    sig = s.replaced.s("chain", 1)
+    sig.stamp(tenant="a")
+    assert s.get(sig.apply_async()) == 4
+
+
+@scenario("apply runs a task here, and its result is there at once", alone=True)
+def apply(s: Stage) -> None:
+    assert s.get(s.add.apply((2, 2))) == 4
+    assert s.get(s.add.s(2).apply((3,))) == 5
+    failed = s.fail.apply(link_error=s.new.s())
+    assert isinstance(s.error(failed), ValueError)
+    with pytest.raises(ValueError, match="no luck"):
+        s.fail.apply(throw=True)
+    shown = s.show.apply(headers={"tenant": "a"}, retries=2).get()
+    assert (shown["eager"], shown["retries"], shown["headers"]) == (True, 2, {"tenant": "a"})
+    s.note("shown", shown)
+    linked = s.add.apply((1, 1), link=s.quiet.s())
+    assert s.get(linked) == 2
+
+
+@scenario("apply retries here, and ends as the last run does", alone=True)
+def apply_retry(s: Stage) -> None:
+    assert s.get(s.retries.apply((2, "", "x"))) == [2, "x"]
+    assert s.get(s.autoretries.apply(("key", 1))) == 1
+    assert isinstance(s.error(s.retries.apply((9, "given exc"))), Exception)
+
+
+@scenario("apply of a task that ignores, rejects or is replaced says so", alone=True)
+def apply_ends(s: Stage) -> None:
+    for how in ("ignore", "reject"):
+        result = s.ends.apply((how,))
+        s.note(how, (result.state, repr(result.result)))
+    assert s.get(s.replaced.apply(("task", 5))) == 15
+
+
+@scenario("apply runs every primitive here", alone=True)
+def apply_canvas(s: Stage) -> None:
+    assert s.get(chain(s.add.s(1, 1), s.mul.s(10)).apply()) == 20
+    assert s.get(group([s.add.s(1, 1), s.add.s(2, 2)], app=s.app).apply()) == [2, 4]
+    assert s.get(chord([s.add.s(1, 1), s.add.s(2, 2)], s.tsum.s(), app=s.app).apply()) == 6
+    assert s.get(s.tsum.map([[1, 2]]).apply()) == [3]
+    assert s.get(s.add.starmap([(1, 2)]).apply()) == [3]
+    through = s.add.s(1, 1) | group([s.add.s(1), s.add.s(2)], app=s.app) | s.tsum.s()
+    assert s.get(through.apply()) == 7
+
+
+@scenario("an app that is always eager runs calls and canvases here", alone=True)
+def always_eager(s: Stage) -> None:
+    conf = {"task_always_eager": True, "idempotency_store": "memory://"}
+    app = make_app(OURS if s.ours else PLAIN, conf)
+    add, tsum = app.tasks["tests.add"], app.tasks["tests.tsum"]
+    assert s.get(add.delay(1, 1)) == 2
+    assert s.get(chain(add.s(1, 1), add.s(2)).apply_async()) == 4
+    assert s.get(group([add.s(1, 1), add.s(2, 2)], app=app).apply_async()) == [2, 4]
+    assert s.get(chord([add.s(1, 1), add.s(2, 2)], tsum.s(), app=app).apply_async()) == 6
+    assert isinstance(s.error(app.tasks["tests.fail"].delay()), ValueError)
+    assert s.get(app.tasks["tests.retries"].delay(2)) == [2, None]
+    app.conf.task_eager_propagates = True
+    with pytest.raises(ValueError, match="no luck"):
+        app.tasks["tests.fail"].delay()
+    app.close()
+
+
+@scenario("a frozen signature that is sent twice runs twice", differs="frozen-canvas")
+def frozen(s: Stage) -> None:
+    sig = s.quiet.s("x")
+    sig.freeze()
+    results = [sig.apply_async() for _ in range(2)]
+    assert [each.get(timeout=PATIENCE) for each in results] == ["x", "x"]
+    s.side.settle(s.scenario, 0)
+    assert len(s.seen(results[0].id, "ran")) == (1 if s.ours else 2)
+
+
+@scenario("a signature that is sent twice, and a chain, run twice")
+def sent_twice(s: Stage) -> None:
+    for sig in (s.quiet.s("x"), chain(s.quiet.s("y"), s.quiet.s())):
+        results = [sig.apply_async() for _ in range(2)]
+        values = [each.get(timeout=PATIENCE) for each in results]
+        assert values[0] == values[1]

@@ -1,0 +1,250 @@
+"""Scenarios of the guide's chapter on tasks: limits, acknowledgement, states, exceptions, remote control."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import TaskRevokedError
+
+from tests.documented.scenario import scenario
+from tests.documented.sides import PATIENCE, Stage
+
+
+@scenario("a rate limit spreads runs over time", slow=True)
+def rate_limit(s: Stage) -> None:
+    start = s.elapsed()
+    results = [s.works_slowly.delay("x") for _ in range(4)]
+    assert [s.get(result) for result in results] == ["x"] * 4
+    assert s.elapsed() - start >= 0.6
+
+
+@scenario("a soft time limit fails the task, which may catch it", slow=True)
+def soft_limit(s: Stage) -> None:
+    failed = s.works_softly.apply_async(("sleeps",), link_error=s.new.s())
+    caught = s.works_softly.delay("catches")
+    assert isinstance(s.error(failed), SoftTimeLimitExceeded)
+    assert s.get(caught) == "caught"
+
+
+@scenario("a hard time limit fails the task and calls its errbacks", slow=True)
+def hard_limit(s: Stage) -> None:
+    for task in (s.works_hard, s.works_hard_late):
+        result = task.apply_async(("sleeps",), link_error=s.new.s())
+        assert isinstance(s.error(result), TimeLimitExceeded)
+        s.wait(lambda result=result: "lost" in s.kinds(result.id))
+
+
+@scenario(
+    "an errback that is told twice of a hard time limit runs twice",
+    slow=True,
+    since=(5, 7),
+    differs="ids-of-callbacks",
+)
+def hard_limit_told(s: Stage) -> None:
+    result = s.works_hard.apply_async(("sleeps",), link_error=s.old.s())
+    assert isinstance(s.error(result), TimeLimitExceeded)
+    s.wait(lambda: len(_errbacks(s)) == (1 if s.ours else 2))
+
+
+@scenario("a task that is switched off is as Celery's, also by default", slow=True)
+def switched_off(s: Stage) -> None:
+    assert s.note("acknowledged", _acknowledged(s, s.works_off)) is True
+    assert isinstance(s.error(s.works_off.delay("dies")), WorkerLostError)
+    result = s.works_off.apply_async(("sleeps",), time_limit=1, link_error=s.old.s())
+    assert isinstance(s.error(result), TimeLimitExceeded)
+    same = s.works_off.s("x")
+    same.freeze()
+    assert [s.get(same.apply_async()) for _ in range(2)] == ["x", "x"]
+    assert len(s.wait_seen(same.id, "how", 2)) == 2
+
+
+@scenario("a duplicate that meets a run at work runs, too", slow=True, differs="ignored-duplicates")
+def ignored(s: Stage) -> None:
+    with s.gate() as gate:
+        first = s.keyed.delay(f"of-{s.side.name}", str(gate))
+        s.wait_seen(first.id, "keyed")
+        second = s.keyed.delay(f"of-{s.side.name}", str(gate))
+        if s.ours:
+            s.state(second, "IGNORED")
+            assert not second.ready()
+        else:
+            s.wait_seen(second.id, "keyed")
+    assert first.get(timeout=PATIENCE) == "done"
+
+
+def _errbacks(s: Stage) -> list[str]:
+    """Return the ids under which errbacks ran."""
+    found = [each for each in s.side.ids(s.scenario) if s.seen(each, "errback")]
+    return [each for each in found if "success" in s.kinds(each)]
+
+
+@scenario("a time limit of the call goes before the task's", slow=True)
+def call_limit(s: Stage) -> None:
+    result = s.works.apply_async(("sleeps",), soft_time_limit=1)
+    assert isinstance(s.error(result), SoftTimeLimitExceeded)
+
+
+@scenario("a task acknowledges late where it says so", slow=True)
+def acks_late(s: Stage) -> None:
+    assert s.note("acknowledged", _acknowledged(s, s.works_late)) is False
+
+
+@scenario("a task acknowledges early where it says so", slow=True)
+def acks_early(s: Stage) -> None:
+    assert s.note("acknowledged", _acknowledged(s, s.works_early)) is True
+
+
+@scenario("a task that says nothing acknowledges early", slow=True, differs="late-acknowledgement")
+def acks_default(s: Stage) -> None:
+    assert s.note("acknowledged", _acknowledged(s, s.works)) is not s.ours
+
+
+def _acknowledged(s: Stage, task: Any) -> Any:
+    with s.gate() as gate:
+        result = task.apply_async(("waits", str(gate)))
+        s.wait_seen(result.id, "how")
+        replies = s.app.control.inspect([s.side.node], timeout=PATIENCE, limit=1).active()
+    assert s.get(result) == "waits"
+    (found,) = [each for each in replies[s.side.node] if each["id"] == result.id]
+    return found["acknowledged"]
+
+
+@scenario("a lost worker fails a task that acknowledges early", slow=True)
+def lost_early(s: Stage) -> None:
+    result = s.works_early.apply_async(("dies",), link_error=s.old.s())
+    assert isinstance(s.error(result), WorkerLostError)
+
+
+@scenario(
+    "a lost worker fails a late acknowledging task that does not ask for its message", slow=True
+)
+def lost_late(s: Stage) -> None:
+    assert isinstance(s.error(s.works_lost_late.delay("dies")), WorkerLostError)
+
+
+@scenario("a lost worker fails a task that says nothing", slow=True, differs="late-acknowledgement")
+def lost_default(s: Stage) -> None:
+    result = s.works.delay("dies")
+    if s.ours:
+        assert s.get(result) == "came back"
+    else:
+        assert isinstance(s.error(result), WorkerLostError)
+
+
+@scenario("a task that calls sys.exit takes its process down, and fails", slow=True, since=(5, 7))
+def exits(s: Stage) -> None:
+    result = s.works_early.delay("exits")
+    assert isinstance(s.error(result), (WorkerLostError, SystemExit))
+
+
+@scenario("a failure is acknowledged or, where the task says so, rejected")
+def acks_on_failure(s: Stage) -> None:
+    assert isinstance(s.error(s.works_unacked.delay("value error")), ValueError)
+    assert isinstance(s.error(s.works_late.delay("value error")), ValueError)
+
+
+@scenario("track_started shows STARTED with the worker's name")
+def track_started(s: Stage) -> None:
+    with s.gate() as gate:
+        result = s.works_started.delay("waits", str(gate))
+        info: Any = s.wait(lambda: result.state == "STARTED" and result.info)
+    assert info["hostname"] == s.side.node
+    s.note("started", sorted(info))
+    assert s.get(result) == "waits"
+
+
+@scenario("a task sets states of its own, of itself or of another")
+def custom_states(s: Stage) -> None:
+    result = s.progress.delay(20)
+    info = s.wait(lambda: result.state == "PROGRESS" and result.info)
+    s.note("progress", info["total"])
+    assert s.get(result) == "finished"
+    s.sets.update_state(task_id="of-another", state="HALTED", meta={"by": "me"})
+    other = s.app.AsyncResult("of-another")
+    s.note("halted", (other.state, other.info))
+    other.forget()
+    assert s.get(s.sets.delay("HALTED")) is None
+
+
+@scenario("an exception that keeps its arguments comes back as itself, another by its text")
+def exceptions(s: Stage) -> None:
+    error = s.error(s.works.delay("http error"))
+    assert (type(error).__name__, error.status) == ("HttpError", 404)
+    s.error(s.works.delay("unpickleable"))
+
+
+@scenario("a result that cannot be written fails the task")
+def unserializable(s: Stage) -> None:
+    s.error(s.works_early.delay("unserializable"))
+
+
+@scenario("exceptions that a task expects are no errors in the log")
+def throws(s: Stage) -> None:
+    for how in ("key error", "http error", "value error"):
+        s.error(s.works_expecting.delay(how))
+
+
+@scenario("loggers of tasks name the task, and what is printed is logged")
+def logging(s: Stage) -> None:
+    result = s.logs.delay("hello")
+    assert s.get(result) is None
+    s.wait(lambda: s.kinds(result.id) and len(s.side.log[result.id]) >= 4)
+
+
+@scenario("a task may have an expiry of its own", slow=True)
+def task_expires(s: Stage) -> None:
+    assert s.get(s.works_expiring.apply_async(("x",), expires=60)) == "x"
+    assert isinstance(s.error(s.works_expiring.apply_async(countdown=4)), TaskRevokedError)
+
+
+@scenario("a revoked task does not run", slow=True)
+def revoke(s: Stage) -> None:
+    result = s.quiet.apply_async(("x",), countdown=3, link=s.old.s(), link_error=s.new.s())
+    s.wait(lambda: "received" in s.kinds(result.id))
+    result.revoke()
+    assert isinstance(s.error(result), TaskRevokedError)
+    assert s.state(result, "REVOKED")
+
+
+@scenario("a task is revoked by a header that it was stamped with", slow=True)
+def revoke_by_stamp(s: Stage) -> None:
+    sig = s.quiet.s("x").set(countdown=3)
+    sig.stamp(batch=f"batch-{s.side.name}")
+    result = sig.apply_async()
+    s.wait(lambda: "received" in s.kinds(result.id))
+    s.app.control.revoke_by_stamped_headers({"batch": [f"batch-{s.side.name}"]})
+    assert isinstance(s.error(result), TaskRevokedError)
+
+
+@scenario("a running task is terminated", slow=True)
+def terminate(s: Stage) -> None:
+    result = s.works_early.delay("sleeps")
+    s.wait_seen(result.id, "how")
+    result.revoke(terminate=True)
+    assert isinstance(s.error(result), TaskRevokedError)
+
+
+@scenario("a worker tells its tasks, its queues, its settings, and what it knows of a task")
+def inspect(s: Stage) -> None:
+    node = s.app.control.inspect([s.side.node], timeout=PATIENCE, limit=1)
+    registered = node.registered()[s.side.node]
+    own = [name for name in registered if not name.startswith("celery_idempotent.")]
+    s.note("registered", own)
+    s.note("queues", [queue["name"] for queue in node.active_queues()[s.side.node]])
+    result = s.add.delay(1, 1)
+    assert s.get(result) == 2
+    s.wait(lambda: "postrun" in s.kinds(result.id))
+    stats = node.stats()[s.side.node]
+    s.note("stats", sorted(stats))
+    assert stats["total"]["tests.add"] >= 1
+    s.note("unknown", node.query_task("nobody"))
+
+
+@scenario("limits are changed at run time")
+def remote_limits(s: Stage) -> None:
+    options: dict[str, Any] = {"destination": [s.side.node], "reply": True, "limit": 1}
+    s.note("rate", s.app.control.rate_limit("tests.mul", "100/s", **options))
+    s.note("time", s.app.control.time_limit("tests.mul", soft=50, hard=60, **options))
+    assert s.get(s.mul.delay(2, 3)) == 6
+    s.note("rate", s.app.control.rate_limit("tests.mul", 0, **options))

@@ -1,0 +1,266 @@
+"""The tasks whose options, retries and ends are what scenarios look at."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Celery
+from celery.exceptions import Ignore, Reject
+from pydantic import BaseModel
+
+from tests.documented.recorder import note
+
+#: By name, every error of the library with what it is made of.
+ERRORS: dict[str, tuple[Any, ...]] = {
+    "IdempotencyError": ("Something of tests.errs went wrong.",),
+    "FailedByOperator": ("tests.errs key 'a' was failed.",),
+    "FingerprintMismatch": ("tests.errs key 'a' belongs to another call.",),
+    "InProgress": ("tests.errs key 'a' is held.", "task-1", 12.5),
+    "InvalidKey": ("tests.errs: a key is text.",),
+    "InvalidOption": ("idempotency_lease: too short.",),
+    "KeyMissing": ("tests.errs: no key.",),
+    "LeaseLost": ("tests.errs key 'a' is not ours.",),
+    "ProcessingTimedOut": ("tests.errs key 'a' never came back.",),
+    "ResultUnavailable": ("tests.errs key 'a': gone.",),
+    "StoreMisconfigured": ("The store cannot be used.",),
+    "StoreUnavailable": ("The store does not answer.",),
+    "TooManyCrashes": ("tests.errs key 'a' crashed.", 4),
+}
+
+
+class Order(BaseModel):
+    number: int
+    note: str = ""
+
+
+class Receipt(BaseModel):
+    text: str
+
+
+class HttpError(Exception):
+    """Pickles, as documents want it."""
+
+    def __init__(self, status: int, text: str = "") -> None:
+        self.status = status
+        super().__init__(status, text)
+
+
+class Unpickleable(Exception):
+    """Has other arguments than its ``args`` say."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status} {text}")
+
+
+def register(app: Celery) -> None:
+    """Define them on an app."""
+    task = partial(app.task, shared=False)
+    for name, options in _RETRYING.items():
+        task(name=f"tests.{name}", bind=True, **options)(retries)
+    for name, options in _AUTORETRYING.items():
+        task(name=f"tests.{name}", bind=True, **options)(raises)
+    for name, options in _WORKING.items():
+        task(name=f"tests.{name}", bind=True, **options)(works)
+    task(name="tests.ends", bind=True)(ends)
+    task(name="tests.ends_late", bind=True, acks_late=True)(ends)
+    task(name="tests.ends_early", bind=True, acks_late=False)(ends)
+    # Celery's class takes these options for attributes that mean nothing to it.
+    keyed: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_conflict": "ignore"}
+    task(name="tests.keyed", **keyed)(waits_once)
+    task(name="tests.everything", bind=True, idempotency_key=_every(app))(everything)
+    task(name="tests.errs")(errs)
+    task(name="tests.takes", pydantic=True)(takes)
+    task(name="tests.takes_strictly", pydantic=True, pydantic_strict=True)(takes)
+    task(name="tests.maybe_takes", pydantic=True)(maybe_takes)
+
+
+_RETRYING: dict[str, dict[str, Any]] = {
+    "retries": {"default_retry_delay": 0.3},
+    "retries_never": {"max_retries": 0},
+    "retries_for_ever": {"max_retries": None, "default_retry_delay": 0.3},
+    "retries_quietly": {"ignore_result": True, "default_retry_delay": 0.3},
+}
+
+_AUTORETRYING: dict[str, dict[str, Any]] = {
+    "autoretries": {
+        "autoretry_for": (KeyError,),
+        "retry_kwargs": {"max_retries": 2, "countdown": 0.3},
+    },
+    "autoretries_most": {
+        "autoretry_for": (Exception,),
+        "dont_autoretry_for": (LookupError,),
+        "retry_kwargs": {"max_retries": 1, "countdown": 0.3},
+    },
+    "backs_off": {
+        "autoretry_for": (KeyError,),
+        "retry_backoff": 1,
+        "retry_backoff_max": 1,
+        "retry_jitter": False,
+        "max_retries": 2,
+    },
+    "jitters": {
+        "autoretry_for": (KeyError,),
+        "retry_backoff": True,
+        "retry_backoff_max": 1,
+        "max_retries": 1,
+    },
+}
+
+_WORKING: dict[str, dict[str, Any]] = {
+    "works": {},
+    "works_late": {"acks_late": True},
+    "works_early": {"acks_late": False, "reject_on_worker_lost": False},
+    "works_lost_late": {"acks_late": True, "reject_on_worker_lost": False},
+    "works_unacked": {"acks_late": True, "acks_on_failure_or_timeout": False},
+    "works_ignored": {"ignore_result": True},
+    "works_ignored_but_errors": {"ignore_result": True, "store_errors_even_if_ignored": True},
+    "works_started": {"track_started": True},
+    "works_slowly": {"rate_limit": "4/s"},
+    "works_softly": {"soft_time_limit": 1},
+    "works_hard": {"time_limit": 1, "acks_late": False},
+    "works_hard_late": {"time_limit": 1},
+    "works_off": {"idempotency_mode": "off"},
+    "works_yaml": {"serializer": "yaml"},
+    "works_zipped": {"compression": "gzip"},
+    "works_expecting": {"throws": (KeyError, HttpError)},
+    "works_expiring": {"expires": 2},
+}
+
+
+def retries(self: Any, times: int, how: str = "", x: Any = None) -> Any:
+    """Retry so many times, one way or another."""
+    note("retries", self.request.retries, self.max_retries)
+    if self.request.retries >= times:
+        return [self.request.retries, x]
+    if how == "exc":
+        try:
+            raise KeyError(times)
+        except KeyError as error:
+            raise self.retry(exc=error) from None
+    if how == "given exc":
+        raise self.retry(exc=HttpError(503, "busy"), max_retries=1)
+    if how == "eta":
+        raise self.retry(eta=datetime.now(timezone.utc) + timedelta(seconds=0.4))
+    if how == "countdown":
+        raise self.retry(countdown=0.4, max_retries=9)
+    if how == "args":
+        raise self.retry(args=(times, how, "changed"), kwargs={})
+    if how == "returned":
+        note("the exception", type(self.retry(throw=False)).__name__)
+        return "went on"
+    if how == "options":
+        raise self.retry(priority=5, time_limit=77, headers={"by": "retry"})
+    raise self.retry()
+
+
+def raises(self: Any, error: str, times: int = 99) -> int:
+    """Raise an error in the first so many runs."""
+    note("run", self.request.retries)
+    random.seed(0)  # of the jitter
+    if self.request.retries < times:
+        raise {"key": KeyError, "value": ValueError, "index": IndexError}[error](error)
+    return int(self.request.retries)
+
+
+def works(self: Any, how: str = "", *args: Any) -> Any:
+    """Do as told."""
+    note("how", how, self.request.retries)
+    match how:
+        case "sleeps":
+            time.sleep(30)
+        case "waits":
+            give_up = time.monotonic() + 60
+            while not Path(args[0]).exists() and time.monotonic() < give_up:
+                time.sleep(0.01)
+        case "catches":
+            try:
+                time.sleep(30)
+            except SoftTimeLimitExceeded:
+                return "caught"
+        case "dies" if (self.request.delivery_info or {}).get("redelivered"):
+            return "came back"
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(30)
+        case "exits":
+            raise SystemExit(3)
+        case "key error":
+            raise KeyError("expected")
+        case "http error":
+            raise HttpError(404, "gone")
+        case "unpickleable":
+            raise Unpickleable(404, "gone")
+        case "value error":
+            raise ValueError("unexpected")
+        case "unserializable":
+            return object()
+        case "shows":
+            info = self.request.delivery_info or {}
+            return [self.request.id is not None, info.get("priority"), self.serializer]
+    return how
+
+
+def ends(self: Any, how: str) -> Any:
+    """End with an exception that is not a failure."""
+    info = self.request.delivery_info or {}
+    note("redelivered", bool(info.get("redelivered")))
+    if how == "ignore":
+        raise Ignore("by hand")
+    if how == "ignore stored":
+        self.update_state(state="SUCCESS", meta="by hand")
+        raise Ignore
+    if how == "reject":
+        raise Reject("by hand", requeue=False)
+    if how == "requeue" and not info.get("redelivered"):
+        raise Reject("once more", requeue=True)
+    with contextlib.suppress(KeyError):
+        return {"requeue": "received two times"}[how]
+    return how
+
+
+def _every(app: Any) -> Any:
+    """Return the option that makes all arguments the key; Celery's side works without us."""
+    if "celery_idempotent" not in app.task_cls:
+        return None
+    from celery_idempotent import ALL_ARGUMENTS
+
+    return ALL_ARGUMENTS
+
+
+def waits_once(key: str, gate: str) -> str:
+    note("keyed", key)
+    give_up = time.monotonic() + 60
+    while not Path(gate).exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return "done"
+
+
+def everything(self: Any, *args: Any, **kwargs: Any) -> str:
+    note("everything")
+    return str(self.request.id)
+
+
+def errs(name: str) -> None:
+    """Raise one of this library's errors."""
+    import celery_idempotent
+
+    raise getattr(celery_idempotent, name)(*ERRORS[name])
+
+
+def takes(order: Order) -> Receipt:
+    assert isinstance(order, Order)
+    note("order", order.number)
+    return Receipt(text=f"number {order.number}")
+
+
+def maybe_takes(order: Order | None = None) -> Receipt | None:
+    return None if order is None else Receipt(text=f"number {order.number}")

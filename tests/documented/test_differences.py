@@ -1,0 +1,118 @@
+"""Every announced difference is there, and no other is taken out of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery, chain
+
+from celery_idempotent import InvalidKey
+from tests.documented.announced import announced
+from tests.documented.app import OURS, PLAIN
+from tests.documented.scenario import everything
+from tests.documented.sides import PATIENCE, Side
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+Check = Callable[[Side], bool]
+
+
+def has_own_headers(side: Side) -> bool:
+    show = side.app.tasks["tests.show"]
+    result: Any = chain(show.si(), show.si()).apply_async()
+    result.get(timeout=PATIENCE)
+    (line,) = [x for x in lines(side, result.id) if x["kind"] == "prerun"]
+    return any(name.startswith("idempotency") for name in line["context"]["headers"] or {})
+
+
+def logs_more(side: Side) -> bool:
+    result = side.app.tasks["tests.works_early"].delay("dies")
+    with pytest.raises(Exception, match="SIGKILL"):
+        result.get(timeout=PATIENCE)
+    if side.ours:
+        wait_for(lambda: "] idempotency: the process" in side.worker.log, PATIENCE, "the log")
+    return "] idempotency: " in side.worker.log
+
+
+def shows_frames(side: Side) -> bool:
+    result = side.app.tasks["tests.fail"].delay()
+    result.get(timeout=PATIENCE, propagate=False)
+    assert "tests/documented/tasks.py" in result.traceback
+    return "/celery_idempotent/" in result.traceback
+
+
+def sweeps(side: Side) -> bool:
+    inspected = side.app.control.inspect([side.node], timeout=PATIENCE, limit=1).registered()
+    registered = "celery_idempotent.sweep" in inspected[side.node]
+    for interval in (30, None):
+        app = make(side, idempotency_sweep_interval=interval)
+        app.finalize()
+        assert ("celery_idempotent.sweep" in app.conf.beat_schedule) is (
+            side.ours and interval is not None
+        )
+        app.close()
+    return registered
+
+
+def binds(side: Side) -> bool:
+    app = make(side)
+    task: Any = app.task(name="by_number", shared=False, idempotency_key="x")(numbered)
+    try:
+        task.apply_async((1.5,), connection=side.app.connection_for_write(), retry=False)
+    except InvalidKey:
+        return True
+    finally:
+        app.close()
+    return False
+
+
+def numbered(x: float) -> float:
+    return x
+
+
+def make(side: Side, **conf: Any) -> Celery:
+    app = Celery("made", task_cls=OURS if side.ours else PLAIN, set_as_current=False)
+    conf = {"broker_url": side.app.conf.broker_url, "idempotency_store": "memory://", **conf}
+    app.conf.update(task_default_queue=f"{side.name}.made", **conf)
+    app.task(name="numbered", shared=False)(numbered)
+    return app
+
+
+def lines(side: Side, task_id: str) -> list[dict[str, Any]]:
+    def ended() -> list[dict[str, Any]]:
+        side.pump()
+        found = list(side.lines[task_id])
+        return found if "postrun" in [each["kind"] for each in found] else []
+
+    return wait_for(ended, PATIENCE, f"the end of {task_id}")
+
+
+#: Those that the comparison does not see, with what shows them: not with Celery, but with ours.
+UNSEEN: dict[str, Check] = {
+    "own-headers": has_own_headers,
+    "own-log-lines": logs_more,
+    "frames-in-tracebacks": shows_frames,
+    "sweep-task": sweeps,
+    "binding-of-arguments": binds,
+}
+
+
+@pytest.mark.parametrize("difference", UNSEEN)
+def test_one_that_is_taken_out_of_the_comparison_is_there(sides, difference):
+    plain, ours = sides
+    assert UNSEEN[difference](ours)
+    assert not UNSEEN[difference](plain)
+
+
+def test_every_one_is_announced_and_every_announced_one_is_shown():
+    shown = {name for each in everything() for name in each.differs}
+    assert announced().keys() == shown | UNSEEN.keys()
+
+
+def test_each_says_why_and_how_to_get_celerys_behaviour():
+    for name, text in announced().items():
+        assert "*Why:*" in text, name
+        assert "*Celery's behaviour:*" in text, name

@@ -1,0 +1,205 @@
+"""Other serializers, another result backend, the other bookkeeping of chords: the canvas and the record still agree."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import chain, chord, group
+from celery.signals import before_task_publish
+
+import celery_idempotent
+from celery_idempotent import IdempotencyError
+from tests.documented.sides import PATIENCE, Side
+from tests.documented.tasks_options import ERRORS
+from tests.support.servers import embedded_redis
+from tests.support.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.worker,
+    pytest.mark.redis,
+    # Of Celery's result backend, with the newest redis-py.
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+_UNORDERED = {"result_chord_ordered": False}
+
+#: Settings beside the address of the result backend: ``{redis}`` and ``{directory}`` are filled in.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "database, pickle": {
+        "result_backend": "db+sqlite:///{directory}/results.sqlite",
+        "task_serializer": "pickle",
+        "result_serializer": "pickle",
+        "accept_content": ["pickle"],
+    },
+    "unordered chords, json": {
+        "result_backend": "{redis}",
+        "result_backend_transport_options": _UNORDERED,
+        "accept_content": ["json", "yaml"],
+    },
+    "ordered chords, msgpack": {
+        "result_backend": "{redis}",
+        "task_serializer": "msgpack",
+        "result_serializer": "msgpack",
+        "accept_content": ["msgpack"],
+    },
+}
+
+#: What each serializer of messages carries, and may change. (JSON is the business of tests/policies/test_values.py.)
+ARGUMENTS: dict[str, list[Any]] = {
+    "pickle": [(1, (2, 3)), Decimal("1.10"), uuid.UUID(int=7), {1, 2}, datetime(2024, 2, 29, 12)],  # noqa: DTZ001
+    "yaml": [
+        [1, 2],
+        date(2024, 2, 29),
+        datetime(2024, 2, 29, 12, tzinfo=timezone.utc),
+        {"a": None},
+    ],
+    "msgpack": [(1, (2, 3)), {"a": [1.5, None]}, b"\x00\xff", "ünï"],
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Side]:
+    """A worker with our class and one of the variants."""
+    directory: Path = tmp_path_factory.mktemp("results")
+    with embedded_redis() as server:
+        conf = {
+            "broker_url": server.url(0),
+            "broker_connection_retry_on_startup": True,
+            "idempotency_store": server.url(2),
+            **VARIANTS[request.param],
+        }
+        address = {"redis": server.url(1), "directory": directory}
+        conf["result_backend"] = conf["result_backend"].format(**address)
+        side = Side(
+            f"results-{uuid.uuid4().hex[:6]}",
+            ours=True,
+            directory=directory,
+            conf=conf,
+            concurrency=2,
+        )
+
+        try:
+            side.start()
+            yield side
+        finally:
+            side.close()
+
+
+@pytest.fixture
+def published() -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
+    """By task id, the body and the headers of each message that this process sends."""
+    found: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def receive(body: Any, headers: dict[str, Any], **_: Any) -> None:
+        found[headers["id"]] = (body, dict(headers))
+
+    before_task_publish.connect(receive)
+    yield found
+    before_task_publish.disconnect(receive)
+
+
+def get(result: Any) -> Any:
+    return result.get(timeout=PATIENCE, interval=0.02)
+
+
+class TestErrors:
+    @pytest.mark.parametrize("name", ERRORS)
+    def test_one_that_a_task_raises_comes_out_as_itself_with_its_message(self, site, name):
+        result = site.app.tasks["tests.errs"].delay(name)
+        with pytest.raises(IdempotencyError) as caught:
+            get(result)
+        error = caught.value
+        expected = getattr(celery_idempotent, name)(*ERRORS[name])
+        assert type(error) is type(expected)
+        assert error.args == expected.args
+        assert str(error) == ERRORS[name][0]
+        assert vars(error) == vars(expected)
+
+    def test_every_error_of_the_library_is_here(self):
+        public = {each: getattr(celery_idempotent, each) for each in celery_idempotent.__all__}
+        errors = {k for k, v in public.items() if isinstance(v, type) and issubclass(v, Exception)}
+        assert errors == ERRORS.keys()
+
+
+class TestCanvas:
+    def test_chains_groups_and_chords_end_with_their_results(self, site):
+        tasks = site.app.tasks
+        add, tsum, echo = (tasks[f"tests.{name}"] for name in ("add", "tsum", "echo"))
+        numbers = group([add.s(n, n) for n in range(4)], app=site.app)
+        assert get(chain(add.s(1, 1), add.s(2)).apply_async()) == 4
+        assert get(numbers.apply_async()) == [0, 2, 4, 6]
+        assert get((numbers | tsum.s()).apply_async()) == 12
+        gathered = get(chord([add.s(n, n) for n in range(4)], echo.s(), app=site.app).apply_async())
+        order = sorted if site.app.conf.result_backend_transport_options == _UNORDERED else list
+        assert order(gathered[0][0]) == [0, 2, 4, 6]
+
+    def test_a_retry_keeps_its_place_in_a_chord(self, site):
+        retries, echo = site.app.tasks["tests.retries"], site.app.tasks["tests.echo"]
+        result = chord([retries.si(1), retries.si(1)], echo.s(), app=site.app).apply_async()
+        assert get(result) == [[[[1, None], [1, None]]], {}]
+
+    def test_members_that_are_delivered_twice_count_once(self, site, published):
+        """The second delivery comes when its chord is complete but for one member."""
+        tasks = site.app.tasks
+        gate = site.recorder.path.with_name(f"gate-{uuid.uuid4().hex}")
+        key = uuid.uuid4().hex
+        header = [tasks["tests.quiet"].s(2), tasks["tests.quiet"].s(4)]
+        last = tasks["tests.keyed"].s(key, str(gate))
+        result = chord([*header, last], tasks["tests.echo"].s(), app=site.app).apply_async()
+        members = [each.id for each in result.parent.results]
+        for task_id in members[:2]:
+            wait_for(lambda task_id=task_id: ends(site, task_id) == 1, PATIENCE, "the first run")
+            deliver(site, task_id, *published[task_id])
+            wait_for(lambda task_id=task_id: ends(site, task_id) == 2, PATIENCE, "the second one")
+            assert kinds(site, task_id).count("note") == 1
+        gate.touch()
+        gathered, _ = get(result)
+        assert sorted(gathered[0], key=str) == [2, 4, "done"]
+
+
+class TestArguments:
+    def test_they_are_one_key_before_and_after_the_broker(self, site):
+        """The second message has no stamp: the worker computes the key from what it was sent."""
+        task = site.app.tasks["tests.everything"]
+        (name,) = {"pickle", "yaml", "msgpack"} & {*site.app.conf.accept_content}
+        for value in ARGUMENTS[name]:
+            mark = uuid.uuid4().hex
+            call: dict[str, Any] = {
+                "args": (mark, value),
+                "kwargs": {"more": value},
+                "serializer": name,
+            }
+            first = get(task.apply_async(**call))
+            assert get(site.app.send_task(task.name, **call)) == first
+            assert get(task.apply_async(**call)) == first
+            assert kinds(site, first).count("note") == 1
+
+
+def kinds(site: Side, task_id: str) -> list[str]:
+    site.pump()
+    return [line["kind"] for line in list(site.lines[task_id])]
+
+
+def ends(site: Side, task_id: str) -> int:
+    return kinds(site, task_id).count("postrun")
+
+
+def deliver(site: Side, task_id: str, body: Any, headers: dict[str, Any]) -> None:
+    """Send a message again as it was."""
+    with site.app.producer_pool.acquire(block=True) as producer:
+        producer.publish(
+            body,
+            serializer=site.app.conf.task_serializer,
+            routing_key=site.queue,
+            headers=headers,
+            correlation_id=task_id,
+        )

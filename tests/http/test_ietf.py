@@ -1,0 +1,256 @@
+"""The table of the specification, row by row, over a running server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.http.sites import ORDER, Site, at_once, in_background, new_key
+from tests.support.waiting import wait_for
+
+BOTH = pytest.mark.parametrize("path", ["/payments/", "/payments/now/"])
+OTHER = {**ORDER, "amount": 101}
+
+
+# Before the key is looked up: nothing is stored ----------------------------------------------------------------------
+
+
+@BOTH
+def test_a_request_without_a_key_is_400(site: Site, path: str) -> None:
+    answer = site.pay(path=path)
+    assert answer.problem() == (400, "idempotency_key_missing")
+    assert answer.json["retryable"] is False
+    assert answer.json["type"] == "https://docs.example/idempotency#idempotency_key_missing"
+    assert 'rel="describedby"' in answer.headers["Link"]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "   ",
+        '""',
+        '"',
+        '"a',
+        'a"',
+        '"a"b',
+        '"a\\b"',
+        "a b",
+        "a,b",
+        "a;b",
+        "a\\b",
+        '"a", "b"',
+        '"a";',
+        '"a";=1',
+        "k" * 256,
+        '"' + "k" * 256 + '"',
+        "1" * 255,
+        "k" * 10_000,
+        b"\xff\xfe\x00binary",
+        b"\x01",
+        "schl\u00fcssel".encode(),
+        '"\u20ac"'.encode(),
+    ],
+    ids=lambda value: repr(value[:12]),
+)
+def test_a_key_that_cannot_be_read_is_400_before_anything_else(
+    site: Site, path: str, value: str | bytes
+) -> None:
+    raw = value if isinstance(value, bytes) else value.encode()
+    # Nobody is logged in, and the body is no payment: the key is looked at first.
+    answer = site.pay({"no": "payment"}, path=path, key=raw, user=None)
+    if raw == b"k" * 10_000 or raw.startswith((b"\x01", b"\xff")):
+        # A server may refuse such a header by itself.
+        assert answer.status in {400, 431}
+    else:
+        assert answer.problem() == (400, "idempotency_key_invalid")
+    assert raw.decode("latin-1")[:12] not in answer.body.decode() or len(raw) < 4
+
+
+@BOTH
+def test_two_keys_are_400(site: Site, path: str) -> None:
+    for two in (["a", "b"], ["same", "same"], ['"a"', '"b"']):
+        assert site.pay(path=path, key=two).problem() == (400, "idempotency_key_invalid")
+
+
+@BOTH
+def test_without_a_login_it_is_401_and_the_key_stays_free(site: Site, path: str) -> None:
+    key = new_key()
+    answer = site.pay(path=path, key=key, user=None)
+    assert answer.problem() == (401, "not_authenticated")
+    assert answer.headers["WWW-Authenticate"].startswith("Basic")
+    assert site.pay(path=path, key=key).status in {201, 202}
+
+
+@BOTH
+def test_a_body_that_is_not_valid_is_400_and_the_key_stays_free(site: Site, path: str) -> None:
+    key = new_key()
+    for wrong in ({}, {**ORDER, "amount": 0}, {**ORDER, "recipient": "x"}, [1]):
+        assert site.pay(wrong, path=path, key=key).problem()[0] == 400
+    answer = site.ask("POST", path, b"{", key=key, content_type="application/json")
+    assert answer.problem()[0] == 400
+    first = site.pay(path=path, key=key)
+    assert first.status in {201, 202}
+    assert not first.replayed
+
+
+# Mismatch, outstanding, replay ---------------------------------------------------------------------------------------
+
+
+def test_the_first_post_is_202_with_its_status_and_the_last_one_200_with_the_result(
+    site: Site,
+) -> None:
+    key = new_key()
+    with site.bank("closed"):
+        first = site.pay(key=f'"{key}"')
+        assert first.status == 202
+        assert not first.replayed
+        assert first.headers["Location"].endswith(f"/{key}")
+        assert int(first.headers["Retry-After"]) >= 1
+        assert first.json["state"] == "QUEUED"
+        again = site.pay(key=key)  # a bare value is the same key
+        assert again.status == 202
+        assert again.replayed
+        assert again.headers["Location"] == first.headers["Location"]
+    done = site.settled(first)
+    assert done["state"] == "COMPLETED"
+    last = site.pay(key=key)
+    assert last.status == 200
+    assert last.replayed
+    assert last.json["result"] == done["result"]
+    assert site.payments(key) == 1
+
+
+def test_while_a_view_works_the_second_request_is_409_and_then_a_replay_byte_for_byte(
+    site: Site,
+) -> None:
+    key = new_key()
+    with site.bank("closed"):
+        running = in_background(lambda: site.pay(path="/payments/now/", key=key))
+        outstanding = site.until(
+            lambda: site.ask("GET", f"/idempotency/http/{key}"), other_than=404
+        )
+        assert outstanding.json["state"] == "PROCESSING"
+        refused = site.pay(path="/payments/now/", key=key)
+        assert refused.problem() == (409, "request_in_progress")
+        assert refused.json["retryable"] is True
+        assert int(refused.headers["Retry-After"]) >= 1
+        other = site.pay(OTHER, path="/payments/now/", key=key)
+        assert other.problem() == (422, "idempotency_key_reused")
+    first = running.result(60)
+    assert (first.status, first.replayed) == (201, False)
+    second = site.pay(path="/payments/now/", key=key)
+    assert (second.status, second.replayed) == (201, True)
+    assert second.body == first.body
+    for name in ("Content-Type", "Location"):
+        assert second.headers[name] == first.headers[name]
+    assert site.payments(key) == 1
+
+
+@BOTH
+def test_another_body_is_422_while_the_first_is_at_work_and_afterwards(
+    site: Site, path: str
+) -> None:
+    key = new_key()
+    with site.bank("closed"):
+        running = in_background(lambda: site.pay(path=path, key=key))
+        name = "http" if path.endswith("now/") else "testproject.payments.tasks.pay"
+        site.until(lambda: site.ask("GET", f"/idempotency/{name}/{key}"), other_than=404)
+        refused = site.pay(OTHER, path=path, key=key)
+        assert refused.problem() == (422, "idempotency_key_reused")
+        assert refused.json["retryable"] is False
+    site.settled(first) if (first := running.result(60)).status == 202 else None
+    assert site.pay(OTHER, path=path, key=key).problem() == (422, "idempotency_key_reused")
+    assert site.payments(key) == 1
+
+
+def test_the_order_of_fields_and_the_blanks_of_a_body_do_not_matter(site: Site) -> None:
+    key = new_key()
+    first = site.pay(path="/payments/now/", key=key)
+    spelt = b'{ "recipient":"acct_1","currency": "EUR",\n "amount":100 }'
+    again = site.ask(
+        "POST", "/payments/now/", spelt, key=key, content_type="application/json; charset=utf-8"
+    )
+    assert (again.status, again.replayed, again.body) == (201, True, first.body)
+
+
+def test_a_key_of_one_route_is_422_on_another(site: Site) -> None:
+    key = new_key()
+    assert site.ask("POST", "/t/classy/", key=key, X_Caller="c").status == 200
+    answer = site.ask("POST", "/t/by-method/1/", key=key, X_Caller="c")
+    assert answer.problem() == (422, "idempotency_key_reused")
+
+
+@BOTH
+def test_the_same_key_of_somebody_else_is_another_key(site: Site, path: str) -> None:
+    key = new_key()
+    alice, bob = site.pay(path=path, key=key), site.pay(OTHER, path=path, key=key, user="bob")
+    for answer in (alice, bob):
+        assert answer.status in {201, 202}
+        assert not answer.replayed
+    if alice.status == 202:
+        site.settled(alice)
+        wait_for(lambda: site.payments(key, "bob") == 1, 30)
+    assert site.payments(key, "alice") == 1
+    assert site.payments(key, "bob") == 1
+
+
+# All at once ---------------------------------------------------------------------------------------------------------
+
+
+def test_of_fifty_simultaneous_posts_one_pays_and_the_others_are_409_or_replays(site: Site) -> None:
+    key = new_key()
+    answers = at_once(lambda: site.pay(path="/payments/now/", key=key), 50)
+    firsts = [answer for answer in answers if answer.status == 201 and not answer.replayed]
+    assert len(firsts) == 1
+    for answer in answers:
+        if answer.status == 409:
+            assert answer.problem() == (409, "request_in_progress")
+        else:
+            assert (answer.status, answer.body) == (201, firsts[0].body)
+    assert site.payments(key) == 1
+
+
+def test_of_fifty_simultaneous_posts_one_is_queued_and_all_are_202(site: Site) -> None:
+    key = new_key()
+    with site.bank("closed"):
+        answers = at_once(lambda: site.pay(key=key), 50)
+        assert {answer.status for answer in answers} == {202}
+        assert [answer.replayed for answer in answers].count(False) == 1
+        assert len({answer.headers["Location"] for answer in answers}) == 1
+    site.settled(answers[0])
+    assert site.payments(key) == 1
+
+
+# Trouble -------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_while_the_store_is_down_it_is_503_and_nothing_is_done(site: Site, path: str) -> None:
+    key = new_key()
+    site.proxy.refuse()
+    try:
+        answer = site.pay(path=path, key=key)
+    finally:
+        site.proxy.heal()
+    assert answer.problem() == (503, "store_unavailable")
+    assert answer.json["retryable"] is True
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert site.payments(key) == 0
+    assert site.pay(path=path, key=key).status in {201, 202}
+
+
+def test_while_no_worker_works_it_is_202_and_the_status_says_queued(site: Site) -> None:
+    key = new_key()
+    site.worker.freeze()
+    try:
+        first = site.pay(key=key)
+        assert first.status == 202
+        for _ in range(3):
+            told = site.status(first)
+            assert (told.status, told.json["state"]) == (200, "QUEUED")
+            assert "Retry-After" in told.headers
+    finally:
+        site.worker.thaw()
+    assert site.settled(first)["state"] == "COMPLETED"
+    assert site.payments(key) == 1

@@ -1,0 +1,247 @@
+"""From the request to the task under one key: its failures are told, its repetitions meet the same record."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+import celery_idempotent.hooks  # noqa: F401  carries the key of send_task
+from celery_idempotent.records import Claimed, Identity, State, Stored
+from celery_idempotent.stores import Store, open_store
+from tests.http.sites import ORDER, Site, at_once, new_key
+from tests.support.waiting import wait_for
+
+PAY = "testproject.payments.tasks.pay"
+
+
+def order(recipient: str) -> dict[str, Any]:
+    return {**ORDER, "recipient": recipient}
+
+
+def user_id(site: Site, name: str = "alice") -> int:
+    with sqlite3.connect(site.directory / "db.sqlite3") as database:
+        ((found,),) = database.execute("SELECT id FROM auth_user WHERE username = ?", (name,))
+    return int(found)
+
+
+@pytest.fixture
+def producer(site: Site) -> Iterator[Celery]:
+    """A program that knows the name of the task, and nothing else of the project."""
+    app = Celery("elsewhere", broker=site.redis.url(), set_as_current=False)
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def store(site: Site) -> Iterator[Store]:
+    found = open_store(site.redis.url())
+    yield found
+    found.close()
+
+
+def identity(site: Site, key: str) -> Identity:
+    return Identity(
+        namespace=PAY, scope=json.dumps(["user", user_id(site)], separators=(",", ":")), key=key
+    )
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_for_good_is_told_to_who_polls_and_to_who_posts_again(site: Site) -> None:
+    key = new_key()
+    told = site.settled(site.pay(order("acct_closed"), key=key))
+    assert told["state"] == "FAILED"
+    assert told["retryable"] is False
+    assert told["error"]["type"] == "PaymentRefused"
+    assert told["error"]["message"] == "The account acct_closed is closed."
+    again = site.pay(order("acct_closed"), key=key)
+    assert again.problem() == (500, "task_failed")
+    assert again.replayed
+    assert again.json["retryable"] is False
+    assert again.json["detail"] == "The account acct_closed is closed."
+    assert site.payments(key) == 0
+
+
+def test_a_failure_that_may_pass_is_told_without_its_text_and_a_repetition_runs_anew(
+    site: Site,
+) -> None:
+    key = new_key()
+    first = site.pay(order("acct_unreachable"), key=key)
+    told = site.settled(first)
+    assert (told["state"], told["retryable"]) == ("FAILED", True)
+    assert told["error"]["type"] == "BankUnreachable"
+    assert "bank.internal" not in site.status(first).body.decode()
+    assert site.pay(key=key).problem() == (422, "idempotency_key_reused")
+    with site.bank("back"):
+        again = site.pay(order("acct_unreachable"), key=key)
+        assert (again.status, again.replayed) == (202, False)
+        assert site.settled(again)["state"] == "COMPLETED"
+    assert site.payments(key) == 1
+
+
+def test_of_many_who_try_a_failure_again_at_once_one_is_queued(site: Site, store: Store) -> None:
+    key = new_key()
+    site.settled(site.pay(order("acct_unreachable"), key=key))
+    with site.bank("closed"):
+        answers = at_once(lambda: site.pay(order("acct_unreachable"), key=key), 12)
+        assert {answer.status for answer in answers} == {202}
+        assert [answer.replayed for answer in answers].count(False) == 1
+        site.mood("back")
+        assert site.settled(answers[0])["state"] == "COMPLETED"
+    assert site.payments(key) == 1
+    record = store.get(identity(site, key))
+    assert record is not None
+    assert record.attempts == 1
+
+
+def test_a_run_that_never_came_back_is_504(site: Site, store: Store) -> None:
+    key = new_key()
+    claimed = store.claim(identity(site, key), attempt=b"12345678", lease_ms=1000, keep_ms=60_000)
+    assert isinstance(claimed, Claimed)
+    error = {
+        "exc_type": "ProcessingTimedOut",
+        "exc_message": ["it never came back"],
+        "exc_module": "celery_idempotent.errors",
+    }
+    value = Stored(
+        content_type="application/json", content_encoding="utf-8", body=json.dumps(error).encode()
+    )
+    assert store.settle(claimed.record, state=State.FAILED, value=value, keep_ms=60_000)
+    answer = site.pay(key=key)
+    assert answer.problem() == (504, "timed_out")
+    assert answer.json["retryable"] is False
+    assert answer.json["error"] == {"type": "ProcessingTimedOut", "message": "it never came back"}
+
+
+def test_by_setting_a_repetition_is_409_until_the_result_is_there(site: Site) -> None:
+    key = new_key()
+    with site.bank("closed"):
+        first = site.pay(path="/t/refusing/", key=key)
+        assert first.status == 202
+        assert site.pay(path="/t/refusing/", key=key).problem() == (409, "request_in_progress")
+    site.settled(first)
+    assert site.pay(path="/t/refusing/", key=key).status == 200
+
+
+def test_a_request_that_may_have_no_key_gets_one(site: Site) -> None:
+    first, second = (site.pay(path="/t/at-once/") for _ in range(2))
+    assert first.status == second.status == 202
+    assert first.json["key"] != second.json["key"]
+    assert site.settled(first)["state"] == "COMPLETED"
+    assert site.payments(first.json["key"]) == 1
+
+
+# One key for all -----------------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_publishes_with_the_key_of_a_request_is_a_duplicate(
+    site: Site, producer: Celery, store: Store
+) -> None:
+    key, user = new_key(), user_id(site)
+    site.settled(site.pay(key=key))
+    sent = producer.send_task(
+        PAY,
+        kwargs={"payer": user, **ORDER},
+        idempotency_key=key,
+        idempotency_scope=["user", user],
+        headers={},
+    )
+    log = f"{PAY}[{sent.id}] succeeded"
+    wait_for(lambda: log in site.worker.log, 30, lambda: site.worker.tail())
+    assert site.payments(key) == 1
+
+
+def test_a_request_with_the_key_of_a_program_gets_its_result(site: Site, producer: Celery) -> None:
+    key, user = new_key(), user_id(site)
+    producer.send_task(
+        PAY,
+        kwargs={"payer": user, **ORDER},
+        idempotency_key=key,
+        idempotency_scope=["user", user],
+        headers={},
+    )
+    wait_for(lambda: site.payments(key) == 1, 30)
+    answer = site.until(lambda: site.pay(key=key), other_than=202)
+    assert answer.replayed
+    assert answer.json["result"]["amount"] == ORDER["amount"]
+    assert site.payments(key) == 1
+
+
+def test_a_worker_that_is_killed_at_work_pays_once_and_the_status_tells_of_its_crash(
+    site: Site,
+) -> None:
+    key = new_key()
+    with site.bank("closed"):
+        first = site.pay(key=key)
+        wait_for(lambda: site.status(first).json["state"] == "PROCESSING", 30)
+        for child in site.worker.children():
+            site.worker.kill_child(child)
+        wait_for(lambda: site.status(first).json["crashes"] == 1, 30)
+    assert site.settled(first)["state"] == "COMPLETED"
+    assert site.payments(key) == 1
+
+
+# The status resource -------------------------------------------------------------------------------------------------
+
+
+def test_the_status_is_of_the_caller_alone(site: Site) -> None:
+    key = new_key()
+    first = site.pay(key=key)
+    site.settled(first)
+    assert site.status(first, user="bob").problem() == (404, "unknown_key")
+    unknown = site.ask("GET", f"/idempotency/{PAY}/{new_key()}")
+    assert unknown.problem() == (404, "unknown_key")
+    foreign = site.status(first, user="bob")
+    assert foreign.body == unknown.body, "a foreign key is an unknown one, word for word"
+    assert site.status(first, user=None).problem()[0] == 401
+    assert site.ask("GET", f"/idempotency/no.such.task/{key}").problem()[0] == 404
+    assert site.ask("POST", first.headers["Location"], {}).status == 405
+
+
+def test_the_status_has_an_etag_while_it_stays_the_same(site: Site) -> None:
+    with site.bank("closed"):
+        first = site.pay(key=new_key())
+        wait_for(lambda: site.status(first).json["state"] == "PROCESSING", 30)
+        running = site.status(first)
+        assert int(running.headers["Retry-After"]) >= 1
+        same = site.status(first, If_None_Match=running.headers["ETag"])
+        assert (same.status, same.body) == (304, b"")
+    site.settled(first)
+    done = site.status(first, If_None_Match=running.headers["ETag"])
+    assert done.status == 200
+    assert done.headers["Retry-After"] is None
+    assert done.headers["ETag"] != running.headers["ETag"]
+    assert "private" in done.headers["Cache-Control"]
+
+
+def test_the_status_is_a_page_for_people(site: Site) -> None:
+    with site.bank("closed"):
+        first = site.pay(key='"<b>&"')
+        page = site.status(first, Accept="text/html,application/xhtml+xml")
+        assert page.headers["Content-Type"].startswith("text/html")
+        assert b"<noscript><meta" in page.body
+        assert b"<b>" not in page.body
+        assert page.headers["ETag"] != site.status(first).headers["ETag"]
+        for file in ("status.css", "status.js"):
+            assert file.encode() in page.body
+            served = site.ask("GET", f"/static/celery_idempotent/http/{file}")
+            assert served.status == 200
+    site.settled(first)
+    done = site.status(first, Accept="text/html")
+    assert b"<h1 data-live>Done</h1>" in done.body
+    assert b"acct_1" in done.body
+
+
+@pytest.mark.parametrize("key", ["a/b", "..", ".", "a b?c#d%2F", "~1~0", "17", '\\"', "a%00b", "/"])
+def test_the_address_of_a_status_holds_any_key(site: Site, key: str) -> None:
+    key = key if key in {".", ".."} else key + new_key()
+    escaped = key.replace("\\", "\\\\").replace('"', '\\"')
+    first = site.pay(key=f'"{escaped}"')
+    assert first.status in {200, 202}
+    assert site.status(first).json["key"] == key

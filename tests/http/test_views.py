@@ -1,0 +1,315 @@
+"""Views of every kind take effect once for each key, and their answers are repeated as they were, or not at all."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import sys
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+
+from celery_idempotent.records import Claimed, Identity
+from celery_idempotent.stores import open_store
+from tests.http.sites import ORDER, Answer, Site, Web, at_once, in_background, new_key
+from tests.support.waiting import wait_for
+
+
+@pytest.fixture(scope="session")
+def asgi(running: Site) -> Web:
+    """The same site under an ASGI server."""
+    command = [sys.executable, "-m", "tests.http.asgi"]
+    web = Web(command, running.directory, running.env, "asgi")
+    running.children.append(web)
+    return web.start()
+
+
+@pytest.fixture(params=["wsgi", "asgi"])
+def web(request: pytest.FixtureRequest, site: Site) -> Web:
+    return site.web if request.param == "wsgi" else request.getfixturevalue("asgi")
+
+
+def post(web: Any, name: str, body: Any = None, *, key: str | None, **headers: Any) -> Answer:
+    headers.setdefault("X_Caller", "carol")
+    answer: Answer = web.ask(
+        "POST", f"/t/{name}/", b"" if body is None else body, key=key, **headers
+    )
+    return answer
+
+
+def runs(site: Site, key: str) -> int:
+    path = site.directory / f"runs-{key}"
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "coroutine", "classy", "async-classy", "by-method/7", "template"),
+        *("rest_outside", "rest_inside", "things", "wrapped-things"),
+    ],
+)
+def test_a_view_of_any_kind_runs_once_and_answers_twice(site: Site, web: Web, name: str) -> None:
+    key = new_key()
+    first, again = (post(web, name, {"a": 1}, key=key) for _ in range(2))
+    assert 200 <= first.status < 300
+    assert (first.replayed, again.replayed) == (False, True)
+    assert (again.status, again.body) == (first.status, first.body)
+    assert again.headers["Content-Type"] == first.headers["Content-Type"]
+    other = post(web, name, {"a": 2}, key=key)
+    assert other.problem() == (422, "idempotency_key_reused")
+    assert post(web, name, {"a": 1}, key=None).problem() == (400, "idempotency_key_missing")
+    assert runs(site, key) == 1
+
+
+@pytest.mark.parametrize("name", ["rest_outside", "things", "wrapped-things"])
+def test_in_the_rest_framework_the_caller_is_who_it_authenticated(site: Site, name: str) -> None:
+    key = new_key()
+    assert post(site, name, {}, key=key, user="alice").status < 300
+    assert post(site, name, {}, key=key, user="bob").replayed is False
+    assert post(site, name, {}, key=key, user=None).problem()[0] == 401
+    assert runs(site, key) == 2
+
+
+def test_coroutines_run_at_the_same_time_and_each_key_once(site: Site, asgi: Web) -> None:
+    keys = [new_key() for _ in range(4)] * 3
+    remaining = iter(keys)
+    answers = at_once(lambda: post(asgi, "coroutine", key=next(remaining)), len(keys))
+    assert {answer.status for answer in answers} <= {201, 409}
+    for key in set(keys):
+        assert runs(site, key) == 1
+        assert post(asgi, "coroutine", key=key).status == 201
+
+
+def test_only_headers_that_are_kept_are_repeated(site: Site) -> None:
+    key = new_key()
+    first, again = (post(site, "plain", key=key) for _ in range(2))
+    assert first.headers["X-Secret"]
+    assert first.headers["Set-Cookie"]
+    assert again.headers["Location"] == "/things/1/"
+    for name in ("X-Secret", "Set-Cookie"):
+        assert again.headers[name] is None
+    assert "1970" not in str(again.headers.get_all("Date"))
+
+
+def test_safe_methods_pass(site: Site) -> None:
+    for key in (None, new_key(), "bad key,"):
+        answer = site.ask("GET", "/t/classy/", key=key)
+        assert (answer.status, answer.json) == (200, {"key": None})
+    assert site.ask("OPTIONS", "/t/classy/").status == 200
+
+
+def test_where_a_key_is_optional_requests_without_one_run_each_time(site: Site) -> None:
+    (site.directory / "runs-None").unlink(missing_ok=True)
+    assert [post(site, "optional", key=None).json["run"] for _ in range(2)] == [1, 2]
+    key = new_key()
+    assert [post(site, "optional", key=key).json["run"] for _ in range(2)] == [1, 1]
+
+
+def test_where_keys_are_strict_a_bare_value_is_400(site: Site) -> None:
+    assert post(site, "strict", key=new_key()).problem() == (400, "idempotency_key_invalid")
+    assert post(site, "strict", key=f'"{new_key()}"; a=1;b="x"').status == 200
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 413, 429, 500, 502, 503])
+def test_an_answer_that_invites_another_try_is_not_kept(site: Site, status: int) -> None:
+    key = new_key()
+    assert (
+        site.ask("POST", f"/t/status/?status={status}", b"", key=key, X_Caller="c").status == status
+    )
+    again = site.ask("POST", f"/t/status/?status={status}", b"", key=key, X_Caller="c")
+    assert (again.status, again.replayed, again.json) == (200, False, {"run": 2})
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, 402, 404, 409, 422])
+def test_any_other_answer_is_kept(site: Site, status: int) -> None:
+    key = new_key()
+    path = f"/t/status/?status={status}"
+    first, again = (site.ask("POST", path, b"", key=key, X_Caller="c") for _ in range(2))
+    assert (first.status, again.status) == (status, status)
+    assert (again.replayed, again.body) == (True, first.body)
+
+
+def test_an_exception_frees_the_key(site: Site) -> None:
+    key = new_key()
+    assert post(site, "raising", key=key).status == 404
+    assert post(site, "raising", key=key).body == b"found"
+    assert post(site, "raising", key=key).replayed
+
+
+def test_without_a_caller_it_is_403_and_nothing_runs(site: Site) -> None:
+    key = new_key()
+    answer = site.ask("POST", "/t/plain/", b"", key=key)
+    assert answer.problem() == (403, "caller_unknown")
+    assert runs(site, key) == 0
+
+
+def test_the_same_key_of_another_caller_is_another_key(site: Site) -> None:
+    key = new_key()
+    answers = [
+        post(site, "plain", key=key, X_Caller=each) for each in ("carol", "dave", "1", '"1"')
+    ]
+    assert [answer.replayed for answer in answers] == [False] * 4
+    assert len({answer.body for answer in answers}) == 4
+
+
+def test_a_request_over_the_limit_is_413(site: Site) -> None:
+    key = new_key()
+    assert post(site, "sized", b"x" * 1001, key=key).problem() == (413, "request_too_large")
+    assert runs(site, key) == 0
+    assert post(site, "sized", b"x" * 1000, key=key).status == 200
+
+
+def test_a_response_over_the_limit_is_sent_whole_and_its_repetition_is_410(site: Site) -> None:
+    key = new_key()
+    path = "/t/sized/?size=5000"
+    first, again = (site.ask("POST", path, b"", key=key, X_Caller="c") for _ in range(2))
+    assert (first.status, len(first.body)) == (200, 5002)
+    assert again.problem() == (410, "result_not_kept")
+    assert "200" in again.json["detail"]
+    assert again.json["retryable"] is False
+    assert runs(site, key) == 1
+
+
+def test_a_stream_is_sent_once_and_its_repetition_is_410(site: Site, web: Web) -> None:
+    key = new_key()
+    first, again = (post(web, "stream", key=key) for _ in range(2))
+    assert first.body == b"1a1b1c"
+    assert again.problem() == (410, "result_not_kept")
+    assert runs(site, key) == 1
+
+
+def test_a_file_is_repeated_byte_for_byte_or_not_at_all(site: Site, web: Web) -> None:
+    key = new_key()
+    first, again = (post(web, "file", key=key) for _ in range(2))
+    assert len(first.body) == 2000
+    assert (again.body, again.replayed) == (first.body, True)
+    assert again.headers["Content-Disposition"] == first.headers["Content-Disposition"]
+    large = "/t/file/?size=1500000"
+    key = new_key()
+    first, again = (web.ask("POST", large, b"", key=key, X_Caller="c") for _ in range(2))
+    assert len(first.body) == 1_500_000
+    assert again.problem() == (410, "result_not_kept")
+    assert runs(site, key) == 1
+
+
+def test_a_patient_view_waits_for_the_first_answer(site: Site) -> None:
+    key = new_key()
+    answers = at_once(lambda: post(site, "patient", key=key), 5)
+    assert {(answer.status, answer.body) for answer in answers} == {(200, b'{"run": 1}')}
+    assert [answer.replayed for answer in answers].count(True) == 4
+
+
+def test_a_view_that_takes_longer_than_its_lease_keeps_its_key(site: Site) -> None:
+    key = new_key()
+    path = "/t/slow/?seconds=4"  # the lease is 3
+    running = in_background(lambda: site.ask("POST", path, b"", key=key, X_Caller="c"))
+    wait_for(lambda: runs(site, key) == 1, 30)
+    while not running.done():
+        answer = site.ask("POST", path, b"", key=key, X_Caller="c")
+        assert answer.status == 409 or answer.replayed
+        wait([running], timeout=0.3)
+    assert running.result().json == {"run": 1}
+    assert runs(site, key) == 1
+
+
+def test_a_step_of_a_view_runs_once_over_its_failures(site: Site) -> None:
+    key = new_key()
+    assert post(site, "stepping", key=key).status == 503
+    assert post(site, "stepping", key=key).json == {"charged": 1}
+    assert runs(site, key) == 1
+
+
+def test_forms_and_files_count_and_their_boundary_does_not(site: Site) -> None:
+    def upload(boundary: str, content: bytes, field: str = "x") -> Answer:
+        body = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="field"\r\n\r\n{field}\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="bill"; filename="b.txt"\r\n'
+            "Content-Type: text/plain\r\n\r\n"
+        ).encode() + content
+        body += f"\r\n--{boundary}--\r\n".encode()
+        kind = f"multipart/form-data; boundary={boundary}"
+        return post(site, "plain", body, key=key, Content_Type=kind)
+
+    key = new_key()
+    first = upload("one", b"content")
+    assert first.status == 201
+    assert upload("two", b"content").body == first.body
+    assert upload("three", b"Content").problem()[0] == 422
+    assert upload("four", b"content", "y").problem()[0] == 422
+    key, kind = new_key(), "application/x-www-form-urlencoded"
+    first = post(site, "plain", b"a=1&b=2", key=key, Content_Type=kind)
+    assert post(site, "plain", b"b=2&a=1", key=key, Content_Type=kind).body == first.body
+    assert post(site, "plain", b"b=2&a=2", key=key, Content_Type=kind).problem()[0] == 422
+
+
+def test_when_the_process_of_a_view_is_killed_the_key_is_free_after_its_lease(site: Site) -> None:
+    key = new_key()
+    command = [sys.executable, "-m", "testproject.web", "0"]
+    doomed = Web(command, site.directory, site.env, "doomed")
+    site.children.append(doomed)
+    doomed.start()
+    pay = ("POST", "/payments/now/", ORDER)
+    with site.bank("closed"):
+        lost = in_background(lambda: doomed.ask(*pay, key=key))
+        wait_for(lambda: site.ask("GET", f"/idempotency/http/{key}").status == 200, 30)
+        doomed.kill()
+        assert isinstance(lost.exception(30), OSError | http.client.HTTPException)
+        assert site.ask(*pay, key=key).problem() == (409, "request_in_progress")
+    answer = site.until(lambda: site.ask(*pay, key=key), other_than=409)
+    assert (answer.status, answer.replayed) == (201, False)
+    assert site.ask("GET", f"/idempotency/http/{key}").json["crashes"] == 1
+    assert site.payments(key) == 1
+
+
+def test_a_visitor_without_login_is_known_by_the_session_alone(site: Site) -> None:
+    key = new_key()
+    first = post(site, "by-session", key=key, user=None)
+    assert first.status == 200
+    cookie = first.headers["Set-Cookie"].partition(";")[0]
+    assert post(site, "by-session", key=key, user=None, Cookie=cookie).replayed
+    assert post(site, "by-session", key=key, user=None).json == {"run": 2}
+
+
+def test_an_observed_view_runs_each_time_and_the_log_says_what_would_have_been(site: Site) -> None:
+    key = new_key()
+    assert [post(site, "observed", key=key).json["run"] for _ in range(2)] == [1, 2]
+    told = "would have been answered by"
+    assert any(told in line and key in line for line in site.web.log.read_text().splitlines())
+
+
+def test_an_open_view_runs_unguarded_while_the_store_is_down(site: Site) -> None:
+    key = new_key()
+    site.proxy.refuse()
+    try:
+        assert [post(site, "opened", key=key).json["run"] for _ in range(2)] == [1, 2]
+    finally:
+        site.proxy.heal()
+    assert [post(site, "opened", key=key).json["run"] for _ in range(2)] == [3, 3]
+
+
+def test_a_check_comes_before_the_key_is_looked_up_and_after_it_is_read(site: Site) -> None:
+    key, sunday = new_key(), "/t/checked/?sunday"
+    assert site.ask("POST", sunday, b"", key="a,b", X_Caller="c").problem()[0] == 400
+    assert site.ask("POST", sunday, b"", key=key, X_Caller="c").body == b"closed"
+    assert post(site, "checked", key=key).json == {"run": 1}
+    assert site.ask("POST", sunday, b"", key=key, X_Caller="carol").body == b"closed"
+
+
+def test_a_request_that_keeps_killing_its_process_is_given_up(site: Site) -> None:
+    key = new_key()
+    store = open_store(site.redis.url())
+    identity = Identity(namespace="http", scope="carol", key=key)
+
+    def die() -> bool:
+        answer = store.claim(identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+        return isinstance(answer, Claimed)
+
+    for _ in range(5):
+        wait_for(die)
+    store.close()
+    answer = post(site, "plain", key=key)
+    assert answer.problem() == (500, "too_many_crashes")
+    assert answer.json["retryable"] is False
+    assert runs(site, key) == 0

@@ -1,0 +1,40 @@
+"""The test project's addresses, and those of the views of the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.urls import include, path
+
+from celery_idempotent.django.http import idempotent_view
+from tests.http import views
+
+
+def csrf_exempt(view: Any) -> Any:
+    """As Django's, whose own makes a plain function of a coroutine before Django 5.0."""
+    view.csrf_exempt = True
+    return view
+
+
+urlpatterns = [
+    path("", include("testproject.urls")),
+    *[
+        path(f"t/{name}/", csrf_exempt(getattr(views, name)))
+        for name in (
+            *("plain", "optional", "strict", "patient", "sized", "status", "raising", "template"),
+            *("stream", "file", "stepping", "slow", "coroutine", "rest_outside", "rest_inside"),
+            *("observed", "opened", "checked"),
+        )
+    ],
+    path("t/classy/", csrf_exempt(views.Classy.as_view())),
+    path("t/async-classy/", csrf_exempt(views.AsyncClassy.as_view())),
+    path("t/by-method/<int:number>/", csrf_exempt(views.ByMethod.as_view())),
+    path("t/broken/", csrf_exempt(views.broken)),
+    path("t/abroken/", csrf_exempt(views.abroken)),
+    path("t/rolled-back/", views.rolled_back),
+    path("t/refusing/", views.refusing),
+    path("t/at-once/", views.at_once),
+    path("t/by-session/", csrf_exempt(views.by_session)),
+    path("t/things/", views.Things.as_view({"post": "create"})),
+    path("t/wrapped-things/", idempotent_view(views.Things.as_view({"post": "create"}))),
+]

@@ -1,0 +1,253 @@
+"""Views of every kind, each counting its runs in a file outside of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+from django.db.transaction import non_atomic_requests
+from django.http import FileResponse, Http404, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.template import engines
+from django.template.response import TemplateResponse
+from django.views import View
+from rest_framework.decorators import api_view
+from rest_framework.response import Response
+from rest_framework.viewsets import ViewSet
+
+from celery_idempotent import current_claim
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
+from testproject.payments.models import Payment
+from testproject.payments.tasks import pay
+
+__all__ = ["caller"]
+
+
+def caller(request: Any) -> str | None:
+    """Who calls, as a proxy in front of the project might say it."""
+    found: str | None = request.headers.get("X-Caller")
+    return found
+
+
+def ran(request: Any) -> int:
+    """Note a run of this view, and return how many there were with its key."""
+    plain = getattr(request, "_request", request)
+    path = Path(os.environ["DATABASE_PATH"]).with_name(f"runs-{plain.idempotency_key}")
+    with path.open("ab") as file:
+        file.write(b"x")
+    return path.stat().st_size
+
+
+guarded = idempotent_view(scope=caller)
+
+
+@guarded
+def plain(request: Any) -> HttpResponse:
+    response = JsonResponse({"run": ran(request), "nonce": os.urandom(8).hex()}, status=201)
+    response["Location"] = "/things/1/"
+    response["X-Secret"] = "for the first caller alone"
+    response["Date"] = "Thu, 01 Jan 1970 00:00:00 GMT"
+    response.set_cookie("session", "never to be repeated")
+    return response
+
+
+@idempotent_view(scope=caller, required=False)
+def optional(request: Any) -> HttpResponse:
+    return JsonResponse({"run": ran(request)})
+
+
+@idempotent_view(scope=caller, strict=True)
+def strict(request: Any) -> HttpResponse:
+    return JsonResponse({"run": ran(request)})
+
+
+@idempotent_view(scope=caller, on_conflict="wait", wait=20)
+def patient(request: Any) -> HttpResponse:
+    number = ran(request)
+    time.sleep(1)
+    return JsonResponse({"run": number})
+
+
+@idempotent_view(scope=caller, max_request_bytes=1000, max_response_bytes=1000)
+def sized(request: Any) -> HttpResponse:
+    number = ran(request)
+    return HttpResponse(f"{number} " + "x" * int(request.GET.get("size", "1")))
+
+
+@guarded
+def status(request: Any) -> HttpResponse:
+    """Answer with any status, once with that, afterwards with 200."""
+    number = ran(request)
+    return JsonResponse({"run": number}, status=int(request.GET["status"]) if number == 1 else 200)
+
+
+@guarded
+def raising(request: Any) -> HttpResponse:
+    if ran(request) == 1:
+        raise Http404
+    return HttpResponse("found")
+
+
+@guarded
+def template(request: Any) -> HttpResponse:
+    made = engines["django"].from_string("run {{ run }}")
+    return TemplateResponse(request, made, {"run": ran(request)})  # type: ignore[arg-type]
+
+
+@guarded
+def stream(request: Any) -> StreamingHttpResponse:
+    number = ran(request)
+    return StreamingHttpResponse((f"{number}{part}" for part in "abc"), content_type="text/plain")
+
+
+@guarded
+def file(request: Any) -> FileResponse:
+    ran(request)
+    content = os.urandom(int(request.GET.get("size", "2000")))
+    return FileResponse(io.BytesIO(content), as_attachment=True, filename="bill.bin")
+
+
+@guarded
+def stepping(request: Any) -> HttpResponse:
+    """Fail after a step, the first time."""
+    claim = current_claim()
+    assert claim is not None
+    charged = claim.step("charge", ran, request)
+    attempts = Path(os.environ["DATABASE_PATH"]).with_name(f"tries-{request.idempotency_key}")
+    if not attempts.exists():
+        attempts.touch()
+        return HttpResponse(status=503)
+    return JsonResponse({"charged": charged})
+
+
+@guarded
+def slow(request: Any) -> HttpResponse:
+    """Take longer than the lease."""
+    number = ran(request)
+    time.sleep(float(request.GET["seconds"]))
+    return JsonResponse({"run": number})
+
+
+@guarded
+async def coroutine(request: Any) -> HttpResponse:
+    number = ran(request)
+    await asyncio.sleep(0.3)
+    return JsonResponse({"run": number, "nonce": os.urandom(8).hex()}, status=201)
+
+
+@idempotent_view(scope=caller)
+class Classy(View):
+    def post(self, request: Any) -> HttpResponse:
+        return JsonResponse({"run": ran(request)})
+
+    def get(self, request: Any) -> HttpResponse:
+        return JsonResponse({"key": request.idempotency_key})
+
+
+@idempotent_view(scope=caller)
+class AsyncClassy(View):
+    async def post(self, request: Any) -> HttpResponse:
+        await asyncio.sleep(0)
+        return JsonResponse({"run": ran(request)})
+
+
+class ByMethod(View):
+    @idempotent_view(scope=caller)
+    def post(self, request: Any, number: int) -> HttpResponse:
+        return JsonResponse({"run": ran(request), "number": number})
+
+
+@idempotent_view
+@api_view(["POST"])
+def rest_outside(request: Any) -> Response:
+    return Response({"run": ran(request), "user": request.user.username})
+
+
+@api_view(["POST"])
+@idempotent_view
+def rest_inside(request: Any) -> Response:
+    return Response({"run": ran(request), "user": request.user.username})
+
+
+class Things(ViewSet):
+    @idempotent_view
+    def create(self, request: Any) -> Response:
+        return Response({"run": ran(request), "data": request.data}, status=201)
+
+
+@idempotent_view(scope=caller, atomic=settings.PAYMENTS_ATOMIC)
+def broken(request: Any) -> HttpResponse:
+    """Write, and answer with any status."""
+    enter(request)
+    return HttpResponse(status=int(request.GET["status"]))
+
+
+@idempotent_view(scope=caller, atomic=settings.PAYMENTS_ATOMIC)
+async def abroken(request: Any) -> HttpResponse:
+    await Payment.objects.acreate(**payment(request))
+    return HttpResponse(status=int(request.GET["status"]))
+
+
+def enter(request: Any) -> None:
+    Payment.objects.create(**payment(request))
+
+
+def payment(request: Any) -> dict[str, Any]:
+    return {
+        "payer_id": 1,
+        "amount": 1,
+        "currency": "EUR",
+        "recipient": "a",
+        "key": request.idempotency_key,
+    }
+
+
+@keyed_view
+@api_view(["POST"])
+def rolled_back(request: Any) -> Response:
+    """Queue, and fail."""
+    answer = enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
+    assert answer.status_code == 202
+    raise RuntimeError("after enqueue")
+
+
+@keyed_view(on_pending="refuse")
+@api_view(["POST"])
+def refusing(request: Any) -> Any:
+    return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
+
+
+@non_atomic_requests
+@keyed_view(required=False)
+@api_view(["POST"])
+def at_once(request: Any) -> Any:
+    """Queue outside of any transaction."""
+    return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
+
+
+@idempotent_view(anonymous="session")
+def by_session(request: Any) -> HttpResponse:
+    return JsonResponse({"run": ran(request)})
+
+
+@idempotent_view(scope=caller, mode="observe")
+def observed(request: Any) -> HttpResponse:
+    return JsonResponse({"run": ran(request)})
+
+
+@idempotent_view(scope=caller, on_store_error="open")
+def opened(request: Any) -> HttpResponse:
+    return JsonResponse({"run": ran(request)})
+
+
+def not_on_sundays(request: Any) -> HttpResponse | None:
+    return HttpResponse("closed", status=403) if "sunday" in request.GET else None
+
+
+@idempotent_view(scope=caller, checks=[not_on_sundays])
+def checked(request: Any) -> HttpResponse:
+    return JsonResponse({"run": ran(request)})

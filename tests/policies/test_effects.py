@@ -1,0 +1,208 @@
+"""Options about keys and records: what each does on a real worker."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_idempotent import get_store
+from celery_idempotent.errors import FingerprintMismatch, KeyMissing, ResultUnavailable
+from celery_idempotent.keys import canonical
+from celery_idempotent.records import Identity, State
+from tests.policies.app import Refused
+from tests.policies.conftest import PATIENCE, Site
+from tests.stores.servers import redis_binary, running
+from tests.support.sites import SHARED_WORKERS, Gate
+from tests.support.waiting import wait_for
+
+
+def gone(site: Site, name: str, key: str) -> None:
+    wait_for(lambda: site.record(name, key) is None, PATIENCE, "the end of the retention")
+
+
+class TestScope:
+    def test_each_tenant_has_keys_of_its_own(self, on_redis: Site, key: str):
+        first = on_redis.publish("scoped", key, "acme").get(timeout=PATIENCE)
+        other = on_redis.publish("scoped", key, "emca").get(timeout=PATIENCE)
+        again = on_redis.app.send_task("scoped", (key,), {"tenant": "acme"})
+        assert (first["tenant"], other["tenant"]) == ("acme", "emca")
+        assert again.get(timeout=PATIENCE) == first
+        assert on_redis.ledger.count("start", key) == 2
+
+    def test_a_call_may_give_its_scope_and_its_key(self, on_redis: Site, key: str):
+        given = [("a", key), ("b", key), ("a", f"{key}.2")]
+        values = [
+            on_redis.publish("work", key, idempotency_scope=scope, idempotency_key=each)
+            for scope, each in given
+        ]
+        first, *others = [each.get(timeout=PATIENCE) for each in values]
+        assert first not in others
+        again = on_redis.publish("work", key, idempotency_scope="a")
+        assert again.get(timeout=PATIENCE) == first
+        assert on_redis.ledger.count("start", key) == 3
+
+
+class TestNamespace:
+    def test_tasks_of_one_namespace_share_their_keys(self, on_redis: Site, key: str):
+        red = on_redis.publish("red", key).get(timeout=PATIENCE)
+        assert on_redis.publish("blue", key).get(timeout=PATIENCE) == red
+        assert on_redis.ledger.count("start", key) == 1
+
+    def test_other_tasks_do_not(self, on_redis: Site, key: str):
+        values = [on_redis.publish(name, key).get(timeout=PATIENCE) for name in ("work", "red")]
+        assert values[0] != values[1]
+        assert on_redis.ledger.count("start", key) == 2
+
+
+class TestFingerprint:
+    def test_only_the_named_arguments_must_be_equal(self, on_redis: Site, key: str):
+        task = on_redis.app.tasks["by_name"]
+        first = task.delay(key, 1, 2, note="a").get(timeout=PATIENCE)
+        assert task.delay(key, 1, 2, note="b").get(timeout=PATIENCE) == first
+        with pytest.raises(FingerprintMismatch):
+            task.delay(key, 1, 3, note="a").get(timeout=PATIENCE)
+        assert on_redis.ledger.count("start", key) == 1
+
+    def test_only_what_a_function_returns_must_be_equal(self, on_redis: Site, key: str):
+        task = on_redis.app.tasks["by_function"]
+        first = task.delay(key, 1, amount=5).get(timeout=PATIENCE)
+        assert task.delay(key, 2, amount=5).get(timeout=PATIENCE) == first
+        with pytest.raises(FingerprintMismatch):
+            task.delay(key, 1, amount=6).get(timeout=PATIENCE)
+        assert on_redis.ledger.count("start", key) == 1
+
+    def test_nothing_must_be_equal_without_one(self, on_redis: Site, key: str):
+        task = on_redis.app.tasks["by_nothing"]
+        first = task.delay(key, 1).get(timeout=PATIENCE)
+        assert task.delay(key, 2, more="x").get(timeout=PATIENCE) == first
+        assert on_redis.ledger.count("start", key) == 1
+
+
+class TestRequireKey:
+    def test_a_call_without_a_key_is_not_published(self, on_redis: Site, key: str):
+        task: Any = on_redis.app.tasks["requiring"]
+        with pytest.raises(KeyMissing, match="requiring"):
+            task.delay(key)
+        first = task.apply_async((key,), idempotency_key=key).get(timeout=PATIENCE)
+        again = task.apply_async((key,), idempotency_key=key)
+        assert again.get(timeout=PATIENCE) == first
+        assert on_redis.ledger.count("start", key) == 1
+
+    def test_a_message_without_a_key_does_not_run(self, on_redis: Site, key: str):
+        with pytest.raises(KeyMissing):
+            on_redis.app.send_task("requiring", (key,)).get(timeout=PATIENCE)
+        assert on_redis.ledger.count("start", key) == 0
+
+
+class TestRetention:
+    def test_after_it_the_key_is_new(self, on_redis: Site, key: str):
+        first = on_redis.publish("forgetful", key).get(timeout=PATIENCE)
+        assert on_redis.publish("forgetful", key).get(timeout=PATIENCE) == first
+        gone(on_redis, "forgetful", key)
+        assert on_redis.publish("forgetful", key).get(timeout=PATIENCE) != first
+        assert on_redis.ledger.count("start", key) == 2
+
+    def test_of_nothing_lets_the_next_call_run_but_no_redelivery(self, on_redis: Site, key: str):
+        first = on_redis.publish("exclusive", key)
+        values = {first.get(timeout=PATIENCE)["run"]}
+        on_redis.deliver_again(on_redis.receipt(first.id))
+        on_redis.idle(key)
+        assert on_redis.ledger.count("start", key) == 1
+        for _ in range(2):
+            values.add(on_redis.publish("exclusive", key).get(timeout=PATIENCE)["run"])
+        assert len(values) == on_redis.ledger.count("start", key) == 3
+
+    def test_of_nothing_lets_duplicates_run_one_after_the_other(
+        self, on_redis: Site, key: str, gate: Gate
+    ):
+        sent = [on_redis.publish("exclusive", key, gate.path) for _ in range(3)]
+        on_redis.noted("conflicted", key)
+        assert on_redis.ledger.count("start", key) == 1
+        gate.open()
+        assert len({each.get(timeout=PATIENCE)["run"] for each in sent}) == 3
+        order = [e.phase for e in on_redis.ledger.entries(key=key) if e.phase in ("start", "end")]
+        assert order == ["start", "end"] * 3
+
+
+class TestFailureRetention:
+    def test_a_failure_is_kept_for_as_long_and_a_success_is_not_shortened(
+        self, on_redis: Site, key: str
+    ):
+        for _ in range(2):
+            with pytest.raises(Refused):
+                on_redis.publish("forgiving", key).get(timeout=PATIENCE)
+        assert on_redis.effects(key)[key] == 1
+        gone(on_redis, "forgiving", key)
+        with pytest.raises(Refused):
+            on_redis.publish("forgiving", key).get(timeout=PATIENCE)
+        assert on_redis.effects(key)[key] == 2
+        task: Any = on_redis.app.tasks["forgiving"]
+        policy = task.idempotency_policy
+        assert (policy.settled_keep_ms, policy.failed_keep_ms) == (86_400_000, 1000)
+
+
+class TestConflictBackoffMax:
+    def test_a_duplicate_comes_back_as_often(self, on_redis: Site, key: str, gate: Gate):
+        on_redis.publish("brisk", key, gate.path)
+        on_redis.noted("start", key)
+        duplicate = on_redis.publish("brisk", key, gate.path)
+        wait_for(lambda: on_redis.received(duplicate.id) >= 6, PATIENCE, "six rounds")
+        gate.open()
+        duplicate.get(timeout=PATIENCE)
+        log = "".join(each.log for each in SHARED_WORKERS)
+        pauses = re.findall(rf"{duplicate.id}\] found .* comes back in ([\d.]+) s", log)
+        assert len(pauses) >= 5
+        assert max(map(float, pauses)) <= 0.2
+
+
+class TestStoreResult:
+    def test_without_it_the_value_is_where_celery_left_it(self, on_redis: Site, key: str):
+        first = on_redis.publish("unstored", key)
+        value = first.get(timeout=PATIENCE)
+        record = on_redis.record("unstored", key)
+        assert record is not None
+        assert (record.state, record.value) == (State.COMPLETED, None)
+        assert on_redis.publish("unstored", key).get(timeout=PATIENCE) == value
+        first.forget()
+        wait_for(
+            lambda: time.time() * 1000 - record.updated_ms > 600, PATIENCE, "more than a lease"
+        )
+        with pytest.raises(ResultUnavailable):
+            on_redis.publish("unstored", key).get(timeout=PATIENCE)
+        assert on_redis.ledger.count("start", key) == 1
+
+
+class TestReplicas:
+    def test_nothing_runs_that_too_few_replicas_know_of(self, open_site, key: str, tmp_path: Path):
+        with running(redis_binary(), tmp_path) as master:
+            site = open_site(
+                "redis",
+                idempotency_store=master.url,
+                idempotency_replicas=1,
+                idempotency_replica_timeout=0.3,
+                idempotency_conflict_backoff_max=0.5,
+            )
+            worker = site.worker()
+            result = site.publish("work", key)
+            site.noted("store_failed", task_id=result.id)
+            assert site.ledger.count("start", key) == 0
+            of_it = ("--replicaof", "127.0.0.1", master.port)
+            with running(redis_binary(), tmp_path, *of_it) as replica:
+                assert result.get(timeout=PATIENCE), worker.tail()
+                assert site.ledger.count("start", key) == 1
+                identity = Identity(namespace="work", key=canonical(key, task="work"))
+                store: Any = get_store(site.app)
+                name = store._keys.locate(identity)[1]
+                assert replica.client.get(name)[:1] == b"C"
+
+
+class TestAtomic:
+    def test_no_worker_starts_on_a_store_without_transactions(self, open_site):
+        site = open_site("redis", with_an_atomic_task=True)
+        worker = site.worker(ready=False)
+        assert worker.wait(60) != 0
+        assert "is atomic" in worker.log

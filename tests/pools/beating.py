@@ -1,0 +1,77 @@
+"""A program: patch threads as ``python beating.py gevent early`` says, hold claims, see whether others get a turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+_LEASE_MS = 3000
+
+
+def _patch() -> None:
+    if sys.argv[1] == "gevent":
+        from gevent import monkey
+
+        monkey.patch_all()
+    else:
+        import eventlet
+
+        eventlet.monkey_patch()
+
+
+def main() -> None:
+    if sys.argv[2] == "early":
+        _patch()
+    from celery_idempotent.claim import Claim
+    from celery_idempotent.lease import heartbeat
+    from celery_idempotent.records import Claimed, Identity, Lease
+    from celery_idempotent.stores.memory import MemoryStore
+
+    if sys.argv[2] == "late":
+        _patch()
+
+    renewals = 0
+
+    class Store(MemoryStore):
+        def renew(self, leases: Sequence[Lease]) -> list[bool]:
+            nonlocal renewals
+            time.sleep(0.01)  # as a store on the network would, it lets others have their turn
+            renewals += 1
+            return super().renew(leases)
+
+    store = Store()
+    claims = []
+    for key in "abc":
+        identity = Identity(namespace="beating", key=key)
+        answer = store.claim(
+            identity,
+            attempt=os.urandom(8),
+            lease_ms=_LEASE_MS,
+            keep_ms=_LEASE_MS,
+            task_id=key,
+            worker="w",
+        )
+        assert isinstance(answer, Claimed)
+        lease = Lease(
+            identity=identity, token=answer.record.token, lease_ms=_LEASE_MS, keep_ms=_LEASE_MS
+        )
+        claims.append(Claim(store, answer.record, lease, None))  # type: ignore[arg-type]  # takes no steps
+        heartbeat.add(claims[-1])
+    longest = 0.0
+    give_up = time.monotonic() + 30
+    while not renewals and time.monotonic() < give_up:
+        before = time.monotonic()
+        time.sleep(0.01)
+        longest = max(longest, time.monotonic() - before)
+    for claim in claims:
+        heartbeat.remove(claim)
+    sys.stdout.write(
+        json.dumps({"renewals": renewals, "longest": longest, "lost": [c.lost for c in claims]})
+    )
+
+
+if __name__ == "__main__":
+    main()

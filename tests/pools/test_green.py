@@ -1,0 +1,159 @@
+"""The pools of greenlets, gevent and eventlet: as any other pool, while a body lets others have their turn."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+
+import celery
+import pytest
+
+from celery_idempotent import InProgress, State
+from tests.pools.conftest import Site
+from tests.support.servers import need
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+#: How many greenlets a worker has: more than a worker usually has processes.
+MANY = 40
+
+
+@pytest.fixture(scope="module", params=["gevent", "eventlet"])
+def pool(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    need(importlib.util.find_spec(name), name)
+    return name
+
+
+@pytest.fixture(scope="module")
+def site(pool: str, open_site: Callable[..., Site]) -> Site:
+    """A site with one worker of many greenlets, for all tests of this module; keys are each test's own."""
+    site = open_site(idempotency_lease=1)
+    site.worker(pool, concurrency=MANY)
+    return site
+
+
+def test_a_claim_is_renewed_while_a_body_outlives_its_lease(site: Site, key: str, gate: str):
+    result = site.send("work", key, gate)
+    site.noted("start", key)
+    first = site.record(key)
+
+    def renewed() -> bool:
+        record = site.record(key)
+        assert (record.state, record.token) == (State.PROCESSING, first.token)
+        return bool(record.deadline_ms > first.deadline_ms + 2000)
+
+    wait_for(renewed, 20, "the lease to be renewed, for more than two leases")
+    again = site.send("work", key, gate)
+    site.noted("signal conflicted", key)
+    site.open(gate)
+    assert site.value(again) == site.value(result)
+    assert (site.count("start", key), site.count("effect", key)) == (1, 1)
+    assert site.record(key).crashes == 0
+
+
+def test_each_of_many_greenlets_sees_its_own_claim(site: Site, key: str, gate: str):
+    keys = [f"{key}-{number}" for number in range(MANY - 5)]
+    sent = [site.send("looking", each, gate) for each in keys]
+    for each in keys:
+        site.noted("start", each)  # all at once
+    site.open(gate)
+    for each, result in zip(keys, sent, strict=True):
+        assert len(site.value(result)) == 1, each
+        assert each in site.value(result)[0]
+        assert site.value(result)[0].endswith(", True, True)")
+        assert site.count("effect", each) == 1
+
+
+class TestConflicts:
+    def test_those_that_wait_are_answered_while_the_holder_goes_on(
+        self, site: Site, key: str, gate: str
+    ):
+        first = site.send("waiting", key, gate)
+        site.noted("start", key)
+        others = [site.send("waiting", key, gate) for _ in range(10)]
+        wait_for(lambda: all(each.state == "STARTED" for each in others), 20, "all to wait")
+        site.open(gate)
+        assert [site.value(each) for each in others] == [site.value(first)] * 10
+        assert (site.count("effect", key), site.count("signal replayed", key)) == (1, 10)
+        assert site.count("signal conflicted", key) == 0
+
+    def test_those_that_retry_come_back(self, site: Site, key: str, gate: str):
+        first = site.send("work", key, gate)
+        site.noted("start", key)
+        other = site.send("work", key, gate)
+        site.end(other, "RETRY")
+        site.open(gate)
+        assert site.value(other) == site.value(first)
+        assert site.count("effect", key) == 1
+
+    def test_those_that_are_dropped_or_fail_do_so_at_once(self, site: Site, key: str, gate: str):
+        sent = {task: site.send(task, f"{key}-{task}", gate) for task in ("ignoring", "raising")}
+        for task in sent:
+            site.noted("start", f"{key}-{task}")
+        site.end(site.send("ignoring", f"{key}-ignoring", gate), "IGNORED")
+        error = site.end(site.send("raising", f"{key}-raising", gate), "FAILURE")
+        assert isinstance(error, InProgress)
+        site.open(gate)
+        for task, result in sent.items():
+            site.value(result)
+            assert site.count("effect", f"{key}-{task}") == 1
+
+
+class TestEnds:
+    def test_a_killed_greenlet_gives_its_key_back(self, site: Site, pool: str, key: str, gate: str):
+        if pool == "gevent" and celery.VERSION[:2] < (5, 5):
+            pytest.skip("Celery's gevent pool kills nothing before 5.5")
+        bystander = site.send("work", f"{key}-bystander", gate)
+        victim = site.send("work", key, gate)
+        site.noted("start", f"{key}-bystander")
+        site.noted("start", key)
+        site.app.control.revoke(victim.id, terminate=True)
+        site.noted("signal released", key)
+        assert site.record(key) is None
+        site.end(victim, "REVOKED")
+        site.open(gate)
+        again = site.send("work", key)
+        assert site.value(again) is not None
+        assert (site.count("start", key), site.count("effect", key)) == (2, 1)
+        site.value(bystander)
+        assert site.count("effect", f"{key}-bystander") == 1
+
+    def test_a_hard_limit_gives_the_key_back(self, site: Site, pool: str, key: str, gate: str):
+        if pool == "eventlet":
+            pytest.skip("Celery's eventlet pool knows no time limits")
+        late = site.send("work", key, gate, time_limit=1)
+        assert type(site.end(late, "FAILURE")).__name__ == "TimeLimitExceeded"
+        site.noted("signal released", key)
+        assert site.record(key) is None
+        site.value(site.send("work", key))
+        assert (site.count("start", key), site.count("effect", key)) == (2, 1)
+        assert "could not look after" not in site.workers[0].log
+        assert "Traceback" not in site.workers[0].log.partition("Hard time limit")[2]
+
+    @pytest.mark.rabbitmq
+    def test_what_a_killed_worker_held_runs_again_after_its_lease(
+        self, open_on_rabbitmq: Callable[..., Site], pool: str, key: str, gate: str
+    ):
+        site = open_on_rabbitmq(idempotency_lease=3)
+        lost = site.worker(pool, concurrency=5)
+        keys = [f"{key}-{number}" for number in range(3)]
+        sent = [site.send("purchase", each, gate) for each in keys]
+        for each in keys:
+            site.noted("charged", each)
+        killed = time.time()
+        lost.kill()
+        site.open(gate)
+        site.worker(pool, concurrency=5)
+        for each, result in zip(keys, sent, strict=True):
+            receipt = site.value(result)
+            counts = [site.count(phase, each) for phase in ("start", "charge", "effect")]
+            assert counts == [2, 1, 1], f"{each}: {site.ledger.entries()}"
+            record = site.record(each, "purchase")
+            assert (record.state, record.crashes) == (State.COMPLETED, 1)
+            second = site.ledger.entries("start", each)[1]
+            assert second.time > killed + 0.5, "its claim was renewed just before"
+            assert site.value(site.send("purchase", each)) == receipt
+            assert site.count("charge", each) == 1

@@ -1,0 +1,59 @@
+"""Where gevent or eventlet has patched threads, locks and sockets, in a worker or elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.servers import need
+from tests.support.workers import child_environment
+
+HERE = Path(__file__).parent
+
+
+def start(program: str, kind: str, *arguments: str) -> subprocess.Popen[str]:
+    need(importlib.util.find_spec(kind), kind)
+    return subprocess.Popen(
+        [sys.executable, str(HERE / program), kind, *arguments],
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(program: subprocess.Popen[str]) -> Any:
+    with program:
+        try:
+            out, error = program.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+    assert program.returncode == 0, error
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("kind", ["gevent", "eventlet"])
+def test_the_heartbeat_renews_and_lets_others_have_their_turn(kind: str):
+    """Also if it is late, after the library was imported, as a server patches that loads the application first."""
+    started = {when: start("beating.py", kind, when) for when in ("early", "late")}
+    for when, found in {when: result(each) for when, each in started.items()}.items():
+        assert found["renewals"] == 1, when  # of all claims at once
+        assert not any(found["lost"]), when
+        assert found["longest"] < 0.6, f"{when}: it waited with the whole process until 1 s"
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("kind", ["gevent", "eventlet"])
+def test_nobody_gets_the_answer_to_one_who_was_killed(kind: str, databases: Iterator[str]):
+    found = result(start("crowding.py", kind, next(databases)))
+    assert found["wrong"] == []
+    assert found["killed"] == 60
+    assert found["done"] >= 40 * 12

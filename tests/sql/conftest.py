@@ -1,0 +1,104 @@
+"""Fixtures for SQL stores: one database of each kind a session, with the tables in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from celery_idempotent.django.store import DjangoStore
+from tests.sql import databases
+from tests.support.servers import need
+
+Databases = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def sql_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Databases]:
+    """A function that gives the settings of the session's database of a vendor, made when asked for."""
+    made: dict[str, dict[str, Any] | None] = {}
+    with ExitStack() as stack:
+        directory = tmp_path_factory.mktemp("sql")
+        stack.enter_context(databases.ready(directory))
+
+        def settings(vendor: str) -> dict[str, Any]:
+            if vendor not in made:
+                made[vendor] = None
+                if databases.available(vendor):
+                    found = stack.enter_context(databases.database(vendor, directory))
+                    made[vendor] = found
+                    alias = databases.add_alias(f"tables_{vendor}", copy.deepcopy(found))
+                    databases.migrate(alias)
+                    databases.drop_alias(alias)
+            need(made[vendor], f"a {vendor} server")
+            return copy.deepcopy(made[vendor]) or {}
+
+        yield settings
+
+
+@pytest.fixture(scope="session")
+def _aliases(sql_databases: Databases) -> Iterator[dict[str, DjangoStore]]:
+    stores: dict[str, DjangoStore] = {}
+    yield stores
+    for alias, store in stores.items():
+        store.close()
+        databases.drop_alias(alias)
+
+
+@pytest.fixture
+def open_store(
+    sql_databases: Databases, _aliases: dict[str, DjangoStore]
+) -> Callable[..., DjangoStore]:
+    """A function that gives a store in the session's database of a vendor, empty, at its own time.
+
+    For each isolation level there is one, whose connections stay open from test to test.
+    """
+
+    def open_(vendor: str, level: str = "") -> DjangoStore:
+        alias = f"{vendor}_{level}".replace(" ", "_")
+        if alias not in _aliases:
+            settings = sql_databases(vendor)
+            if level:
+                settings.setdefault("OPTIONS", {}).update(databases.isolation(vendor, level))
+            _aliases[alias] = DjangoStore(databases.add_alias(alias, settings))
+        databases.clear(alias)
+        _aliases[alias].lines._words = None
+        return _aliases[alias]
+
+    return open_
+
+
+@pytest.fixture
+def use_database(sql_databases: Databases) -> Iterator[Callable[..., str]]:
+    """A function that gives a new alias for the session's database of a vendor, empty."""
+    used: list[str] = []
+
+    def use(vendor: str, alias: str = "", **changes: Any) -> str:
+        settings = sql_databases(vendor)
+        settings.setdefault("OPTIONS", {}).update(changes.pop("options", {}))
+        settings.update(changes)
+        alias = databases.add_alias(alias or f"test_{vendor}_{len(used)}", settings)
+        used.append(alias)
+        databases.clear(alias)
+        return alias
+
+    yield use
+    for alias in used:
+        databases.drop_alias(alias)
+
+
+@pytest.fixture(params=databases.VENDORS)
+def store(request: pytest.FixtureRequest, open_store: Callable[..., DjangoStore]) -> DjangoStore:
+    """A store in every kind of database in turn, empty."""
+    return open_store(request.param)
+
+
+@pytest.fixture
+def alias(store: DjangoStore) -> str:
+    """The alias of ``store``."""
+    return store.alias

@@ -1,0 +1,184 @@
+"""Databases of the tests' own: made, given the tables, and dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.stores.base import Store
+
+__all__ = [
+    "TABLES",
+    "VENDORS",
+    "add_alias",
+    "available",
+    "clear",
+    "database",
+    "drop_alias",
+    "execute",
+    "isolation",
+    "migrate",
+    "ready",
+    "rows",
+    "shift",
+]
+
+VENDORS = ("postgresql", "mariadb", "sqlite")
+TABLES = ("record", "lease", "highwatermark", "counter", "outbox")
+_POSTGRESQL = os.environ.get(
+    "CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432"
+)
+_MARIADB = os.environ.get("CELERY_IDEMPOTENT_MARIADB_URL", "mysql://root@127.0.0.1:3306")
+_NOBODY = "redis://127.0.0.1:1/0"
+
+
+@contextlib.contextmanager
+def ready(directory: Path) -> Iterator[None]:
+    """Set up Django with the test project's settings, as tests/django does: there is one a process."""
+    state: Any = importlib.import_module("celery._state")
+    current = state._tls.current_app
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DJANGO_SETTINGS_MODULE", "testproject.settings")
+        patch.setenv("DATABASE_PATH", str(directory / "default.sqlite3"))
+        patch.setenv("REDIS_URL", _NOBODY)
+        import django
+        import pymysql
+
+        pymysql.install_as_MySQLdb()
+        django.setup()
+    state._tls.current_app = current
+    yield
+
+
+def available(vendor: str) -> bool:
+    """Is there a server of this kind?"""
+    if vendor == "sqlite":
+        return True
+    from django.db import Error
+
+    name = add_alias(f"find_{vendor}", _settings(vendor, _maintenance(vendor)))
+    try:
+        execute(name, "SELECT 1")
+    except Error:
+        return False
+    finally:
+        drop_alias(name)
+    return True
+
+
+@contextlib.contextmanager
+def database(vendor: str, directory: Path) -> Iterator[dict[str, Any]]:
+    """Give the settings of a new database, without tables; drop it in the end."""
+    name = f"test_idempotent_{uuid.uuid4().hex[:12]}"
+    if vendor == "sqlite":
+        yield _settings(vendor, str(directory / f"{name}.sqlite3"))
+        return
+    charset = " CHARACTER SET utf8mb4" if vendor == "mariadb" else ""
+    alias = add_alias(f"make_{name}", _settings(vendor, _maintenance(vendor)))
+    try:
+        execute(alias, f"CREATE DATABASE {name}{charset}")
+        if vendor == "postgresql":
+            # No test crashes the server.
+            execute(alias, f"ALTER DATABASE {name} SET synchronous_commit = off")
+        try:
+            yield _settings(vendor, name)
+        finally:
+            force = " WITH (FORCE)" if vendor == "postgresql" else ""
+            execute(alias, f"DROP DATABASE {name}{force}")
+    finally:
+        drop_alias(alias)
+
+
+def add_alias(alias: str, settings: dict[str, Any]) -> str:
+    """Let Django know a database by this name."""
+    from django.db import connections
+
+    connections.databases[alias] = settings
+    connections.configure_settings(connections.databases)
+    return alias
+
+
+def drop_alias(alias: str) -> None:
+    """Let Django forget it, in this thread."""
+    from django.db import connections
+
+    connections[alias].close()
+    del connections[alias]
+    del connections.databases[alias]
+
+
+def migrate(alias: str, target: Sequence[str] = ("celery_idempotent",)) -> None:
+    """Make, or unmake, the tables."""
+    from django.core.management import call_command
+
+    call_command("migrate", *target, database=alias, verbosity=0)
+
+
+def clear(alias: str) -> None:
+    """Delete every row."""
+    for table in TABLES:
+        if rows(alias, f"SELECT 1 FROM celery_idempotent_{table} LIMIT 1"):
+            execute(alias, f"DELETE FROM celery_idempotent_{table}")
+
+
+def execute(alias: str, sql: str, params: Sequence[Any] = ()) -> int:
+    """Run a statement on this thread's connection; return how many rows it touched."""
+    from django.db import connections
+
+    with connections[alias].cursor() as cursor:
+        cursor.execute(sql, params or None)
+        touched: int = cursor.rowcount
+        return touched
+
+
+def rows(alias: str, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    """Run a query on this thread's connection."""
+    from django.db import connections
+
+    with connections[alias].cursor() as cursor:
+        cursor.execute(sql, params or None)
+        return list(cursor.fetchall())
+
+
+def isolation(vendor: str, level: str) -> dict[str, Any]:
+    """Return Django's option for an isolation level, in SQL's words."""
+    if vendor == "mariadb":
+        return {"isolation_level": level}
+    from psycopg import IsolationLevel
+
+    return {"isolation_level": IsolationLevel[level.replace(" ", "_").upper()]}
+
+
+def shift(store: Store, ms: float) -> None:
+    """Let time pass by the store's clock: the expression that reads it says so much more."""
+    assert isinstance(store, DjangoStore)
+    with store.lines._session(fresh=False) as session:
+        session.words.now_us = f"({session.words.now_us} + {round(ms * 1000)})"
+
+
+def _settings(vendor: str, name: str) -> dict[str, Any]:
+    if vendor == "sqlite":
+        return {"ENGINE": "django.db.backends.sqlite3", "NAME": name, "OPTIONS": {"timeout": 20}}
+    parts = urlsplit(_POSTGRESQL if vendor == "postgresql" else _MARIADB)
+    engine = "postgresql" if vendor == "postgresql" else "mysql"
+    return {
+        "ENGINE": f"django.db.backends.{engine}",
+        "NAME": name,
+        "USER": parts.username or "",
+        "PASSWORD": parts.password or "",
+        "HOST": parts.hostname or "",
+        "PORT": str(parts.port or ""),
+    }
+
+
+def _maintenance(vendor: str) -> str:
+    return "postgres" if vendor == "postgresql" else "mysql"

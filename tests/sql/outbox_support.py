@@ -1,0 +1,124 @@
+"""What the tests of the outbox share: an app with its outbox, and what its broker was given."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+__all__ = ["Stage", "ids", "make_app", "sent"]
+
+
+def make_app(alias: str, **conf: Any) -> Celery:
+    """Return an app whose messages stay in this process."""
+    from celery_idempotent.django import IdempotentTask
+
+    name = f"outbox-{uuid.uuid4().hex[:8]}"
+    app = Celery(name, set_as_current=False)
+    conf = {
+        "broker_url": "memory://",
+        "result_backend": "cache+memory://",
+        "idempotency_store": f"django://{alias}",
+        "task_default_queue": name,
+        **conf,
+    }
+    app.conf.update(idempotency_sweep_interval=None, task_publish_retry=False, **conf)
+    keyed: dict[str, Any] = {"shared": False, "base": IdempotentTask, "idempotency_key": "n"}
+    app.task(name="note", **keyed)(with_extra)
+    app.task(name="once", idempotency_publish_once=True, **keyed)(with_extra)
+    app.task(name="free", shared=False, base=IdempotentTask)(anything)
+    app.task(name="plain", shared=False)(anything)
+    app.finalize()
+    return app
+
+
+def with_extra(n: int, extra: Any = None) -> int:
+    return n
+
+
+def anything(*args: Any) -> None:
+    pass
+
+
+def sent(app: Celery) -> list[tuple[dict[str, Any], Any, dict[str, Any]]]:
+    """Take what the broker has in the app's queue: headers, body, and properties of each message."""
+    found = []
+    with app.connection_for_read() as connection:
+        channel: Any = connection.channel()
+        while message := channel.basic_get(app.conf.task_default_queue, no_ack=True):
+            readable = message.content_type == "application/json"
+            body = json.loads(message.body) if readable else message.body
+            found.append((message.headers, body, message.properties))
+    return found
+
+
+def ids(app: Celery) -> list[str]:
+    """Take what the broker has: the task ids."""
+    return [headers["id"] for headers, _, _ in sent(app)]
+
+
+class Stage:
+    """One app and its outbox, as a test handles them."""
+
+    def __init__(self, alias: str, app: Celery) -> None:
+        from celery_idempotent.django import outbox
+        from celery_idempotent.django.models import OutboxMessage
+
+        self.alias, self.app, self.outbox = alias, app, outbox
+        self.rows = OutboxMessage.objects.using(alias)
+
+    def atomic(self) -> Any:
+        from django.db import transaction
+
+        return transaction.atomic(using=self.alias)
+
+    def add(self, task: Any = "note", args: Any = None, **options: Any) -> str:
+        where = {"using": self.alias, "group": options.pop("group", None)}
+        task = self.app.tasks[task] if isinstance(task, str) else task
+        task_id = self.outbox.stage(task, args, None, options, **where)
+        assert task_id
+        return task_id
+
+    def notes(self, *numbers: int, **options: Any) -> list[str]:
+        return [self.add("note", (number,), **options) for number in numbers]
+
+    def dies_after_commit(self, *numbers: int, **options: Any) -> list[str]:
+        """Stage and commit, and be gone before anything is sent."""
+        from django.db import connections
+
+        with self.atomic():
+            staged = self.notes(*numbers, **options)
+            connections[self.alias].run_on_commit.clear()
+        return staged
+
+    def rolls_back(self, *numbers: int) -> None:
+        from django.db import transaction
+
+        with self.atomic():
+            self.notes(*numbers)
+            transaction.set_rollback(True, using=self.alias)
+
+    def pass_time(self) -> None:
+        """Let all leases and rests be over."""
+        self.rows.update(due_ms=0)
+
+    def sweep(self, **options: Any) -> Any:
+        return self.outbox.sweep(self.app, using=self.alias, **options)
+
+    def pending(self) -> Any:
+        return self.outbox.pending(using=self.alias)
+
+    def break_broker(self, patch: pytest.MonkeyPatch, *only: str) -> None:
+        """Fail to publish, all or these task ids."""
+        publish = self.app.amqp.send_task_message
+
+        def refuse(producer: Any, name: str, message: Any, **options: Any) -> Any:
+            if not only or message.headers["id"] in only:
+                raise OperationalError("amqp://user:secret@broker is away")
+            return publish(producer, name, message, **options)
+
+        patch.setattr(self.app.amqp, "send_task_message", refuse)

@@ -1,0 +1,93 @@
+"""MemoryStore and DjangoStore answer alike, whatever is asked of them in whatever order."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
+
+from celery_idempotent.records import Identity, Record
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
+from tests.sql import databases
+from tests.stores.test_agreement import IDENTITIES, Agreement
+
+pytest.importorskip("django")
+
+from celery_idempotent.django.store import DjangoStore
+
+
+class SQLAgreement(Agreement):
+    """As the machine for Redis, with a database whose clock says what the test says."""
+
+    store: DjangoStore
+    numbers = itertools.count()
+
+    @initialize()
+    def open(self) -> None:
+        self.clock = FakeClock()
+        self.memory: Any = MemoryStore(self.clock)
+        databases.clear(self.store.alias)
+        self.redis: Any = self.store
+        self.names = {}
+        self.records: dict[Identity, list[Record]] = {name: [] for name in IDENTITIES}
+        # Where the machine for Redis sets that one's clock.
+        self.link: Any = SimpleNamespace(set=lambda _: self.set_clock())
+        self.set_clock()
+
+    def ask(self, verb: str, *args: Any, **kwargs: Any) -> Any:
+        # A token is the time, unless another was given out within the same microsecond, of any key
+        # here, of the same one there.
+        self.clock.advance(0.001)
+        self.set_clock()
+        return super().ask(verb, *args, **kwargs)
+
+    def set_clock(self) -> None:
+        with self.store.lines._session(fresh=False) as session:
+            session.words.now_us = f"CAST({self.clock()} AS {BIGINT[session.words.vendor]})"
+
+    @invariant()
+    def same_records(self) -> None:
+        for identity in IDENTITIES:
+            record = self.ask("get", identity)
+            if record is not None:
+                self.seen[record.state.name] += 1
+        # There is a lease for each record that is not COMPLETED, and for no other.
+        live = databases.rows(
+            self.store.alias,
+            "SELECT count(*), count(l.digest) FROM celery_idempotent_record r"
+            " LEFT JOIN celery_idempotent_lease l ON l.digest = r.digest"
+            " AND l.token = r.token AND l.state = r.state WHERE r.state IN ('Q', 'P', 'I', 'F')",
+        )
+        leases = databases.rows(self.store.alias, "SELECT count(*) FROM celery_idempotent_lease")
+        assert live[0][0] == live[0][1] == leases[0][0]
+
+    def teardown(self) -> None:
+        pass
+
+
+BIGINT = {"postgresql": "bigint", "mysql": "SIGNED", "sqlite": "INTEGER"}
+
+
+@pytest.mark.parametrize("vendor", databases.VENDORS)
+def test_both_stores_answer_alike(open_store: Callable[..., DjangoStore], vendor: str):
+    seen: Counter[str] = Counter()
+    machine = type("SQLAgreement", (SQLAgreement,), {"store": open_store(vendor), "seen": seen})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60 if vendor == "sqlite" else 15,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert {"claim Claimed", "reserve Reserved", "QUEUED", "PROCESSING"} <= seen.keys()
+    if vendor == "sqlite":
+        assert {"claim Held", "COMPLETED"} & seen.keys()

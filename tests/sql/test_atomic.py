@@ -1,0 +1,474 @@
+"""A task's own transaction settles its record: both or neither, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_idempotent.errors import IdempotencyError, LeaseLost, StoreMisconfigured
+from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
+from celery_idempotent.stores.base import TransactionalStore
+from tests.sql import databases
+from tests.sql.databases import execute, rows, shift
+from tests.support.paths import ROOT
+
+pytest.importorskip("django")
+
+from django.db import DatabaseError, connections, transaction
+
+from celery_idempotent.django.atomic import TransactionEnded
+from celery_idempotent.django.store import DjangoStore
+
+KEY = Identity(namespace="charge", key="order-17")
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
+SERVERS = ("postgresql", "mariadb")
+LEVELS = ("read committed", "repeatable read", "serializable")
+EVERYWHERE = [(vendor, level) for vendor in SERVERS for level in LEVELS] + [("sqlite", "")]
+
+
+def claim(store: DjangoStore, **changes: Any) -> Any:
+    asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
+    return store.claim(KEY, **asked)
+
+
+def claimed(store: DjangoStore, **changes: Any) -> Record:
+    answer = claim(store, **changes)
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def settle(run: Any, **changes: Any) -> bool:
+    asked = {"state": State.COMPLETED, "value": VALUE, "keep_ms": 60_000, **changes}
+    done: bool = run.settle(**asked)
+    return done
+
+
+def effects(store: DjangoStore) -> int:
+    ((n,),) = rows(store.alias, "SELECT n FROM effects")
+    return int(n)
+
+
+def act(store: DjangoStore) -> None:
+    execute(store.alias, "UPDATE effects SET n = n + 1")
+
+
+@pytest.fixture
+def open_atomic(open_store: Callable[..., DjangoStore]) -> Iterator[Callable[..., DjangoStore]]:
+    """As ``open_store``, with a table ``effects`` of one row, ``n`` = 0."""
+    used: list[DjangoStore] = []
+
+    def open_(vendor: str, level: str = "") -> DjangoStore:
+        store = open_store(vendor, level)
+        execute(store.alias, "CREATE TABLE effects (n integer)")
+        execute(store.alias, "INSERT INTO effects VALUES (0)")
+        used.append(store)
+        return store
+
+    yield open_
+    for store in used:
+        connections[store.alias].close()
+        execute(store.alias, "DROP TABLE effects")
+        connections[store.alias].close()
+
+
+@pytest.fixture(params=databases.VENDORS)
+def store(request: pytest.FixtureRequest, open_atomic: Callable[..., DjangoStore]) -> DjangoStore:
+    return open_atomic(request.param)
+
+
+@pytest.fixture(params=SERVERS)
+def server_store(
+    request: pytest.FixtureRequest, open_atomic: Callable[..., DjangoStore]
+) -> DjangoStore:
+    return open_atomic(request.param)
+
+
+@pytest.mark.parametrize(("vendor", "level"), EVERYWHERE)
+def test_writes_and_record_are_committed_together(
+    open_atomic: Callable[..., DjangoStore], vendor: str, level: str
+):
+    """At every isolation level, also when the lease was renewed and a step taken meanwhile."""
+    store = open_atomic(vendor, level)
+    record = claimed(store)
+    with store.transaction(record) as run:
+        act(store)
+        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        lease = Lease(identity=KEY, token=record.token, lease_ms=90_000, keep_ms=1)
+        assert store.renew([lease]) == [True]
+        assert settle(run, replaced=True)
+    assert effects(store) == 1
+    found = store.get(KEY)
+    assert found is not None
+    assert (found.state, found.value, found.replaced) == (State.COMPLETED, VALUE, True)
+    assert found.updated_ms >= record.updated_ms
+    assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == []
+
+
+def test_it_is_what_an_atomic_task_asks_for(store: DjangoStore):
+    assert isinstance(store, TransactionalStore)
+    with store.transaction(None):
+        act(store)
+    assert effects(store) == 1
+
+
+def test_a_failure_rolls_both_back(store: DjangoStore):
+    record = claimed(store)
+    with pytest.raises(ZeroDivisionError), store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+        raise ZeroDivisionError
+    assert effects(store) == 0
+    found = store.get(KEY)
+    assert found is not None
+    assert (found.state, found.token) == (State.PROCESSING, record.token)
+    assert store.release(KEY, token=record.token)
+
+
+def test_a_claim_that_was_lost_meanwhile_is_not_settled(server_store: DjangoStore):
+    store = server_store
+    record = claimed(store)
+    with pytest.raises(LeaseLost), store.transaction(record) as run:
+        act(store)
+        assert store.forget(KEY)
+        newer = claimed(store)
+        if not settle(run):
+            raise LeaseLost
+    assert effects(store) == 0
+    found = store.get(KEY)
+    assert found is not None
+    assert (found.state, found.token) == (State.PROCESSING, newer.token)
+
+
+def test_a_claim_that_was_lost_before_does_not_begin(store: DjangoStore):
+    record = claimed(store)
+    shift(store, 60_001)
+    newer = claimed(store)
+    with pytest.raises(LeaseLost), store.transaction(record):
+        act(store)
+    assert effects(store) == 0
+    with store.transaction(newer) as run:
+        assert settle(run)
+
+
+def test_nothing_of_the_record_is_locked_while_the_task_runs(server_store: DjangoStore):
+    store = server_store
+    record = claimed(store)
+    with store.transaction(record) as run:
+        act(store)
+        assert isinstance(claim(store), Held)
+        assert store.get(KEY) is not None
+        assert store.interrupt(KEY, token=record.token) is not None
+        # A late settle with the record's own token is accepted.
+        assert settle(run)
+    found = store.get(KEY)
+    assert found is not None
+    assert (found.state, found.crashes) == (State.COMPLETED, 1)
+
+
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK", "BEGIN; COMMIT"])
+def test_a_task_that_ends_its_transaction_itself_is_told(store: DjangoStore, end: str):
+    record = claimed(store)
+    with pytest.raises(TransactionEnded, match="leaves COMMIT"), store.transaction(record) as run:
+        act(store)
+        for statement in end.removeprefix("BEGIN; ").split("; "):
+            execute(store.alias, statement)
+        settle(run)
+    found = store.get(KEY)
+    assert found is not None
+    assert found.state is State.PROCESSING
+
+
+def test_a_statement_that_commits_by_itself_is_noticed(open_atomic: Callable[..., DjangoStore]):
+    store = open_atomic("mariadb")
+    record = claimed(store)
+    with pytest.raises(TransactionEnded), store.transaction(record) as run:
+        execute(store.alias, "CREATE TABLE implicit (n integer)")
+        execute(store.alias, "DROP TABLE implicit")
+        settle(run)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_error_that_the_task_swallowed_cannot_be_committed(store: DjangoStore, inside: bool):
+    record = claimed(store)
+    with pytest.raises(TransactionEnded), store.transaction(record) as run:
+        act(store)
+        try:
+            if inside:
+                with transaction.atomic(using=store.alias, savepoint=False):
+                    execute(store.alias, "SELECT * FROM no_such_table")
+            else:
+                execute(store.alias, "SELECT * FROM no_such_table")
+        except DatabaseError:
+            pass
+        settle(run)
+        if store.lines._words.vendor != "postgresql" and not inside:  # type: ignore[union-attr]
+            # There an error leaves the transaction whole.
+            raise TransactionEnded
+    assert effects(store) == 0
+
+
+def test_an_error_in_an_inner_block_does_no_harm(store: DjangoStore):
+    record = claimed(store)
+    with store.transaction(record) as run:
+        act(store)
+        with pytest.raises(DatabaseError), transaction.atomic(using=store.alias):
+            act(store)
+            execute(store.alias, "SELECT * FROM no_such_table")
+        assert settle(run)
+    assert effects(store) == 1
+
+
+def test_a_durable_block_inside_says_so(store: DjangoStore):
+    record = claimed(store)
+    with (
+        pytest.raises(RuntimeError, match="durable"),
+        store.transaction(record),
+        transaction.atomic(using=store.alias, durable=True),
+    ):
+        act(store)
+    assert effects(store) == 0
+
+
+def test_it_does_not_run_inside_another_transaction(store: DjangoStore):
+    record = claimed(store)
+    with (
+        pytest.raises(StoreMisconfigured, match="outside of atomic"),
+        transaction.atomic(using=store.alias),
+        store.transaction(record),
+    ):
+        act(store)
+    assert effects(store) == 0
+
+
+def test_it_runs_inside_the_blocks_of_a_django_test_case(store: DjangoStore):
+    record = claimed(store)
+    block: Any = transaction.atomic(using=store.alias)
+    block._from_testcase = True
+    with block:
+        with store.transaction(record) as run:
+            act(store)
+            assert settle(run)
+        assert effects(store) == 1
+
+
+def test_it_begins_on_a_connection_that_the_server_closed(server_store: DjangoStore):
+    store = server_store
+    record = claimed(store)
+    _end(store.alias)
+    with store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+    assert effects(store) == 1
+
+
+def test_what_a_lost_commit_came_to_is_found_out_by_a_release(server_store: DjangoStore):
+    store = server_store
+    record = claimed(store)
+    with pytest.raises(DatabaseError), store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+        assert run.settled
+        _end(store.alias)
+    assert store.release(KEY, token=record.token)
+    assert effects(store) == 0
+    record = claimed(store)
+    with store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+    assert not store.release(KEY, token=record.token)
+    found = store.get(KEY)
+    assert found is not None
+    assert found.state is State.COMPLETED
+
+
+def test_a_lease_that_nobody_cleared_away_goes_with_the_next_sweep(
+    store: DjangoStore, monkeypatch: pytest.MonkeyPatch
+):
+    def died(*_: object) -> None:
+        raise IdempotencyError
+
+    record = claimed(store)
+    with store.transaction(record) as run:
+        assert settle(run, keep_ms=10_000_000)
+        monkeypatch.setattr(store.lines, "run", died)
+    monkeypatch.undo()
+    assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == [(record.token,)]
+    found = store.get(KEY)
+    assert found is not None
+    assert found.state is State.COMPLETED
+    shift(store, 60_001)
+    report = store.sweep(limit=10)
+    assert (report.interrupted, report.requeued, report.more) == ((), (), False)
+    assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == []
+    assert store.get(KEY) == found
+
+
+def test_on_sqlite_it_has_the_write_lock_from_the_start(open_atomic: Callable[..., DjangoStore]):
+    """With Django's own settings, whose BEGIN takes none."""
+    store = open_atomic("sqlite")
+    record = claimed(store)
+    settings = {**connections[store.alias].settings_dict, "OPTIONS": {"timeout": 0}}
+    other = databases.add_alias("other_writer", settings)
+    for claim_ in (record, None):
+        with store.transaction(claim_), pytest.raises(DatabaseError, match="locked"):
+            execute(other, "BEGIN IMMEDIATE")
+    execute(other, "BEGIN IMMEDIATE")
+    execute(other, "ROLLBACK")
+    databases.drop_alias(other)
+
+
+@pytest.fixture
+def start_holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A function that starts a process in the transaction of a claim, with a row of effects locked."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(store: DjangoStore, record: Record, **orders: Any) -> subprocess.Popen[str]:
+        settings = connections[store.alias].settings_dict
+        orders |= {
+            "directory": str(tmp_path),
+            "settings": {**settings, "OPTIONS": {}, "TEST": {}},
+            "identity": {"namespace": KEY.namespace, "scope": KEY.scope, "key": KEY.key},
+            "token": record.token,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.sql.holder"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        _tell(process, json.dumps(orders))
+        assert _answer(process) == "ready"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("moment", ["while it works", "before the commit", "and was swept"])
+def test_a_frozen_run_is_ended_by_the_next_claim(
+    server_store: DjangoStore, start_holder: Callable[..., Any], moment: str
+):
+    """Its locks are gone, so the next run need not wait; and when it thaws, it has done nothing."""
+    store = server_store
+    record = claimed(store)
+    holder = start_holder(store, record, before_commit=moment == "before the commit")
+    if moment == "before the commit":
+        _tell(holder, "settle")
+        assert _answer(holder) == "settled"
+    holder.send_signal(signal.SIGSTOP)
+    shift(store, 60_001)
+    if moment == "and was swept":
+        assert len(store.sweep(limit=10).interrupted) == 1
+    newer = claimed(store)
+    assert newer.crashes == 1
+    with store.transaction(newer) as run:
+        act(store)
+        assert settle(run)
+    holder.send_signal(signal.SIGCONT)
+    _tell(holder, "go on")
+    assert _answer(holder).startswith("failed")
+    assert effects(store) == 1
+    found = store.get(KEY)
+    assert found is not None
+    assert (found.state, found.token) == (State.COMPLETED, newer.token)
+
+
+def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
+    server_store: DjangoStore,
+    start_holder: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    store = server_store
+    holder = start_holder(store, claimed(store), before_commit=True)
+    _tell(holder, "settle")
+    assert _answer(holder) == "settled"
+    other = Identity(namespace="charge", key="another")
+    store.claim(other, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    shift(store, 60_001)
+    words = store.lines._words
+    assert words is not None
+    words.begin = words.begin.replace("5000", "100")
+    words.patience = words.patience.replace("5", "1")
+    report = store.sweep(limit=10)
+    assert [record.identity for record in report.interrupted] == [other]
+    assert claimed(store).crashes == 1
+
+
+def test_a_killed_run_leaves_nothing(store: DjangoStore, start_holder: Callable[..., Any]):
+    record = claimed(store)
+    holder = start_holder(store, record, before_commit=True)
+    _tell(holder, "settle")
+    assert _answer(holder) == "settled"
+    holder.kill()
+    holder.wait()
+    shift(store, 60_001)
+    newer = claimed(store)
+    with store.transaction(newer) as run:
+        act(store)
+        assert settle(run)
+    assert effects(store) == 1
+
+
+def test_a_run_that_may_not_be_ended_keeps_its_key(
+    open_atomic: Callable[..., DjangoStore], start_holder: Callable[..., Any]
+):
+    """A role without the right to end the sessions of another: the message goes back."""
+    store = open_atomic("postgresql")
+    role = f"test_idempotent_{uuid.uuid4().hex[:12]}"
+    execute(store.alias, f"CREATE ROLE {role} LOGIN")
+    execute(store.alias, f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}")
+    execute(store.alias, f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {role}")
+    settings = {**connections[store.alias].settings_dict, "USER": role}
+    limited = DjangoStore(databases.add_alias("limited", settings))
+    try:
+        holder = start_holder(store, claimed(store))
+        shift(limited, 60_001)
+        answer = claim(limited)
+        assert isinstance(answer, Held)
+        assert answer.left_ms > 0
+        _tell(holder, "go on")
+        assert _answer(holder) == "committed"
+        assert claim(limited).record.state is State.COMPLETED
+    finally:
+        limited.close()
+        databases.drop_alias("limited")
+        execute(store.alias, f"DROP OWNED BY {role}")
+        execute(store.alias, f"DROP ROLE {role}")
+
+
+def _tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def _answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _end(alias: str) -> None:
+    """End the session of this thread's connection, from another one."""
+    vendor = connections[alias].vendor
+    own = "SELECT pg_backend_pid()" if vendor == "postgresql" else "SELECT connection_id()"
+    ((session,),) = rows(alias, own)
+    other = databases.add_alias("executioner", {**connections[alias].settings_dict})
+    if vendor == "postgresql":
+        # Waits until it is gone.
+        assert rows(other, f"SELECT pg_terminate_backend({session}, 10000)") == [(True,)]
+    else:
+        execute(other, f"KILL {session}")
+    databases.drop_alias(other)

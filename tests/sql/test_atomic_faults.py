@@ -1,0 +1,484 @@
+"""Atomic tasks on real workers: killed, frozen, cut off anywhere, their writes and their record agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.result import AsyncResult
+from kombu import Connection
+
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.records import Identity, State
+from testproject.postgres import EmbeddedPostgres
+from tests.sql import databases
+from tests.support.ledger import Ledger
+from tests.support.proxy import Proxy
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker
+
+pytestmark = [pytest.mark.worker, pytest.mark.rabbitmq, pytest.mark.redis]
+
+PATIENCE = 60
+#: How many keys the last test has.
+SOAK = int(os.environ.get("CELERY_IDEMPOTENT_SOAK", "150"))
+
+
+class Till:
+    """One database, one broker, and workers that write to the first what they are told by the second."""
+
+    def __init__(
+        self,
+        *,
+        start_worker: Callable[..., Worker],
+        ledger: Ledger,
+        alias: str,
+        broker: str,
+        queue: str,
+        backend: str,
+        prefix: str,
+    ) -> None:
+        self.ledger = ledger
+        self.alias = alias
+        self.queue = queue
+        self.hybrid = f"hybrid+{backend}?prefix={prefix}"
+        self._start_worker = start_worker
+        self.conf: dict[str, Any] = {
+            "broker_url": broker,
+            "result_backend": backend,
+            "result_backend_transport_options": {"global_keyprefix": prefix},
+            "idempotency_store": "django://",
+            "idempotency_lease": 5,
+            "idempotency_conflict_backoff_max": 0.5,
+            "idempotency_max_crashes": 100,
+            "task_default_queue": queue,
+        }
+        self.client = Celery("till", set_as_current=False)
+        self.client.conf.update(self.conf)
+        self.store = DjangoStore(alias)
+
+    def worker(
+        self, name: str, *, database: dict[str, Any] | None = None, queue: str = "", **options: Any
+    ) -> Worker:
+        from django.db import connections
+
+        settings = {**connections.databases[self.alias], **(database or {})}
+        env = {
+            "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
+            "ATOMIC_DATABASES": json.dumps({"default": settings}),
+            "ATOMIC_CONF": json.dumps({**self.conf, **options.pop("conf", {})}),
+        }
+        return self._start_worker(
+            "tests.sql.atomic_app", name=name, env=env, queues=[queue or self.queue], **options
+        )
+
+    def plan(self, kind: str, key: str, what: object = "") -> Path:
+        path = self.ledger.path.parent / f"{kind}-{key}"
+        path.write_text(str(what))
+        return path
+
+    def pay(
+        self, key: str, *, queue: str = "", task: str = "pay", **kwargs: Any
+    ) -> AsyncResult[Any]:
+        return self.client.send_task(task, (key,), kwargs, queue=queue or self.queue)
+
+    def ask(self, name: str, *args: Any) -> AsyncResult[Any]:
+        return self.client.send_task(name, args)
+
+    def effects(self, key: str) -> int:
+        found = dict(
+            databases.rows(  # in one statement: a payment may be committed at any moment
+                self.alias,
+                "SELECT name, count(*) FROM effects WHERE name IN (%s, %s) GROUP BY name",
+                (key, f"{key} again"),
+            )
+        )
+        first, second = found.get(key, 0), found.get(f"{key} again", 0)
+        assert first == second, "half a transaction"
+        return int(first)
+
+    def distinct(self) -> int:
+        ((count,),) = databases.rows(
+            self.alias, "SELECT count(DISTINCT name) FROM effects WHERE name NOT LIKE '%% again'"
+        )
+        return int(count)
+
+    def waiting(self) -> int:
+        """How many messages wait in the queue."""
+        with Connection(self.conf["broker_url"]) as connection, connection.channel() as channel:
+            return int(channel.queue_declare(self.queue, passive=True).message_count)  # type: ignore[attr-defined]
+
+    def reconnect(self) -> None:
+        """Wait until the database lets us in again."""
+        from django.db import Error, connections
+
+        def answers() -> bool:
+            connections[self.alias].close()
+            try:
+                return bool(databases.rows(self.alias, "SELECT 1"))
+            except Error:
+                return False
+
+        wait_for(answers, PATIENCE, "the database", interval=0.05)
+
+    def balance(self) -> int:
+        ((balance,),) = databases.rows(self.alias, "SELECT balance FROM accounts")
+        return int(balance)
+
+    def record(self, key: str, task: str = "pay") -> Any:
+        return self.store.get(Identity(namespace=task, key=key))
+
+    def agree(self, key: str, result: AsyncResult[Any], task: str = "pay") -> None:
+        """One effect, one record, one follow-up, one answer, whoever asks."""
+
+        def followed() -> bool:
+            if not self.ledger.count("followed", key):
+                self.ask("celery_idempotent.sweep")  # as beat does
+            return self.ledger.count("followed", key) > 0
+
+        wait_for(lambda: self.effects(key) > 0, PATIENCE, f"{key} to be paid")
+        wait_for(followed, PATIENCE, f"what follows {key}", interval=0.5)
+        assert result.get(timeout=PATIENCE) == f"paid {key}"
+        assert self.effects(key) == 1, key
+        assert self.record(key, task).state is State.COMPLETED
+        assert self.pay(key, task=task).get(timeout=PATIENCE) == f"paid {key}"
+        assert self.effects(key) == 1, key
+        assert self.ledger.count("followed", key) == 1
+
+
+@pytest.fixture
+def till(
+    use_database: Callable[..., str],
+    start_worker: Callable[..., Worker],
+    ledger: Ledger,
+    rabbitmq_url: str,
+    rabbitmq_queue: str,
+    redis_url: str,
+    prefix: str,
+) -> Iterator[Callable[..., Till]]:
+    made: list[Till] = []
+
+    def make(vendor: str, *, alias: str = "", **options: Any) -> Till:
+        alias = alias or use_database(vendor, **options)
+        number = {
+            "postgresql": "bigserial",
+            "mariadb": "bigint auto_increment",
+            "sqlite": "integer",
+        }[vendor]
+        for table in ("effects", "accounts"):
+            databases.execute(alias, f"DROP TABLE IF EXISTS {table}")
+        databases.execute(
+            alias,
+            f"CREATE TABLE effects (id {number} PRIMARY KEY, name varchar(200), token bigint)",
+        )
+        databases.execute(
+            alias, "CREATE TABLE accounts (name varchar(200) PRIMARY KEY, balance bigint)"
+        )
+        till = Till(
+            start_worker=start_worker,
+            ledger=ledger,
+            alias=alias,
+            broker=rabbitmq_url,
+            queue=rabbitmq_queue,
+            backend=redis_url,
+            prefix=prefix,
+        )
+        made.append(till)
+        return till
+
+    yield make
+    for till in made:
+        till.client.close()
+        till.store.close()
+
+
+class TestKills:
+    @pytest.mark.parametrize(
+        ("vendor", "task", "hybrid"),
+        [
+            *((vendor, "pay", False) for vendor in databases.VENDORS),
+            ("postgresql", "hand_over", False),
+            ("postgresql", "pay", True),
+        ],
+    )
+    def test_a_kill_at_every_boundary_leaves_effect_record_and_message_agreeing(
+        self, till, vendor, task, hybrid
+    ):
+        """``hand_over`` is replaced by another task, whose message is part of the same transaction."""
+        place = till(vendor)
+        if hybrid:
+            place.conf["idempotency_store"] = place.hybrid
+        place.worker("worker", concurrency=2)
+        place.agree("whole", place.pay("whole", task=task), task)
+        count = int(place.ledger.entries("boundaries")[0].key.split()[1])
+        assert count >= 8, "claim, begin, body, settle, commit, ack"
+        keys = [f"killed at {n}" for n in range(count)]
+        for n, key in enumerate(keys):
+            place.plan("kill", key, n)
+        results = {key: place.pay(key, task=task) for key in keys}
+        for key, result in results.items():
+            place.agree(key, result, task)
+        struck = [key for key in keys if (place.ledger.path.parent / f"killed-{key}").exists()]
+        # The first run of a process has a few more, to get to know the database.
+        assert len(struck) > count / 2, "the kills did not happen"
+
+    def test_a_worker_that_dies_whole_is_replaced(self, till):
+        place = till("postgresql")
+        worker = place.worker("first")
+        hold = place.plan("hold", "order")
+        result = place.pay("order")
+        wait_for(lambda: place.ledger.count("inside", "order") == 1, PATIENCE, "the payment")
+        worker.kill()
+        hold.unlink()
+        place.worker("second")
+        place.agree("order", result)
+
+
+class TestZombies:
+    def freeze(self, place: Till, queue: str, **database: Any) -> tuple[Worker, Any]:
+        """A worker that is frozen inside of its transaction, past its lease, with a row locked."""
+        databases.execute(place.alias, "INSERT INTO accounts VALUES ('alice', 100)")
+        frozen = place.worker("frozen", queue=queue, **database)
+        place.plan("hold", "order")
+        result = place.pay("order", queue=queue, account="alice")
+        wait_for(lambda: place.ledger.count("inside", "order") == 1, PATIENCE, "the payment")
+        frozen.freeze()
+        (place.ledger.path.parent / "hold-order").unlink()
+        return frozen, result
+
+    @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+    def test_a_frozen_transaction_is_ended_by_the_next_claim(self, till, rabbitmq, vendor):
+        place = till(vendor)
+        queue = rabbitmq.queue()
+        try:
+            place.conf["idempotency_lease"] = 1
+            frozen, first = self.freeze(place, queue)
+            place.worker("second")
+            second = place.pay("order", account="alice")
+            assert second.get(timeout=PATIENCE) == "paid order"
+            assert place.effects("order") == 1
+            frozen.thaw()
+            assert first.get(timeout=PATIENCE) == "paid order"
+            assert place.effects("order") == 1
+            assert place.balance() == 99
+            record = place.record("order")
+            assert (record.state, record.crashes) == (State.COMPLETED, 1)
+        finally:
+            rabbitmq.delete(queue)
+
+    def test_where_it_may_not_be_ended_nothing_is_lost_and_nothing_doubled(
+        self, till, rabbitmq, poor_role
+    ):
+        place = till("postgresql")
+        queue = rabbitmq.queue()
+        try:
+            place.conf["idempotency_lease"] = 1
+            frozen, first = self.freeze(place, queue)
+            user = poor_role(place.alias)
+            second = place.worker("second", database=user)
+            result = place.pay("order", account="alice")
+            wait_for(lambda: "comes back" in second.log, PATIENCE, "the duplicate to wait")
+            frozen.thaw()
+            assert first.get(timeout=PATIENCE) == "paid order"
+            assert result.get(timeout=PATIENCE) == "paid order"
+            assert place.effects("order") == 1
+            assert place.balance() == 99
+        finally:
+            rabbitmq.delete(queue)
+
+    @pytest.fixture
+    def poor_role(self) -> Iterator[Callable[[str], dict[str, Any]]]:
+        made: list[tuple[str, str]] = []
+
+        def make(alias: str) -> dict[str, Any]:
+            role = f"poor_{os.getpid()}"
+            databases.execute(alias, f"CREATE ROLE {role} LOGIN NOSUPERUSER")
+            made.append((alias, role))
+            for kind in ("TABLES", "SEQUENCES"):
+                databases.execute(alias, f"GRANT ALL ON ALL {kind} IN SCHEMA public TO {role}")
+            return {"USER": role}
+
+        yield make
+        for alias, role in made:
+            databases.execute(alias, f"DROP OWNED BY {role}")
+            databases.execute(alias, f"DROP ROLE {role}")
+
+
+class TestCommits:
+    @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_one_without_an_answer_resolves_to_what_happened(self, till, vendor, when):
+        """The connection breaks before the COMMIT reached the server, or after, and before its answer."""
+        place = till(vendor)
+        from django.db import connections
+
+        there = connections.databases[place.alias]
+        with Proxy(there["HOST"], int(there["PORT"])) as proxy:
+            place.worker("worker", database={"HOST": "127.0.0.1", "PORT": str(proxy.port)})
+            hold = place.plan("hold", "order")
+            result = place.pay("order")
+            wait_for(lambda: place.ledger.count("inside", "order") == 1, PATIENCE, "the payment")
+            (proxy.lose_requests if when == "before" else proxy.swallow_replies)(b"COMMIT")
+            hold.unlink()
+            if when == "after":
+                place.agree("order", result)
+                assert proxy.swallowed == 1
+            else:
+                wait_for(result.ready, PATIENCE, "the end")
+                assert result.failed(), "what the database said to the COMMIT"
+                assert proxy.lost == 1
+                assert place.effects("order") == 0
+                assert place.record("order") is None
+                place.agree("order", place.pay("order"))
+
+
+class TestMisbehaviour:
+    HOWS = ("commit", "raw", "durable", "raise", "retry once")
+
+    @pytest.mark.parametrize("vendor", databases.VENDORS)
+    def test_a_task_that_ends_its_transaction_is_told_so(self, till, vendor):
+        place = till(vendor)
+        place.worker("worker", concurrency=2)
+        results = {how: place.ask("misbehave", how, how) for how in self.HOWS}
+        for how in ("commit", "durable", "raise"):
+            with pytest.raises(Exception) as caught:
+                results[how].get(timeout=PATIENCE)
+            assert type(caught.value).__name__ in (
+                "TransactionManagementError",
+                "RuntimeError",
+                "ValueError",
+            )
+            assert place.effects(how) == 0
+            assert place.record(how, "misbehave") is None
+        assert results["retry once"].get(timeout=PATIENCE) is None
+        assert place.effects("retry once") == 1
+
+    def test_sessions_that_are_ended_at_random_lose_and_double_nothing(self, till):
+        """pg_terminate_backend, under load."""
+        place = till("postgresql")
+
+        def end_one() -> int:
+            return len(
+                databases.rows(
+                    place.alias,
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                    " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                    " ORDER BY random() LIMIT 1",
+                )
+            )
+
+        assert self.under(place, end_one, most=200, pause=0.05) > 5
+
+    def test_a_database_that_crashes_and_recovers_loses_and_doubles_nothing(self, till):
+        """A process of the server is killed: it ends every session, and recovers from its log."""
+        with EmbeddedPostgres() as server:
+            alias = databases.add_alias(
+                "crashing",
+                {
+                    "ENGINE": "django.db.backends.postgresql",
+                    "NAME": "postgres",
+                    "USER": server.environment()["PGUSER"],
+                    "HOST": server.environment()["PGHOST"],
+                    "PORT": server.environment()["PGPORT"],
+                },
+            )
+            try:
+                databases.migrate(alias)
+                place = till("postgresql", alias=alias)
+
+                def crash() -> int:
+                    found = databases.rows(
+                        alias,
+                        "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'"
+                        " AND pid <> pg_backend_pid() ORDER BY random() LIMIT 1",
+                    )
+                    for (pid,) in found:
+                        os.kill(pid, signal.SIGKILL)
+                    place.reconnect()
+                    return len(found)
+
+                assert self.under(place, crash, most=4, pause=0.7) >= 2
+            finally:
+                databases.drop_alias(alias)
+
+    def under(self, place: Till, strike: Callable[[], int], *, most: int, pause: float) -> int:
+        """Pay sixty orders twice each while the database is struck; return how often it was."""
+        workers = [place.worker(f"worker{n}", concurrency=2) for n in range(2)]
+        keys = [f"order {n}" for n in range(60)]
+        results = {key: [place.pay(key), place.pay(key)] for key in keys}
+        struck = 0
+        while any(not r.ready() for both in results.values() for r in both) and struck < most:
+            struck += strike()
+            time.sleep(pause)
+        for key, both in results.items():
+            states = []
+            for result in both:
+                # Not SUCCESS: the session of the body itself was ended.
+                wait_for(result.ready, PATIENCE, f"{key} to end")
+                states.append(result.result if result.successful() else result.state)
+            done = f"paid {key}" in states
+            assert place.effects(key) == done, (key, states)
+            if done:
+                assert place.record(key).state is State.COMPLETED
+        assert all(worker.running for worker in workers)
+        return struck
+
+
+@pytest.mark.timeout(3600 if SOAK >= 1000 else 240)
+def test_many_deliveries_to_workers_that_are_killed_again_and_again_leave_one_row_for_each_key(
+    till,
+):
+    """``CELERY_IDEMPOTENT_SOAK=10000`` for the long run: three deliveries each, a kill every few seconds."""
+    count = SOAK
+    place = till("postgresql")
+    chance = random.Random(count)
+    # A kill takes a worker's prefetched messages along, which come back: so many crashes are no poison.
+    place.conf |= {"idempotency_max_crashes": 1000, "task_ignore_result": True}
+    place.conf |= {"worker_prefetch_multiplier": 4}
+    workers = [place.worker(f"worker{n}", concurrency=2) for n in range(4 if count >= 1000 else 2)]
+    keys = [f"{n}" for n in range(count)]
+    sends = keys * 3
+    chance.shuffle(sends)
+    kills, sent = 0, 0
+    until = time.monotonic() + 60 + count * 0.15
+    while sent < len(sends) or kills < 4 or place.distinct() < count:
+        assert time.monotonic() < until, count - place.distinct()
+        for key in sends[sent : sent + 300]:
+            place.pay(key)
+        sent += 300
+        time.sleep(0.5 if count < 1000 else 2)  # between two kills
+        if count >= 1000 or kills < 4:
+            worker = chance.choice(workers)
+            worker.kill()
+            worker.start(ready=False)
+            kills += 1
+    # What a worker had fetched comes back when it stops: done is what leaves nothing behind.
+    while place.waiting() or any(worker.running for worker in workers):
+        wait_for(lambda: place.waiting() == 0, PATIENCE + count * 0.05, "the rest")
+        for worker in workers:
+            worker.stop(timeout=30)
+        if place.waiting():
+            for worker in workers:
+                worker.start()
+    ((rows, names, again),) = databases.rows(
+        place.alias,
+        "SELECT count(*), count(DISTINCT name), count(*) FILTER (WHERE name LIKE '%% again')"
+        " FROM effects",
+    )
+    assert (rows, names, again) == (2 * count, 2 * count, count)
+    states = databases.rows(
+        place.alias,
+        "SELECT state, count(*) FROM celery_idempotent_record WHERE namespace = 'pay' GROUP BY 1",
+    )
+    assert states == [("C", count)]
+    place.ledger.append(
+        "soak", f"{count} keys, {len(sends)} deliveries, {kills} kills, {rows} rows"
+    )

@@ -1,0 +1,206 @@
+"""A time limit that strikes around the end of a transaction: the database decides, and the next task finds it clean."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from billiard.exceptions import SoftTimeLimitExceeded
+from django.db import connections
+
+from celery_idempotent.calls import Ran
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.records import Identity, State
+from tests.sql import databases
+from tests.sql.databases import execute, rows
+from tests.unit.test_runner import a_call, make_runner
+
+ROUNDS = 15
+
+
+class Till:
+    """Runs atomic tasks that write one row each."""
+
+    def __init__(self, store: DjangoStore) -> None:
+        self.store = store
+        self.alias = store.alias
+        self.run = make_runner(store, atomic=True, lease_ms=20_000).execute
+
+    def pay(self, key: str, error: Exception | None = None) -> object:
+        """What the task ends with."""
+        try:
+            return self.run(a_call(identity=identity(key)), partial(self._body, key, error))
+        except Exception as found:  # noqa: BLE001  whatever it is
+            return found
+
+    def _body(self, key: str, error: Exception | None) -> None:
+        execute(self.alias, "INSERT INTO payments VALUES (%s)", (key,))
+        if error is not None:
+            raise error
+
+    def agree(self, key: str) -> bool:
+        """Was it paid, and does the record say so? As another process sees it."""
+        record = self.store.get(identity(key))
+        paid = self.paid(key)
+        assert paid == (record is not None and record.state is State.COMPLETED), (key, record)
+        return bool(paid)
+
+    def paid(self, key: str) -> int:
+        other = connections.create_connection(self.alias)
+        try:
+            with other.cursor() as cursor:
+                cursor.execute("SELECT count(*) FROM payments WHERE name = %s", (key,))
+                ((paid,),) = cursor.fetchall()
+        finally:
+            other.close()
+        assert paid in (0, 1)
+        return int(paid)
+
+    def clean(self, key: str) -> None:
+        """The thread's connection is in no transaction, and the next task runs by it."""
+        own = connections[self.alias]
+        assert not own.in_atomic_block
+        assert own.connection is None or own.autocommit
+        started = time.monotonic()
+        assert self.pay(f"{key} next") is not None
+        assert self.agree(f"{key} next")
+        assert self.pay(key) is not None
+        assert self.agree(key)
+        assert time.monotonic() - started < 5, "something waited for what was left behind"
+
+
+def identity(key: str) -> Identity:
+    return Identity(namespace="shop.charge", key=key)
+
+
+@pytest.fixture(params=databases.VENDORS)
+def till(request: pytest.FixtureRequest, open_store: Callable[..., DjangoStore]) -> Iterator[Till]:
+    till = Till(open_store(request.param))
+    execute(till.alias, "CREATE TABLE payments (name varchar(50))")
+    yield till
+    connections[till.alias].close()
+    execute(till.alias, "DROP TABLE payments")
+    connections[till.alias].close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("where", "raised"),
+    [
+        ("_commit", None),
+        ("_rollback", ValueError()),
+        ("rollback", ValueError()),
+        ("set_autocommit", None),
+        ("set_autocommit", ValueError()),
+        ("validate_no_atomic_block", None),
+    ],
+)
+def test_one_in_the_statements_that_begin_and_end_it(
+    till: Till, monkeypatch: pytest.MonkeyPatch, where: str, raised: Exception | None, when: str
+):
+    """Effect and record agree, also where Django would turn autocommit on, which commits on MySQL and SQLite."""
+    kind = type(connections[till.alias])
+    real = getattr(kind, where)
+    assert till.pay("first") is not None  # connects
+    struck: list[str] = []
+
+    def strike(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if struck or self is not connections[till.alias]:
+            return real(self, *args, **kwargs)
+        struck.append(where)
+        if when == "after":
+            real(self, *args, **kwargs)
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(kind, where, strike)
+    till.pay("order", raised)
+    monkeypatch.undo()
+    assert struck
+    till.agree("order")
+    till.clean("order")
+
+
+@pytest.mark.parametrize("method", ["__enter__", "__exit__"])
+def test_one_between_two_contexts(till: Till, monkeypatch: pytest.MonkeyPatch, method: str):
+    """At the first instruction of an ``__exit__``, or the last of an ``__enter__``, nobody's ``try`` is there yet."""
+    real = till.store.transaction
+
+    class Struck:
+        def __init__(self, record: Any) -> None:
+            self.context = real(record)
+
+        def __enter__(self) -> Any:
+            found = self.context.__enter__()
+            if method == "__enter__":
+                raise SoftTimeLimitExceeded
+            return found
+
+        def __exit__(self, *_: object) -> None:
+            raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(till.store, "transaction", Struck)
+    error = till.pay("order")
+    assert isinstance(error, SoftTimeLimitExceeded), "it is not committed, and not told so"
+    assert not till.agree("order")
+    monkeypatch.undo()
+    till.clean("order")
+    del error  # with the context in its traceback, which closes now
+    till.clean("order")
+
+
+# Struck in the end of some object, an exception is lost: Python says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("raised", [None, ValueError()], ids=["returns", "raises"])
+def test_one_at_any_moment(till: Till, raised: Exception | None):
+    """With a real signal, at random microseconds."""
+    took = []
+    for n in range(10):
+        started = time.perf_counter()
+        till.pay(f"warm-up {n}", raised)
+        took.append(time.perf_counter() - started)
+    typical = sorted(took)[5]
+
+    def strike(*_: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    def disarm() -> None:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except SoftTimeLimitExceeded:  # at this very moment
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    before = signal.signal(signal.SIGALRM, strike)
+    struck = 0
+    try:
+        for n in range(ROUNDS):
+            ended: object = None
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.2, 1.1) * typical)
+                    ended = till.pay(f"order {n}", raised)
+                    struck += isinstance(ended, SoftTimeLimitExceeded)
+                finally:
+                    disarm()
+            except SoftTimeLimitExceeded:
+                disarm()  # right here
+            own = connections[till.alias]
+            assert not own.in_atomic_block
+            assert own.connection is None or own.autocommit
+            till.pay(f"next {n}")
+            assert till.agree(f"next {n}")
+            record = till.store.get(identity(f"order {n}"))
+            done = record is not None and record.state is State.COMPLETED
+            assert till.paid(f"order {n}") == done
+            assert done or not isinstance(ended, Ran)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert struck > 0, "the timer hardly ever struck inside a run"
+    assert rows(till.alias, "SELECT 1") == [(1,)]

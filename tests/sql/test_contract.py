@@ -1,0 +1,68 @@
+"""DjangoStore keeps the contract, on every database and at every isolation level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from celery_idempotent.stores import Store
+from celery_idempotent.testing import StoreContract
+
+pytest.importorskip("django")
+
+from tests.sql.databases import shift
+
+
+class SQLContract(StoreContract):
+    vendor: str
+    level = ""
+
+    @pytest.fixture
+    def store(self, open_store: Callable[..., Store]) -> Store:
+        return open_store(self.vendor, self.level)
+
+    @pytest.fixture
+    def advance(self, store: Store) -> Callable[[float], None]:
+        return lambda ms: shift(store, ms)
+
+
+class AtOnce(SQLContract):
+    """Of the contract, what several do at once: all else is the same at every isolation level."""
+
+    def __init_subclass__(cls) -> None:
+        for name in dir(StoreContract):
+            if name.startswith("test_") and "at_once" not in name:
+                setattr(cls, name, None)
+
+
+class TestSQLite(SQLContract):
+    vendor = "sqlite"
+
+
+class TestPostgreSQL(SQLContract):
+    """At READ COMMITTED, which is PostgreSQL's own choice."""
+
+    vendor = "postgresql"
+
+
+class TestMariaDB(SQLContract):
+    """At READ COMMITTED, which is Django's choice."""
+
+    vendor = "mariadb"
+
+
+class TestPostgreSQLRepeatableRead(AtOnce):
+    vendor, level = "postgresql", "repeatable read"
+
+
+class TestPostgreSQLSerializable(AtOnce):
+    vendor, level = "postgresql", "serializable"
+
+
+class TestMariaDBRepeatableRead(AtOnce):
+    vendor, level = "mariadb", "repeatable read"
+
+
+class TestMariaDBSerializable(AtOnce):
+    vendor, level = "mariadb", "serializable"

@@ -1,0 +1,73 @@
+"""A fork and a verb inside SQLite wait for each other, and neither for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("django")
+
+from celery_idempotent.django import forking
+from celery_idempotent.django.forking import unforked
+from tests.support.waiting import wait_for
+
+
+def fork() -> int:
+    pid = os.fork()
+    if not pid:
+        os._exit(len(forking._inside) + len(forking._forking))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_fork_waits_until_no_thread_is_inside():
+    inside, leave, left = threading.Event(), threading.Event(), []
+
+    def verb() -> None:
+        with unforked():
+            inside.set()
+            leave.wait(10)
+            left.append(time.monotonic())
+
+    thread = threading.Thread(target=verb)
+    thread.start()
+    inside.wait(10)
+    threading.Timer(0.2, leave.set).start()
+    assert fork() == 0
+    assert left
+    thread.join()
+    assert not forking._inside
+    assert not forking._forking
+
+
+def test_a_fork_by_the_thread_that_is_inside_does_not_wait_for_itself():
+    with unforked(), unforked():
+        assert fork() == 1
+    assert fork() == 0
+
+
+def test_a_verb_waits_for_a_fork(monkeypatch):
+    monkeypatch.setattr(forking, "_forking", [time.monotonic()])
+    entered = threading.Event()
+
+    def verb() -> None:
+        with unforked():
+            entered.set()
+
+    thread = threading.Thread(target=verb)
+    thread.start()
+    assert not entered.wait(0.1)
+    forking._forking.clear()
+    wait_for(entered.is_set, 10, "the verb")
+    thread.join()
+
+
+def test_neither_waits_for_ever(monkeypatch):
+    monkeypatch.setattr(forking, "_PATIENCE", 0.1)
+    monkeypatch.setattr(forking, "_inside", {-1: None})
+    assert fork() == 0
+    monkeypatch.setattr(forking, "_forking", [time.monotonic() - 1])
+    with unforked():
+        pass

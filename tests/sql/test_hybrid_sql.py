@@ -1,0 +1,245 @@
+"""A cache before a database: no query for what is settled, and nothing cached that is not committed."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import redis
+
+pytest.importorskip("django")
+
+from django.db import connections, transaction
+from django.db.backends.utils import CursorWrapper
+
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
+from celery_idempotent.stores import open_store
+from celery_idempotent.stores.base import CountingStore, TransactionalStore
+from celery_idempotent.stores.cache import Cached, RedisCache, Ticket
+from celery_idempotent.stores.hybrid import HybridStore
+from tests.sql import databases
+
+pytestmark = pytest.mark.redis
+
+KEY = Identity(namespace="charge", key="order-17")
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
+FINGERPRINT = bytes(16)
+LEASE_MS, KEEP_MS = 60_000, 120_000
+
+
+@pytest.fixture(params=databases.VENDORS)
+def alias(request: pytest.FixtureRequest, use_database: Callable[..., str]) -> str:
+    """Every kind of database in turn."""
+    return use_database(request.param)
+
+
+@pytest.fixture
+def store(alias: str, redis_url: str, prefix: str) -> Iterator[Any]:
+    store = open_store(f"hybrid+{redis_url}?truth={alias}&prefix={prefix}&socket_timeout=5")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def queries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every statement of this process, on whatever connection."""
+    said: list[str] = []
+    for name in ("execute", "executemany"):
+        method = getattr(CursorWrapper, name)
+
+        def listen(self: Any, sql: str, *args: Any, _method: Any = method) -> Any:
+            said.append(sql)
+            return _method(self, sql, *args)
+
+        monkeypatch.setattr(CursorWrapper, name, listen)
+    return said
+
+
+class Undone(Exception):
+    pass
+
+
+@contextmanager
+def undone(context: Any) -> Iterator[Any]:
+    """End a transaction with an exception."""
+    try:
+        with context as run:
+            yield run
+            raise Undone
+    except Undone:
+        pass
+
+
+@contextmanager
+def no_query(queries: list[str]) -> Iterator[None]:
+    queries.clear()
+    yield
+    assert queries == []
+
+
+def ask(store: Any, **changes: Any) -> Any:
+    asked = {
+        "attempt": os.urandom(8),
+        "lease_ms": LEASE_MS,
+        "keep_ms": KEEP_MS,
+        "fingerprint": FINGERPRINT,
+        "task_id": str(uuid.uuid4()),
+    }
+    return store.claim(KEY, **{**asked, **changes})
+
+
+def claim(store: Any) -> Any:
+    answer = ask(store)
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def settled(**changes: Any) -> Any:
+    return {"state": State.COMPLETED, "value": VALUE, "keep_ms": KEEP_MS, **changes}
+
+
+def flush(store: Any, client: redis.Redis) -> None:
+    client.delete(*client.scan_iter(match=f"{store.cache.prefix}:*"))
+
+
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
+def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
+    assert store.settle(claim(store), **settled(state=state))
+    assert queries
+    for _ in range(3):
+        with no_query(queries):
+            answer = ask(store)
+        assert isinstance(answer, Settled)
+        assert (answer.record.state, answer.record.value) == (state, VALUE)
+    with no_query(queries):
+        answer = store.reserve(KEY, task_id="a", deadline_ms=1, keep_ms=1, fingerprint=FINGERPRINT)
+    assert isinstance(answer, Settled)
+    assert answer.record == store.get(KEY)
+
+
+def test_a_mismatch_is_refused_as_the_database_would(store, queries):
+    assert store.settle(claim(store), **settled())
+    queries.clear()
+    assert ask(store, fingerprint=bytes(range(16))) == Mismatched(store.get(KEY))
+    assert queries
+
+
+def test_after_a_flush_the_first_duplicate_fills_the_cache_for_the_others(
+    store, queries, redis_client
+):
+    assert store.settle(claim(store), **settled(keep_ms=50_000))
+    flush(store, redis_client)
+    assert isinstance(ask(store), Settled)
+    with no_query(queries):
+        assert isinstance(ask(store), Settled)
+    (name,) = redis_client.scan_iter(match=f"{store.cache.prefix}:*:*")
+    assert 40_000 < redis_client.pttl(name) <= 50_000
+
+
+def test_a_forgotten_key_is_claimed_anew_with_a_larger_token(store):
+    first = claim(store)
+    assert store.settle(first, **settled())
+    assert store.forget(KEY) is True
+    second = claim(store)
+    assert second.token > first.token
+    assert store.settle(first, **settled()) is False
+    assert isinstance(ask(store), Held)
+
+
+def test_in_an_atomic_task_the_cache_learns_what_was_committed_and_not_before(store, queries):
+    assert isinstance(store, TransactionalStore)
+    record = claim(store)
+    with store.transaction(record) as run:
+        assert run.settle(**settled())
+        assert isinstance(store.cache.look(KEY), Ticket)
+    assert store.cache.look(KEY).record == store.get(KEY)
+    with no_query(queries):
+        assert ask(store).record.value == VALUE
+
+
+def test_of_a_transaction_that_is_undone_nothing_is_cached(store):
+    record = claim(store)
+    with undone(store.transaction(record)) as run:
+        assert run.settle(**settled())
+    assert isinstance(store.cache.look(KEY), Ticket)
+    assert isinstance(ask(store), Held)
+    assert store.release(KEY, token=record.token)
+    assert isinstance(ask(store), Claimed)
+
+
+def test_a_transaction_without_a_claim_caches_nothing(store):
+    with store.transaction(None):
+        pass
+    assert isinstance(store.cache.look(KEY), Ticket)
+
+
+def test_inside_a_transaction_of_the_caller_nothing_is_cached_that_it_may_undo(store, alias):
+    """Only on SQLite does a verb become part of it."""
+    sqlite = connections[alias].vendor == "sqlite"
+    record = claim(store)
+    with undone(transaction.atomic(using=alias)):
+        assert store.settle(record, **settled())
+        assert isinstance(ask(store), Settled)
+        assert isinstance(store.cache.look(KEY), Ticket if sqlite else Cached)
+    answer = ask(store)
+    assert isinstance(answer, Held if sqlite else Settled)
+
+
+def test_a_forget_in_a_transaction_of_the_caller_is_safe_however_that_ends(store, alias):
+    assert store.settle(claim(store), **settled())
+    with undone(transaction.atomic(using=alias)):
+        assert store.forget(KEY)
+    assert isinstance(ask(store), Settled if connections[alias].vendor == "sqlite" else Claimed)
+    with transaction.atomic(using=alias):
+        store.forget(KEY)
+    assert isinstance(ask(store), Claimed)
+
+
+def test_the_outbox_of_the_database_is_its_own(store, alias):
+    assert store.outbox_alias == alias
+    assert store.upkeep == store.truth.upkeep
+
+
+def test_it_counts_as_the_database_does(store):
+    assert isinstance(store, CountingStore)
+    store.count({("charge", "claimed"): 2})
+    (counted,) = store.counts(hours=1)
+    assert counted.count == 2
+
+
+def test_without_a_cache_the_database_answers(alias, queries):
+    store = HybridStore(RedisCache("redis://127.0.0.1:1/0"), DjangoStore(alias))
+    assert store.settle(claim(store), **settled())
+    assert isinstance(ask(store), Settled)
+    store.close()
+
+
+def test_what_is_not_committed_is_no_result_even_where_dirty_reads_are_allowed(
+    use_database: Callable[..., str], redis_url: str, prefix: str
+):
+    alias = use_database("mariadb", options={"isolation_level": "read uncommitted"})
+    store: Any = HybridStore(RedisCache(redis_url, prefix=prefix), DjangoStore(alias))
+    record = claim(store)
+    writer = connections.create_connection(alias)
+    try:
+        with writer.cursor() as cursor:
+            cursor.execute("BEGIN")
+            cursor.execute("UPDATE celery_idempotent_record SET state = 'C'")
+            assert cursor.rowcount == 1
+            # It can be seen by whoever wants to.
+            ((state,),) = databases.rows(alias, "SELECT state FROM celery_idempotent_record")
+            assert state == "C"
+            assert store.truth.retained(KEY) is None
+            assert isinstance(ask(store), Held)
+            store.refresh(KEY)
+            assert isinstance(store.cache.look(KEY), Ticket)
+            cursor.execute("ROLLBACK")
+        assert store.get(KEY).token == record.token
+    finally:
+        writer.close()
+        store.close()

@@ -1,0 +1,660 @@
+"""Messages that are committed with the data they are about: on every database, under every failure."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import datetime, timedelta, timezone
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import kombu.pools
+import pytest
+from celery import chain, chord, group
+
+from celery_idempotent.errors import IdempotencyError, KeyMissing, StoreMisconfigured
+from celery_idempotent.reaper import sweep as whole_sweep
+from celery_idempotent.records import Reserved
+from celery_idempotent.stores import get_store
+from tests.sql.outbox_support import Stage, ids, make_app, sent
+from tests.support.proxy import Proxy
+from tests.support.waiting import wait_for
+
+pytest.importorskip("django")
+
+
+CANVASES = (
+    "chain",
+    "group",
+    "chord",
+    "chord within a chain",
+    "chain led by a group",
+    "errback",
+    "plain",
+    "delayed",
+    "map",
+    "chunks",
+)
+
+
+def canvases(note: Any, plain: Any) -> dict[str, Any]:
+    return {
+        "chain": chain(note.si(1), plain.si(2), note.si(3)),
+        "group": group(note.si(1), plain.si(2), note.si(3)),
+        "chord": chord([note.si(1), plain.si(2)], note.si(3)),
+        "chord within a chain": chain(note.si(1), group(note.si(2), plain.si(3)), note.si(4)),
+        "chain led by a group": chain(group(note.si(1), note.si(2)), plain.si(3)),
+        "errback": plain.si(1).on_error(note.si(2)),
+        "plain": plain.s(1),
+        "delayed": note.s(1).set(countdown=5),
+        "map": note.map([1, 2]),
+        "chunks": note.chunks([(1,), (2,), (3,)], 2),
+    }
+
+
+@pytest.fixture
+def stage(alias: str) -> Iterator[Stage]:
+    """An outbox in each kind of database in turn."""
+    with closing(make_app(alias)) as app:
+        yield Stage(alias, app)
+
+
+@pytest.fixture
+def lite(use_database: Callable[..., str]) -> Iterator[Stage]:
+    """An outbox in SQLite, where the database makes no difference."""
+    alias = use_database("sqlite")
+    with closing(make_app(alias)) as app:
+        yield Stage(alias, app)
+
+
+class TestOnEveryDatabase:
+    def test_a_message_is_sent_after_the_commit_and_then_forgotten(self, stage: Stage):
+        with stage.atomic():
+            staged = stage.notes(1, 2, 3)
+            assert ids(stage.app) == []
+            assert [each.task_id for each in stage.pending()] == staged
+        assert ids(stage.app) == staged
+        assert stage.pending() == []
+
+    def test_what_is_rolled_back_is_neither_kept_nor_sent(self, stage: Stage):
+        stage.rolls_back(1)
+        with stage.atomic():
+            first = stage.notes(2)
+            stage.rolls_back(3)
+            last = stage.notes(4)
+        assert ids(stage.app) == first + last
+        assert stage.pending() == []
+
+    def test_what_a_dead_sender_left_is_sent_in_order_once_its_lease_is_over(self, stage: Stage):
+        staged = stage.dies_after_commit(1, 2, 3)
+        assert stage.sweep().sent == 0, "a sender that may live is left alone"
+        assert [each.due_in_ms > 30_000 for each in stage.pending()] == [True] * 3
+        stage.pass_time()
+        report = stage.sweep()
+        assert (report.sent, report.failed, report.more) == (3, 0, False)
+        assert ids(stage.app) == staged
+        assert stage.pending() == []
+
+    def test_a_message_that_cannot_be_sent_stays_and_blocks_its_own_group_only(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        bad = str(uuid.uuid4())
+        stage.break_broker(monkeypatch, bad)
+        with stage.atomic():
+            first = stage.notes(1)
+            stage.add("note", (2,), task_id=bad)
+            last = stage.notes(3)
+        with stage.atomic():
+            other = stage.notes(4)
+        assert ids(stage.app) == first + other
+        failed, waiting = stage.pending()
+        assert (failed.task_id, failed.attempts, failed.key) == (bad, 1, "2")
+        assert failed.error == "OperationalError: amqp://***@broker is away"
+        assert 0 <= failed.age_ms < 60_000
+        assert 0 < failed.due_in_ms <= 1250
+        assert (waiting.task_id, waiting.error) == (last[0], "")
+        assert stage.sweep().sent == 0, "it rests"
+
+        for attempt, shortest, longest in (
+            (2, 1_000, 2_500),
+            (5, 11_000, 20_000),
+            (60, 220_000, 375_000),
+        ):
+            stage.rows.filter(attempts__gt=0).update(attempts=attempt - 1)
+            stage.pass_time()
+            assert stage.sweep().failed == 1
+            failed, waiting = stage.pending()
+            assert failed.attempts == attempt
+            assert shortest < failed.due_in_ms <= longest
+            assert abs(failed.due_in_ms - waiting.due_in_ms) < 100, "the group rests as a whole"
+
+        monkeypatch.undo()
+        stage.pass_time()
+        assert stage.sweep().sent == 2
+        assert ids(stage.app) == [bad, *last]
+        assert stage.pending() == []
+
+    def test_any_number_of_sweeps_send_every_message_once_and_every_group_in_order(
+        self, stage: Stage
+    ):
+        from django.db import connections
+
+        staged = [stage.dies_after_commit(*range(n * 10, n * 10 + 5)) for n in range(12)]
+        stage.pass_time()
+        reports: list[Any] = []
+
+        def work() -> None:
+            try:
+                reports.append(stage.sweep())
+            finally:
+                connections[stage.alias].close()
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert sum(each.sent for each in reports) == 60
+        order = ids(stage.app)
+        assert Counter(order) == Counter(each for one in staged for each in one)
+        for messages in staged:
+            assert [one for one in order if one in messages] == messages
+
+    def test_a_message_that_is_sent_and_not_deleted_is_sent_again_the_same(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        from celery_idempotent.django import outbox_rows
+
+        def crash(*_: Any) -> None:
+            raise SystemExit
+
+        monkeypatch.setattr(outbox_rows, "delete", crash)
+        with pytest.raises(SystemExit), stage.atomic():
+            stage.add("note", (7,), countdown=60, expires=120, headers={"trace": "x"})
+        monkeypatch.undo()
+        ((headers, body, _),) = sent(stage.app)
+        stage.pass_time()
+        assert stage.sweep().sent == 1
+        ((again, same, _),) = sent(stage.app)
+        assert again == headers
+        assert same == body
+        assert headers["idempotency"]["id"] == headers["id"]
+        assert headers["idempotency"]["key"] == "7"
+
+    def test_a_sender_whose_lease_ran_out_stops(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        from celery_idempotent.django import outbox_rows
+
+        with stage.atomic():
+            staged = stage.notes(1, 2)
+            # The transaction takes so long that a sweep may be at it.
+            monkeypatch.setattr(outbox_rows, "LEASE_MS", 0)
+            stage.rows.update(holder="a sweep")
+        assert ids(stage.app) == []
+        assert [each.task_id for each in stage.pending()] == staged
+
+    def test_a_named_group_is_kept_in_order_over_transactions(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        stage.break_broker(monkeypatch)
+        with stage.atomic():
+            first = stage.notes(1, group="order-17")
+        monkeypatch.undo()
+        with stage.atomic():
+            second = stage.notes(2, 3, group="order-17")
+        with stage.atomic():
+            other = stage.notes(4, group="order-18")
+        assert ids(stage.app) == other
+        assert stage.sweep().sent == 0, "its oldest message rests"
+        report = stage.outbox.send(stage.app, "order-17", using=stage.alias)
+        assert (report.sent, report.more) == (3, False)
+        assert ids(stage.app) == first + second
+        with stage.atomic():
+            third = stage.notes(5, group="order-17")
+        assert ids(stage.app) == third
+
+    def test_an_operator_may_discard_a_message_that_can_never_be_sent(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        stage.break_broker(monkeypatch)
+        with stage.atomic():
+            stage.notes(1, 2)
+        monkeypatch.undo()
+        bad, good = stage.pending()
+        assert stage.outbox.discard(bad.id, using=stage.alias)
+        assert not stage.outbox.discard(bad.id, using=stage.alias)
+        stage.pass_time()
+        assert stage.sweep().sent == 1
+        assert ids(stage.app) == [good.task_id]
+
+    def test_a_sweep_leaves_off_at_its_limit_and_says_so(self, stage: Stage):
+        staged = stage.dies_after_commit(1, 2, 3)
+        stage.pass_time()
+        report = stage.sweep(limit=2)
+        assert (report.sent, report.more) == (2, True)
+        assert ids(stage.app) == staged[:2]
+        assert stage.sweep().sent == 1
+        assert ids(stage.app) == staged[2:]
+
+    def test_the_beat_task_sweeps_the_outbox_too(self, stage: Stage):
+        staged = stage.dies_after_commit(1)
+        stage.pass_time()
+        counts = whole_sweep(stage.app)
+        assert (counts["outbox_sent"], counts["outbox_failed"]) == (1, 0)
+        assert ids(stage.app) == staged
+
+
+class TestSweeping:
+    def test_it_leaves_the_others_in_peace_when_the_broker_is_down(
+        self, lite: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        for number in range(6):
+            lite.dies_after_commit(number)
+        lite.pass_time()
+        lite.break_broker(monkeypatch)
+        report = lite.sweep()
+        assert (report.sent, report.failed, report.more) == (0, 3, True)
+        assert sum(each.attempts for each in lite.pending()) == 3
+
+    def test_messages_of_another_app_are_not_for_this_broker(self, lite: Stage):
+        lite.dies_after_commit(1)
+        lite.pass_time()
+        other = make_app(lite.alias)
+        assert lite.outbox.sweep(other, using=lite.alias).sent == 0
+        assert lite.sweep().sent == 1
+
+    def test_a_task_that_is_gone_keeps_its_message(self, lite: Stage):
+        lite.dies_after_commit(1)
+        lite.pass_time()
+        del lite.app.tasks["note"]
+        assert lite.sweep().failed == 1
+        assert lite.pending()[0].error.startswith("NotRegistered: ")
+
+    def test_a_message_that_it_sends_is_nobodys_child(self, lite: Stage):
+        (staged,) = lite.dies_after_commit(1)
+        lite.pass_time()
+
+        def sweep_all() -> Any:
+            return whole_sweep(lite.app)
+
+        sweeping = lite.app.task(name="sweeping", shared=False)(sweep_all)
+        assert sweeping.apply().get()["outbox_sent"] == 1
+        ((headers, _, _),) = sent(lite.app)
+        assert (headers["root_id"], headers["parent_id"]) == (staged, None)
+
+    def test_formats_that_the_app_accepts_no_longer_are_not_read(self, lite: Stage):
+        lite.app.conf.accept_content = ["json", "pickle"]
+        with lite.atomic():
+            accepted = lite.add("free", ({1, 2},), serializer="pickle")
+        assert ids(lite.app) == [accepted]
+        with lite.atomic():
+            lite.add("free", ({1, 2},), serializer="pickle")
+            lite.app.conf.accept_content = ["json"]
+        (kept,) = lite.pending()
+        assert kept.error.startswith("ContentDisallowed: ")
+        assert ids(lite.app) == []
+
+
+class TestWhatIsKept:
+    def test_delays_become_points_in_time_and_other_options_stay(self, lite: Stage):
+        before = datetime.now(timezone.utc)
+        linked = lite.app.tasks["plain"].si()
+        with lite.atomic():
+            lite.add(
+                "note",
+                (1,),
+                countdown=100,
+                expires=200,
+                priority=7,
+                headers={"trace": "x"},
+                link=linked,
+                time_limit=30,
+                shadow="a shadow",
+                ignore_result=True,
+            )
+        ((headers, body, properties),) = sent(lite.app)
+        eta, expires = (datetime.fromisoformat(headers[name]) for name in ("eta", "expires"))
+        assert timedelta(seconds=99) < eta - before < timedelta(seconds=110)
+        assert timedelta(seconds=199) < expires - before < timedelta(seconds=210)
+        assert (headers["trace"], headers["shadow"], headers["ignore_result"]) == (
+            "x",
+            "a shadow",
+            True,
+        )
+        assert headers["timelimit"] == [30, None]
+        assert properties["priority"] == 7
+        assert body[2]["callbacks"][0]["options"]["task_id"]
+
+    def test_the_expiry_of_the_task_itself_counts_from_the_staging(self, lite: Stage):
+        lite.app.tasks["note"].expires = 50
+        with lite.atomic():
+            lite.add("note", (1,))
+            lite.add("note", (2,), expires=None)
+        (first, _, _), (second, _, _) = sent(lite.app)
+        assert datetime.fromisoformat(first["expires"]) > datetime.now(timezone.utc)
+        assert second["expires"] is None
+
+    def test_arguments_are_those_of_the_moment_of_the_staging(self, lite: Stage):
+        extra = ["as it was"]
+        with lite.atomic():
+            lite.add("note", (1, extra))
+            extra.append("later")
+        ((_, body, _),) = sent(lite.app)
+        assert body[0] == [1, ["as it was"]]
+
+    def test_a_call_without_a_key_gets_its_task_id_when_it_is_staged(self, lite: Stage):
+        with lite.atomic():
+            task_id = lite.add("free", (1,))
+            assert lite.pending()[0].key == ""
+        assert ids(lite.app) == [task_id]
+
+    def test_keys_and_scopes_given_with_the_call_are_stamped(self, lite: Stage):
+        with lite.atomic():
+            lite.add("note", (1,), idempotency_key="mine", idempotency_scope="a tenant")
+            (kept,) = lite.pending()
+        assert (kept.key, kept.scope, kept.task) == ("mine", "a tenant", "note")
+        ((headers, _, _),) = sent(lite.app)
+        assert headers["idempotency"]["scope"] == "a tenant"
+
+    def test_an_overridden_apply_async_has_its_say_once(self, lite: Stage):
+        task: Any = lite.app.tasks["note"]
+        calls = []
+        kind: Any = type(task)
+
+        class Overriding(kind):  # type: ignore[misc]
+            def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+                calls.append(args)
+                result = super().apply_async(args, kwargs, priority=3, **options)
+                assert result.id
+                return result
+
+        task.__class__ = Overriding
+        with lite.atomic():
+            lite.add("note", (1,))
+        ((_, _, properties),) = sent(lite.app)
+        assert (properties["priority"], calls) == (3, [(1,)])
+
+    @pytest.mark.parametrize("name", CANVASES)
+    def test_a_canvas_sent_twice_is_the_same_messages_twice(
+        self, lite: Stage, monkeypatch: pytest.MonkeyPatch, name: str
+    ):
+        from celery_idempotent.django import outbox_rows
+
+        def crash(*_: Any) -> None:
+            raise SystemExit
+
+        monkeypatch.setattr(outbox_rows, "delete", crash)
+        with pytest.raises(SystemExit), lite.atomic():
+            lite.add(canvases(lite.app.tasks["note"], lite.app.tasks["plain"])[name])
+        monkeypatch.undo()
+        first = [(headers, body) for headers, body, _ in sent(lite.app)]
+        lite.pass_time()
+        assert lite.sweep().sent == 1
+        again = [(headers, body) for headers, body, _ in sent(lite.app)]
+        assert first
+        assert again == first
+
+    def test_the_id_of_a_canvas_is_that_of_its_result(self, lite: Stage):
+        note, plain = lite.app.tasks["note"], lite.app.tasks["plain"]
+        for first in (note, plain):
+            with lite.atomic():
+                last = lite.add(chain(first.si(1), note.si(2)))
+            ((_, body, _),) = sent(lite.app)
+            assert body[2]["chain"][0]["options"]["task_id"] == last
+        with lite.atomic():
+            all_of_them = lite.add(group(note.si(1), plain.si(2)))
+        assert [headers["group"] for headers, _, _ in sent(lite.app)] == [all_of_them] * 2
+
+    def test_a_plain_task_is_staged_as_well(self, lite: Stage):
+        with lite.atomic():
+            task_id = lite.add("plain", (1, 2), countdown=1)
+            assert ids(lite.app) == []
+        ((headers, body, _),) = sent(lite.app)
+        assert (headers["id"], body[0]) == (task_id, [1, 2])
+        assert headers["eta"]
+
+
+class TestPublishOnce:
+    def test_a_call_whose_key_was_published_is_not_sent(self, lite: Stage):
+        first = lite.app.tasks["once"].apply_async((1,))
+        with lite.atomic():
+            lite.add("once", (1,))
+            second = lite.add("once", (2,))
+            assert ids(lite.app) == [first.id]
+        assert ids(lite.app) == [second]
+        assert lite.pending() == []
+
+    def test_the_key_is_reserved_when_the_call_is_sent(self, lite: Stage):
+        task: Any = lite.app.tasks["once"]
+        with lite.atomic():
+            staged = lite.add("once", (1,))
+            assert task.idempotency_record(1) is None
+        assert task.idempotency_record(1).task_id == staged
+        assert task.apply_async((1,)).id == staged
+        assert ids(lite.app) == [staged]
+
+    def test_one_that_the_caller_reserved_before_is_sent(self, lite: Stage):
+        task: Any = lite.app.tasks["once"]
+        identity = task.idempotency_definition().identifier.identity(1)
+        store = get_store(lite.app)
+        answer = store.reserve(identity, task_id="mine", deadline_ms=60_000, keep_ms=60_000)
+        assert isinstance(answer, Reserved)
+        with lite.atomic():
+            lite.add("once", (1,), task_id="mine")
+        assert ids(lite.app) == ["mine"]
+
+    def test_a_call_with_other_arguments_is_refused_by_the_worker(self, lite: Stage):
+        task: Any = lite.app.tasks["once"]
+        task.apply_async((1,), idempotency_key="k")
+        with lite.atomic():
+            staged = lite.add("once", (2,), idempotency_key="k")
+        assert ids(lite.app)[1:] == [staged]
+        assert lite.pending() == []
+
+
+class TestRefusals:
+    def test_outside_of_a_transaction(self, lite: Stage):
+        with pytest.raises(IdempotencyError, match="outside of a transaction"):
+            lite.add("note", (1,))
+
+    @pytest.mark.parametrize(
+        ("store", "message"),
+        [("django://another", "that of 'another'"), ("memory://", "no outbox")],
+        ids=["another", "none"],
+    )
+    def test_where_nobody_would_sweep(self, lite: Stage, store: str, message: str):
+        elsewhere = Stage(lite.alias, make_app(lite.alias, idempotency_store=store))
+        with pytest.raises(StoreMisconfigured, match=message), lite.atomic():
+            elsewhere.add("note", (1,))
+
+    @pytest.mark.parametrize(
+        ("args", "options", "message"),
+        [
+            (("x" * 2**20,), {}, "bytes where 1048576 are allowed"),
+            (({1},), {}, "unserializable as 'json'"),
+            ((1,), {"serializer": "pickle"}, "does not accept"),
+            ((1,), {"producer": object()}, "with producer"),
+            ((1,), {"queue": object()}, "unserializable"),
+            ((1,), {"group": "x" * 65}, "1 to 64 characters"),
+        ],
+        ids=["large", "unserializable", "unaccepted", "connection", "object", "group"],
+    )
+    def test_calls_that_cannot_be_kept(
+        self, lite: Stage, args: Any, options: dict[str, Any], message: str
+    ):
+        with lite.atomic():
+            with pytest.raises(IdempotencyError, match=message) as caught:
+                lite.add("free", args, **options)
+            assert "xxx" not in str(caught.value)
+        assert lite.pending() == []
+
+    def test_calls_that_could_never_run(self, lite: Stage):
+        with lite.atomic():
+            with pytest.raises(TypeError):
+                lite.add("note", ())
+            note: Any = lite.app.tasks["note"]
+            note.idempotency_definition().identifier.require_key = True
+            with pytest.raises(KeyMissing):
+                lite.add("note", (None,))
+        assert lite.pending() == []
+
+
+class TestOnCommit:
+    def test_within_an_atomic_task_messages_are_staged_in_its_transaction(self, lite: Stage):
+        found: list[Any] = []
+        note: Any = lite.app.tasks["note"]
+
+        def body(how: str) -> None:
+            note.delay_on_commit(1, extra=how)
+            note.apply_async_on_commit((2,), {"extra": how}, priority=3)
+            found.extend(lite.pending())
+            if how == "fails":
+                raise ValueError
+
+        task: Any = lite.app.task(
+            name="work",
+            shared=False,
+            base=type(note).__mro__[1],
+            idempotency_atomic=True,
+        )(body)
+        result = task.apply(("fails",))
+        assert result.state == "FAILURE"
+        assert len(found) == 2
+        assert (ids(lite.app), lite.pending()) == ([], [])
+        assert task.apply(("works",)).state == "SUCCESS"
+        (first, body_1, _), (second, body_2, properties) = sent(lite.app)
+        assert [first["id"], second["id"]] == [each.task_id for each in found[2:]]
+        assert (body_1[:2], body_2[:2]) == ([[1], {"extra": "works"}], [[2], {"extra": "works"}])
+        assert properties["priority"] == 3
+        assert lite.pending() == []
+
+    def test_everywhere_else_they_do_what_those_of_celery_do(
+        self, lite: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        from django.db import transaction
+
+        waiting: list[Any] = []
+        monkeypatch.setattr(transaction, "on_commit", waiting.append)
+        note: Any = lite.app.tasks["note"]
+        note.delay_on_commit(1)
+        assert ids(lite.app) == []
+        waiting[0]()
+        assert len(ids(lite.app)) == 1
+
+    def test_the_result_of_a_child_is_among_the_children_of_the_task(self, lite: Stage):
+        note: Any = lite.app.tasks["note"]
+        children: list[Any] = []
+
+        def body(self: Any) -> None:
+            note.delay_on_commit(1)
+
+        task: Any = lite.app.task(
+            name="parent",
+            bind=True,
+            shared=False,
+            base=type(note).__mro__[1],
+            idempotency_atomic=True,
+        )(body)
+
+        from celery.signals import task_postrun
+
+        def look(task: Any = None, **_: Any) -> None:
+            children.extend(each.id for each in task.request.children)
+
+        task_postrun.connect(look)
+        try:
+            task.apply()
+        finally:
+            task_postrun.disconnect(look)
+        assert len(children) == 1
+        assert children == ids(lite.app)
+
+
+@pytest.mark.rabbitmq
+class TestWithRabbitMQ:
+    @pytest.fixture
+    def proxy(self, rabbitmq_url: str) -> Iterator[Proxy]:
+        parts = urlsplit(rabbitmq_url)
+        with Proxy(parts.hostname or "127.0.0.1", parts.port or 5672) as proxy:
+            yield proxy
+
+    @pytest.fixture
+    def rabbit(
+        self,
+        use_database: Callable[..., str],
+        rabbitmq_url: str,
+        rabbitmq_queue: str,
+        proxy: Proxy,
+    ) -> Iterator[Stage]:
+        """An app that publishes through the proxy."""
+        alias = use_database("sqlite")
+        parts = urlsplit(rabbitmq_url)
+        broken = f"{parts.netloc.rpartition('@')[0]}@127.0.0.1:{proxy.port}"
+        conf = {
+            "task_default_queue": rabbitmq_queue,
+            "broker_write_url": urlunsplit(parts._replace(netloc=broken)),
+            "broker_read_url": rabbitmq_url,
+            "broker_connection_timeout": 2,
+        }
+        with closing(make_app(alias, **conf)) as app:
+            yield Stage(alias, app)
+            kombu.pools.reset()
+
+    def arrives(self, rabbit: Stage, *expected: str) -> None:
+        found: list[str] = []
+
+        def look() -> bool:
+            found.extend(ids(rabbit.app))
+            return len(found) >= len(expected)
+
+        wait_for(look)
+        assert found == list(expected)
+
+    def test_a_message_that_the_broker_never_got_stays(self, rabbit: Stage, proxy: Proxy):
+        with rabbit.atomic():
+            first = rabbit.notes(1)
+        self.arrives(rabbit, *first)
+        # Written to the socket, and gone: without a confirmation nobody would know.
+        proxy.lose_requests(b"a lost message", times=None)
+        with rabbit.atomic():
+            lost = rabbit.add("note", (2,), shadow="a lost message")
+        (kept,) = rabbit.pending()
+        assert (kept.task_id, kept.attempts) == (lost, 1)
+        proxy.heal()
+        rabbit.pass_time()
+        assert rabbit.sweep().sent == 1
+        self.arrives(rabbit, lost)
+
+    def test_a_message_that_the_broker_refuses_stays(self, rabbit: Stage):
+        with rabbit.atomic():
+            rabbit.add("note", (1,), exchange="there-is-no-such", routing_key="x")
+        with rabbit.atomic():
+            other = rabbit.notes(2)
+        (kept,) = rabbit.pending()
+        assert "NOT_FOUND" in kept.error
+        self.arrives(rabbit, *other)
+
+    def test_refused_messages_are_no_sign_that_the_broker_is_down(self, rabbit: Stage):
+        for number in range(4):
+            with rabbit.atomic():
+                rabbit.add("note", (number,), exchange="there-is-no-such", routing_key="x")
+        rabbit.pass_time()
+        good = rabbit.dies_after_commit(9)
+        rabbit.pass_time()
+        report = rabbit.sweep()
+        assert report.sent == 1
+        assert report.failed >= 4, "on a slow machine, one may be due again"
+        self.arrives(rabbit, *good)
+
+    def test_canvases_are_confirmed_too(self, rabbit: Stage, proxy: Proxy):
+        proxy.lose_requests(b"a lost message", times=None)
+        note = rabbit.app.tasks["note"]
+        with rabbit.atomic():
+            rabbit.add(chain(note.si(1).set(shadow="a lost message"), note.si(2)))
+        with rabbit.atomic():
+            rabbit.add(group(note.si(3), note.si(4).set(shadow="a lost message")))
+        assert [each.attempts for each in rabbit.pending()] == [1, 1]

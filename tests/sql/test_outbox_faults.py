@@ -1,0 +1,207 @@
+"""Real workers, a real broker, SIGKILL: what a committed task had to say is said, once, in order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import pytest
+from celery import Celery
+
+from tests.sql import databases
+from tests.sql.conftest import Databases
+from tests.sql.outbox_app import SETTINGS, TABLE, make_app
+from tests.support.ledger import Ledger
+from tests.support.proxy import Proxy
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker
+
+pytestmark = [pytest.mark.worker, pytest.mark.rabbitmq]
+
+SetStage = Callable[..., "Stage"]
+
+
+class Stage:
+    """A worker, its database, and a test's own way to both."""
+
+    def __init__(
+        self, alias: str, client: Celery, ledger: Ledger, start: Callable[[], Worker]
+    ) -> None:
+        self.alias, self.client, self.ledger = alias, client, ledger
+        self.worker = start()
+
+    def send(self, task: str, *args: Any) -> None:
+        self.client.tasks[task].apply_async(args)
+
+    def later(self, gate: str) -> None:
+        """Close a gate."""
+        (self.ledger.path.parent / f"gate-{gate} later").touch()
+
+    def open(self, gate: str) -> None:
+        (self.ledger.path.parent / f"gate-{gate}").touch()
+
+    def sweep(self) -> bool:
+        self.send("celery_idempotent.sweep")
+        return True
+
+    def steps(self, story: str) -> list[int]:
+        """What took effect, in that order."""
+        query = f"SELECT step FROM {TABLE} WHERE story = %s ORDER BY id"
+        return [step for (step,) in databases.rows(self.alias, query, [story])]
+
+    def happens(self, story: str, *steps: int) -> None:
+        """Wait until all these took effect, in this order, and nothing else, while a beat would sweep."""
+
+        def done() -> bool:
+            return len(self.steps(story)) >= len(steps) or not self.sweep()
+
+        wait_for(
+            done,
+            40,
+            lambda: f"{steps}, have {self.steps(story)}, ledger: {self.ledger.entries()}",
+            interval=0.4,
+        )
+        assert self.steps(story) == list(steps)
+
+    def runs(self, story: str, step: int) -> int:
+        return self.ledger.count("run", f"{story} {step}")
+
+    def pending(self) -> Any:
+        from celery_idempotent.django import outbox
+
+        return outbox.pending(using=self.alias)
+
+    def is_empty(self) -> None:
+        wait_for(
+            lambda: not self.pending() or not self.sweep(),
+            20,
+            lambda: f"an empty outbox: {self.pending()}",
+            interval=0.4,
+        )
+
+
+@pytest.fixture
+def broker_proxy(rabbitmq_url: str) -> Iterator[Proxy]:
+    """A breakable connection to the broker."""
+    parts = urlsplit(rabbitmq_url)
+    with Proxy(parts.hostname or "127.0.0.1", parts.port or 5672) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def set_stage(
+    sql_databases: Databases,
+    use_database: Callable[..., str],
+    start_worker: Callable[..., Worker],
+    ledger: Ledger,
+    rabbitmq_url: str,
+    rabbitmq_queue: str,
+    broker_proxy: Proxy,
+) -> Iterator[SetStage]:
+    """Set the stage in a database of this vendor; the worker publishes through the proxy."""
+    made: list[tuple[str, Celery]] = []
+    parts = urlsplit(rabbitmq_url)
+    login = parts.netloc.rpartition("@")[0]
+    broken = urlunsplit(parts._replace(netloc=f"{login}@127.0.0.1:{broker_proxy.port}"))
+
+    def make(vendor: str) -> Stage:
+        alias = use_database(vendor)
+        serial = {"postgresql": "bigserial", "mariadb": "serial"}[vendor]
+        databases.execute(
+            alias,
+            f"CREATE TABLE {TABLE} (id {serial} PRIMARY KEY, story varchar(99), step integer)",
+        )
+        conf = {"task_default_queue": rabbitmq_queue, "idempotency_store": f"django://{alias}"}
+        settings = {
+            **conf,
+            "databases": {"default": {}, alias: sql_databases(vendor)},
+            "broker_read_url": rabbitmq_url,
+            "broker_write_url": broken,
+        }
+        client = make_app({**conf, "broker_url": rabbitmq_url})
+        made.append((alias, client))
+        start = partial(
+            start_worker,
+            "tests.sql.outbox_app",
+            env={SETTINGS: json.dumps(settings)},
+            concurrency=1,
+        )
+        return Stage(alias, client, ledger, start)
+
+    yield make
+    for alias, client in made:
+        databases.execute(alias, f"DROP TABLE {TABLE}")
+        client.close()
+
+
+def test_what_a_worker_that_is_killed_after_its_commit_left_is_sent_by_a_sweep(set_stage: SetStage):
+    stage = set_stage("postgresql")
+    stage.send("begin", "story", 0, "dies before sending")
+    wait_for(lambda: stage.ledger.count("dies"), 30, "the worker to die")
+    assert len(stage.pending()) == 3
+    stage.happens("story", 0, 1, 2, 3)
+    stage.is_empty()
+    assert [stage.runs("story", step) for step in range(4)] == [1, 1, 1, 1]
+
+    # One that dies between two messages, or between a message and its note that this was sent.
+    stage.send("begin", "another", 0, "dies after sending two")
+    stage.happens("another", 0, 1, 2, 3)
+    stage.is_empty()
+    assert [stage.runs("another", step) for step in range(4)] == [1, 1, 1, 1]
+    assert stage.ledger.count("dies") == 2
+
+
+@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+def test_in_a_chain_of_follow_ups_whose_every_worker_is_killed_each_takes_effect_once(
+    set_stage: SetStage, vendor: str
+):
+    stage = set_stage(vendor)
+    stage.send("pass_on", "chain", 1, 4)
+    stage.happens("chain", 1, 2, 3, 4)
+    stage.is_empty()
+    assert stage.ledger.count("dies") == 3
+    assert [stage.runs("chain", step) for step in range(1, 5)] == [1] * 4
+
+
+def test_messages_wait_for_a_broker_that_is_down_and_for_each_other(
+    set_stage: SetStage, broker_proxy: Proxy
+):
+    stage = set_stage("postgresql")
+    stage.later("story may commit")
+    stage.send("begin", "story", 0)
+    wait_for(lambda: stage.ledger.count("waits"), 30, "the task to be at work")
+    broker_proxy.refuse()
+    broker_proxy.cut()
+    stage.open("story may commit")
+    wait_for(lambda: stage.steps("story") == [0], 20, "the commit")
+    wait_for(lambda: len(stage.pending()) == 3 and stage.pending()[0].attempts, 20, "the failure")
+    first, *others = stage.pending()
+    assert first.error
+    assert [(each.attempts, each.error) for each in others] == [(0, ""), (0, "")]
+    wait_for(
+        lambda: stage.sweep() and stage.pending()[0].attempts > 1, 20, "another try", interval=0.4
+    )
+    assert [each.attempts for each in stage.pending()[1:]] == [0, 0]
+    assert stage.steps("story") == [0]
+
+    broker_proxy.heal()
+    stage.happens("story", 0, 1, 2, 3)
+    stage.is_empty()
+    assert [stage.runs("story", step) for step in range(4)] == [1, 1, 1, 1]
+
+
+def test_a_message_that_cannot_be_sent_holds_up_its_own_task_and_no_other(set_stage: SetStage):
+    stage = set_stage("postgresql")
+    stage.send("begin", "cursed", 0, "cursed")
+    stage.send("begin", "fine", 0)
+    stage.happens("fine", 0, 1, 2, 3)
+    bad, waiting = stage.pending()
+    assert (bad.task, bad.error) == ("cursed", "LookupError: this queue is cursed")
+    assert (waiting.task, waiting.attempts) == ("follow", 0)
+    assert stage.steps("cursed") == [0, 1]
+    stage.open("lift the curse")
+    stage.happens("cursed", 0, 1, 2, 3)
+    stage.is_empty()

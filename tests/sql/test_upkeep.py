@@ -1,0 +1,195 @@
+"""Prune, retention and tokens: rows go when they are over, and tokens grow on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from celery_idempotent.records import Claimed, Identity, Lease, Record, State
+from tests.sql import databases
+from tests.sql.databases import execute, rows, shift
+
+pytest.importorskip("django")
+
+from django.db import connections, transaction
+
+from celery_idempotent.django import upkeep
+from celery_idempotent.django.store import DjangoStore
+
+HOUR = 3_600_000
+KEY = Identity(namespace="charge", key="order")
+MANY = [Identity(namespace="charge", key=f"order-{n}") for n in range(50)]
+
+
+def claimed(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Record:
+    asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 24 * HOUR, **changes}
+    answer = store.claim(identity, **asked)
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def settle(store: DjangoStore, record: Record, keep_ms: int = 24 * HOUR) -> None:
+    assert store.settle(record, state=State.COMPLETED, value=None, keep_ms=keep_ms)
+
+
+def count(store: DjangoStore) -> int:
+    ((n,),) = rows(store.alias, "SELECT count(*) FROM celery_idempotent_record")
+    connections[store.alias].close()
+    return int(n)
+
+
+def prune_ms(store: DjangoStore) -> int:
+    ((at,),) = rows(store.alias, "SELECT prune_ms FROM celery_idempotent_record")
+    connections[store.alias].close()
+    return int(at)
+
+
+def test_a_prune_works_in_batches_until_nothing_is_over(
+    store: DjangoStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(upkeep, "PRUNE_BATCH", 7)
+    for identity in MANY[:30]:
+        settle(store, claimed(store, identity))
+    shift(store, HOUR)
+    settle(store, claimed(store))
+    shift(store, 23 * HOUR + 61_000)
+    assert store.prune(limit=10) == 10
+    assert store.prune(limit=1000) == 20
+    assert store.prune(limit=1000) == 0
+    assert store.get(KEY) is not None
+    assert count(store) == 1
+
+
+def test_what_lives_longer_than_expected_is_looked_at_again_then(store: DjangoStore):
+    record = claimed(store)
+    shift(store, HOUR)
+    lease = Lease(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=48 * HOUR)
+    assert store.renew([lease]) == [True]
+    shift(store, 23 * HOUR + 61_000)
+    before = prune_ms(store)
+    assert store.prune(limit=10) == 0
+    assert prune_ms(store) > before + 24 * HOUR
+    shift(store, 25 * HOUR)
+    assert store.prune(limit=10) == 1
+    assert rows(store.alias, "SELECT 1 FROM celery_idempotent_lease") == []
+
+
+def test_a_row_whose_retention_is_shorter_than_expected_goes_an_hour_after_it(
+    store: DjangoStore,
+):
+    settle(store, claimed(store), keep_ms=HOUR)
+    settle(store, claimed(store, MANY[0]))
+    shift(store, 2 * HOUR + 1)
+    assert store.prune(limit=10) == 1
+    assert store.get(MANY[0]) is not None
+
+
+def test_the_row_of_a_released_key_goes_after_an_hour(store: DjangoStore):
+    record = claimed(store)
+    assert store.release(KEY, token=record.token)
+    assert store.prune(limit=10) == 0
+    assert count(store) == 1
+    shift(store, HOUR + 1)
+    assert store.prune(limit=10) == 1
+    assert count(store) == 0
+
+
+@pytest.mark.parametrize("end", ["release", "forget", "prune", "late settle"])
+def test_tokens_grow_though_the_clock_steps_back(store: DjangoStore, end: str):
+    record = claimed(store)
+    token = record.token
+    if end == "release":
+        assert store.release(KEY, token=token)
+    elif end == "forget":
+        assert store.forget(KEY)
+    elif end == "prune":
+        shift(store, 25 * HOUR)
+        assert store.prune(limit=10) == 1
+        shift(store, -25 * HOUR)
+    else:
+        # A claim that was given back settles after a newer one was given back as well.
+        assert store.release(KEY, token=token)
+        newer = claimed(store)
+        assert store.release(KEY, token=newer.token)
+        settle(store, record)
+        assert store.forget(KEY)
+        token = newer.token
+    shift(store, -HOUR)
+    again = claimed(store)
+    assert again.token > token
+    assert again.created_ms < record.created_ms
+
+
+@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+def test_a_prune_waits_for_nobody(open_store: Any, vendor: str):
+    """Another one, or whoever else holds some of the rows, is passed over."""
+    store = open_store(vendor)
+    for identity in MANY[:20]:
+        settle(store, claimed(store, identity), keep_ms=1)
+    shift(store, 2 * HOUR)
+    with transaction.atomic(using=store.alias):
+        held = rows(
+            store.alias, "SELECT id FROM celery_idempotent_record ORDER BY id LIMIT 5 FOR UPDATE"
+        )
+        answers: list[int] = []
+        thread = threading.Thread(target=lambda: answers.append(store.prune(limit=1000)))
+        thread.start()
+        thread.join(30)
+        assert answers == [15]
+    connections[store.alias].close()
+    assert len(held) == 5
+    assert store.prune(limit=1000) == 5
+
+
+def test_prunes_at_once_delete_each_row_once(store: DjangoStore):
+    for identity in MANY:
+        settle(store, claimed(store, identity), keep_ms=1)
+    shift(store, 2 * HOUR)
+    answers: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(store.prune(limit=1000))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(answers) == len(MANY)
+
+
+def test_a_heartbeat_renews_hundreds_of_claims_at_once(store: DjangoStore):
+    leases = []
+    for n in range(90):
+        identity = Identity(namespace="charge", key=f"{n}")
+        record = claimed(store, identity)
+        token = record.token if n % 3 else record.token + 1
+        leases.append(Lease(identity=identity, token=token, lease_ms=90_000, keep_ms=1))
+    assert store.renew(leases) == [bool(n % 3) for n in range(90)]
+
+
+def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(store: DjangoStore):
+    from celery_idempotent.errors import StoreMisconfigured
+
+    claimed(store)
+    execute(store.alias, "UPDATE celery_idempotent_record SET state = 'X'")
+    connections[store.alias].close()
+    with pytest.raises(StoreMisconfigured, match="newer version"):
+        store.get(KEY)
+
+
+def test_a_forged_digest_is_noticed(store: DjangoStore):
+    from celery_idempotent.errors import StoreMisconfigured
+
+    claimed(store)
+    execute(store.alias, "UPDATE celery_idempotent_record SET scope = 'another'")
+    connections[store.alias].close()
+    with pytest.raises(StoreMisconfigured, match="share a digest"):
+        store.get(KEY)
+
+
+def test_every_vendor_is_tested():
+    from celery_idempotent.django.dialects import DIALECTS
+
+    assert len(databases.VENDORS) == len(DIALECTS)

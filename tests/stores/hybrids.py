@@ -1,0 +1,142 @@
+"""Hybrid stores for tests: truths that count what they are asked, links that count, fail, lag and go back in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis import exceptions
+
+from celery_idempotent.records import Identity, Retained
+from celery_idempotent.stores.channel import Link, exchange
+from celery_idempotent.stores.packed import unpack
+from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.scripts import Command
+
+HISTORY = b"local info = redis.call('INFO', 'replication')"
+
+_RETAINED = b"""
+local time = redis.call('TIME')
+return {redis.call('GET', KEYS[1]), redis.call('PTTL', KEYS[1]),
+        time[1] * 1000 + math.floor(time[2] / 1000)}
+"""
+
+
+def public(store: Any) -> list[str]:
+    """Return the methods that whoever wraps a store has to have: who asks for them looks at attributes that exist."""
+    return [
+        name for name in dir(store) if not name.startswith("_") and callable(getattr(store, name))
+    ]
+
+
+class RedisTruth(RedisStore):
+    """A Redis that is the truth."""
+
+    def retained(self, identity: Identity) -> Retained | None:
+        bucket, name = self._keys.locate(identity)
+        command = Command(bucket, (b"EVAL", _RETAINED, b"1", name))
+        ((packed, left_ms, now_ms),) = exchange(self._link, (command,))
+        record = None if packed is None else unpack(identity, packed)
+        if record is None or not record.state.settled:
+            return None
+        return Retained(record, age_ms=max(now_ms - record.updated_ms, 0), left_ms=left_ms)
+
+    def joined(self) -> bool:
+        return False
+
+
+class Counted:
+    """A truth whose verbs are counted."""
+
+    def __init__(self, truth: Any) -> None:
+        self.asked: list[str] = []
+        self._truth = truth
+        for verb in public(truth):
+            setattr(self, verb, self._counted(verb))
+
+    def _counted(self, verb: str) -> Any:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            self.asked.append(verb)
+            # Looked up now: a test may have put another in its place.
+            return getattr(self._truth, verb)(*args, **kwargs)
+
+        return ask
+
+
+class CountingLink:
+    """Counts the exchanges, each a round trip."""
+
+    def __init__(self, link: Link) -> None:
+        self.where = link.where
+        self.trips = 0
+        self._link = link
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        self.trips += 1
+        return self._link.exchange(commands)
+
+    def nodes(self) -> list[int]:
+        return self._link.nodes()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class BadLink:
+    """A server that can be away, lose answers, or execute what it was sent only much later."""
+
+    def __init__(self, link: Link) -> None:
+        self.where = link.where
+        self.mode = "well"
+        self.late: list[Sequence[Command]] = []
+        self._link = link
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        if self.mode == "away":
+            raise exceptions.ConnectionError("Connection refused.")
+        if self.mode == "frozen":
+            self.late.append(commands)
+            raise exceptions.TimeoutError("Timeout reading from socket")
+        answers = self._link.exchange(commands)
+        if self.mode == "deaf":
+            raise exceptions.TimeoutError("Timeout reading from socket")
+        return answers
+
+    def thaw(self) -> None:
+        self.mode = "well"
+        late, self.late = self.late, []
+        for commands in late:
+            self._link.exchange([command.with_source() for command in commands])
+
+    def nodes(self) -> list[int]:
+        return self._link.nodes()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class DatedLink:
+    """Makes the scripts believe in another history than the server's: as if a replica had taken over."""
+
+    def __init__(self, link: Link) -> None:
+        self.where = link.where
+        self.history = 1
+        self._link = link
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        return self._link.exchange([self._dated(command) for command in commands])
+
+    def nodes(self) -> list[int]:
+        return self._link.nodes()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _dated(self, command: Command) -> Command:
+        source = command.source if command.words[0] == b"EVALSHA" else command.words[1]
+        assert source is not None
+        dated = source.replace(
+            HISTORY, b"local info = 'role:master\\r\\nmaster_replid:%040x'" % (self.history << 96)
+        )
+        assert (dated != source) is (b"INFO" in source)
+        return Command(command.bucket, (b"EVAL", dated, *command.words[2:]))

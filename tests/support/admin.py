@@ -1,0 +1,95 @@
+"""Records in every state, and people with permissions, for tests of the admin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from celery import Celery
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.records import Claimed, Identity, Record, State, Stored
+from celery_idempotent.stores import Store
+
+__all__ = ["PERMISSIONS", "TASK", "claim", "identity", "make_app", "make_user", "settle", "value"]
+
+TASK = "shop.charge"
+PERMISSIONS = (
+    "view_idempotencyrecord",
+    "view_result",
+    "release_record",
+    "requeue_record",
+    "fail_record",
+    "forget_record",
+)
+
+
+def make_app(store: Store | str, **settings: Any) -> Celery:
+    """A Celery app with one idempotent task, that is not the current one."""
+    app = Celery("shop", set_as_current=False, broker="memory://", backend="cache+memory://")
+    app.conf.update(
+        idempotency_store=store, broker_transport_options={"visibility_timeout": 3600}, **settings
+    )
+
+    @app.task(
+        name=TASK, base=IdempotentTask, idempotency_key="order", shared=False, ignore_result=False
+    )
+    def charge(order: str, amount: int = 0) -> int:
+        return amount
+
+    app.finalize()
+    return app
+
+
+def identity(key: str, *, namespace: str = TASK, scope: str = "") -> Identity:
+    """A key of the app's task."""
+    return Identity(namespace=namespace, scope=scope, key=key)
+
+
+def claim(
+    store: Store,
+    about: Identity | str,
+    *,
+    lease_ms: int = 600_000,
+    keep_ms: int = 3_600_000,
+    **more: Any,
+) -> Record:
+    """Claim a key as a worker would."""
+    more.setdefault("task_id", "5b0d3c5e-0000-4000-8000-000000000001")
+    more.setdefault("worker", "worker-1.example:4711")
+    more.setdefault("fingerprint", bytes(range(16)))
+    answer = store.claim(
+        identity(about) if isinstance(about, str) else about,
+        attempt=os.urandom(8),
+        lease_ms=lease_ms,
+        keep_ms=keep_ms,
+        **more,
+    )
+    assert isinstance(answer, Claimed), answer
+    return answer.record
+
+
+def value(text: str, content_type: str = "application/json", encoding: str = "utf-8") -> Stored:
+    """A result, as it was written."""
+    return Stored(content_type=content_type, content_encoding=encoding, body=text.encode())
+
+
+def settle(
+    store: Store, record: Record, state: Any = State.COMPLETED, stored: Stored | None = None
+) -> None:
+    """Settle a claim as a worker would."""
+    assert store.settle(record, state=state, value=stored, keep_ms=3_600_000)
+
+
+def make_user(name: str, permissions: Iterable[str] = (), *, password: str | None = None) -> Any:
+    """Somebody who may log in to the admin, with these permissions of ours."""
+    from django.contrib.auth.models import Permission, User
+
+    user = User.objects.create_user(name, password=password, is_staff=True)
+    user.user_permissions.set(
+        Permission.objects.filter(
+            content_type__app_label="celery_idempotent", codename__in=list(permissions)
+        )
+    )
+    return user

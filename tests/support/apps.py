@@ -1,0 +1,61 @@
+"""What the apps of worker tests share: their settings come in by the environment, their tasks wait at gates."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["configure", "environment", "hurry", "wait_at", "wanted"]
+
+#: What a worker shall be like, as JSON.
+_VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
+
+
+def environment(settings: Mapping[str, Any], *, prefix: str = "", **more: object) -> dict[str, str]:
+    """Return what makes a worker use these settings, and find ``more`` in :func:`wanted`.
+
+    With a ``prefix`` they come in upper case from a configuration object, as those of a Django project do.
+    """
+    return {_VARIABLE: json.dumps({"settings": settings, "prefix": prefix, **more})}
+
+
+def wanted() -> dict[str, Any] | None:
+    """Return what :func:`environment` was given, in the worker; ``None`` in a test."""
+    found: dict[str, Any] | None = json.loads(os.environ.get(_VARIABLE, "null"))
+    return found
+
+
+def configure(app: Celery, settings: Mapping[str, Any], prefix: str = "") -> None:
+    """Give the settings to an app."""
+    if prefix:
+        named = {f"{prefix}_{name}".upper(): value for name, value in settings.items()}
+        app.config_from_object(SimpleNamespace(**named), namespace=prefix)
+    else:
+        app.conf.update(settings)
+
+
+def wait_at(gate: str, seconds: float = 90) -> None:
+    """Return when the file ``gate`` exists; ``seconds`` are longer than any test waits."""
+    until = time.monotonic() + seconds
+    while gate and not Path(gate).exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{gate} stayed closed")
+        time.sleep(0.02)
+
+
+def hurry(sender: Any, **_: Any) -> None:
+    """Let the main process look after its children all the time (``worker_ready``), as it else does every 5 s.
+
+    Celery hears of a lost child either at once or by that look.
+    """
+    pool: Any = getattr(sender.pool, "_pool", None)
+    if pool is not None and hasattr(pool, "maintain_pool"):
+        sender.hub.call_repeatedly(0.1, pool.maintain_pool)

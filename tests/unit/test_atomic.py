@@ -1,0 +1,509 @@
+"""A run in a transaction of its store: its effects and its end are committed together, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import claim as claim_module
+from celery_idempotent import endings, lease, runner
+from celery_idempotent.calls import Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.hooks import open_store
+from celery_idempotent.policy import Policy
+from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.stores import transitions
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.stores.transitions import Kept
+from celery_idempotent.task import IdempotentTask
+from celery_idempotent.testing import FakeClock
+from tests.unit.test_runner import (
+    IDENTITY,
+    FakeTime,
+    Rescue,
+    Strike,
+    Striker,
+    a_call,
+    claim,
+    current_claim,
+    listening,
+    make_runner,
+    names,
+    settle,
+    start,
+    text_of,
+)
+
+EFFECT = Identity(namespace="ledger", key="the effect")
+
+
+class DatabaseError(Exception):
+    """What a database raises at a commit."""
+
+
+class Database(MemoryStore):
+    """Records in memory, and one row beside them, written in one transaction with its record."""
+
+    def __init__(self, clock: Callable[[], int] | None = None) -> None:
+        super().__init__(clock)
+        self.at_begin: Exception | None = None
+        self.at_settle: Exception | None = None
+        self.at_commit: Callable[[], None] = lambda: None
+        self.after_commit: Callable[[], None] = lambda: None
+        self.open: Transaction | None = None
+
+    def transaction(self, record: Record | None) -> Transaction:
+        return Transaction(self, record)
+
+    def abandon(self, record: Record) -> None:
+        self.open = None
+
+    @property
+    def effect(self) -> bool:
+        """Was the row committed?"""
+        return EFFECT in self._kept
+
+    def write(self) -> None:
+        """What a task does."""
+        assert self.open is not None, "the body runs outside of its transaction"
+        self.open.pending[EFFECT] = Kept(a_record(), 2**62)
+
+
+def a_record() -> Record:
+    return Record(identity=EFFECT, state=State.COMPLETED, token=1, created_ms=0, updated_ms=0)
+
+
+class Transaction:
+    def __init__(self, store: Database, record: Record | None) -> None:
+        self.store = store
+        self.record = record
+        self.pending: dict[Identity, Kept] = {}
+
+    def __enter__(self) -> Transaction:
+        if self.store.at_begin is not None:
+            raise self.store.at_begin
+        self.store.open = self
+        return self
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        self.store.open = None
+        if error is None:
+            self.store.at_commit()
+            self.store._kept.update(self.pending)  # one instruction: a commit is that, too
+            self.store.after_commit()
+
+    def settle(self, *, state: Any, value: Any, keep_ms: int, replaced: bool = False) -> bool:
+        if self.store.at_settle is not None:
+            raise self.store.at_settle
+        assert self.record is not None
+        kept = self.store._kept.get(self.record.identity)
+        if kept is None or kept.record.token != self.record.token:
+            return False
+        now = self.store._clock() // 1000
+        end = transitions.settled(
+            self.record, kept, state=state, value=value, replaced=replaced, now_ms=now
+        )
+        self.pending[self.record.identity] = Kept(end, now + keep_ms)
+        return True
+
+
+def failing(error: BaseException) -> Any:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def database(clock: FakeClock) -> Database:
+    return Database(clock)
+
+
+@pytest.fixture
+def execute(database: Database) -> Callable[..., Any]:
+    def execute(body: Callable[[], Any], *, task_id: str = "t1", **policy: Any) -> Any:
+        return make_runner(database, atomic=True, **policy).execute(a_call(task_id), body)
+
+    return execute
+
+
+@pytest.fixture
+def events() -> Iterator[list[tuple[str, Any]]]:
+    seen: list[tuple[str, Any]] = []
+    with listening(lambda name, event: seen.append((name, event))):
+        yield seen
+
+
+@pytest.fixture(autouse=True)
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    for module in (runner, endings):
+        monkeypatch.setattr(module, "time", fake)
+    return fake
+
+
+def writing(database: Database, then: Any = 42) -> Callable[[], Any]:
+    def body() -> Any:
+        database.write()
+        if isinstance(then, BaseException):
+            raise then
+        return then() if callable(then) else then
+
+    return body
+
+
+class TestEnds:
+    def test_the_effect_and_the_record_are_committed_together(self, execute, database, events):
+        assert execute(writing(database)) == Ran(42)
+        assert database.effect
+        assert database.get(IDENTITY).state is State.COMPLETED
+        assert text_of(database.get(IDENTITY)) == b"42"
+        assert names(events) == ["claimed", "settled"]
+
+    def test_a_duplicate_is_answered_without_a_transaction(self, execute, database):
+        execute(writing(database))
+        database.at_begin = AssertionError()
+        assert isinstance(execute(writing(database), task_id="t2"), Replay)
+
+    def test_a_failure_rolls_back_and_frees_the_key(self, execute, database, events):
+        with pytest.raises(ValueError):
+            execute(writing(database, ValueError()))
+        assert not database.effect
+        assert database.get(IDENTITY) is None
+        assert names(events) == ["claimed", "released"]
+
+    def test_a_permanent_error_rolls_back_and_is_kept(self, execute, database):
+        with pytest.raises(ValueError):
+            execute(writing(database, ValueError()), permanent_errors=(ValueError,))
+        assert not database.effect
+        assert database.get(IDENTITY).state is State.FAILED
+
+    def test_an_exit_rolls_back_and_frees_the_key(self, execute, database):
+        with pytest.raises(SystemExit):
+            execute(writing(database, SystemExit()))
+        assert not database.effect
+        assert database.get(IDENTITY) is None
+
+    def test_the_claim_knows_the_transaction_while_it_lasts(self, execute, database):
+        claims = []
+
+        def body() -> None:
+            claims.append(current_claim())
+            assert claims[0].transaction is database.open
+
+        execute(body)
+        assert claims[0].transaction is None
+
+    def test_steps_are_recorded_whatever_becomes_of_the_transaction(self, database):
+        class StepCodec:
+            def dump_step(self, name: str, value: Any) -> Any:
+                return value
+
+            def load_value(self, stored: Any) -> Any:
+                return stored
+
+            dump_value = dump_error = staticmethod(lambda _: None)
+
+        def body() -> None:
+            current_claim().step("charge", lambda: "stored")
+            raise ValueError
+
+        run = make_runner(database, codec=StepCodec(), atomic=True)
+        with pytest.raises(ValueError):
+            run.execute(a_call(), body)
+        assert database.get(IDENTITY).steps == (("charge", "stored"),)
+
+
+class TestNewerClaims:
+    def test_a_late_run_is_rolled_back_and_goes_on_as_a_duplicate(
+        self, execute, database, clock, events
+    ):
+        def body() -> None:
+            database.write()
+            clock.advance(1001)
+            claim(database)
+
+        assert isinstance(execute(body, lease_ms=1000), Conflict)
+        assert not database.effect
+        assert names(events) == ["claimed", "lease_lost", "conflicted"]
+
+    def test_it_answers_with_the_winners_result(self, execute, database, clock):
+        def body() -> str:
+            database.write()
+            clock.advance(1001)
+            settle(database, claim(database))
+            return "late"
+
+        result = execute(body, lease_ms=1000)
+        assert text_of(result.record) == b"'theirs'"
+        assert not database.effect
+
+    def test_one_whose_session_was_ended_goes_on_as_a_duplicate(self, execute, database, clock):
+        def body() -> None:
+            clock.advance(1001)
+            claim(database)
+            raise DatabaseError("terminating connection due to administrator command")
+
+        assert isinstance(execute(body, lease_ms=1000), Conflict)
+
+    def test_one_that_is_late_before_it_began_goes_on_as_a_duplicate(
+        self, execute, database, clock, monkeypatch
+    ):
+        def begin(record: Record | None) -> Transaction:
+            monkeypatch.undo()
+            clock.advance(1001)
+            claim(database)
+            database.at_begin = LeaseLost("too late")
+            return Database.transaction(database, record)
+
+        monkeypatch.setattr(database, "transaction", begin)
+        assert isinstance(execute(lambda: pytest.fail("it ran"), lease_ms=1000), Conflict)
+
+    def test_a_forgotten_run_is_rolled_back_and_runs_again(self, execute, database):
+        runs = []
+
+        def body() -> int:
+            runs.append(1)
+            database.write()
+            if len(runs) == 1:
+                database.forget(IDENTITY)
+            return len(runs)
+
+        assert execute(body) == Ran(2)
+        assert database.effect
+
+
+class TestCommits:
+    def test_one_whose_answer_is_lost_is_found_to_have_happened(self, execute, database, events):
+        database.after_commit = failing(DatabaseError())
+        assert execute(writing(database)) == Ran(42)
+        assert database.effect
+        assert names(events) == ["claimed", "settled"]
+
+    def test_one_that_failed_is_found_to_have_failed(self, execute, database, events):
+        database.at_commit = failing(DatabaseError())
+        with pytest.raises(DatabaseError):
+            execute(writing(database))
+        assert not database.effect
+        assert database.get(IDENTITY) is None
+        assert names(events) == ["claimed", "released"]
+
+    def test_one_that_nobody_knows_about_sends_the_message_back(self, database, fake_time):
+        database.release = failing(StoreUnavailable())
+        database.after_commit = failing(DatabaseError())
+        began = fake_time.now
+        run = make_runner(database, atomic=True, lease_ms=5000)
+        result = run.execute(a_call(), writing(database))
+        assert isinstance(result, StoreFailed)
+        assert 5 <= fake_time.now - began <= 10, "a lease, and not much longer"
+        # The message comes back, and the record answers.
+        assert isinstance(run.execute(a_call(), writing(database)), Replay)
+
+    def test_one_that_failed_while_somebody_else_took_the_key(self, execute, database, clock):
+        def fail() -> None:
+            clock.advance(1001)
+            claim(database)
+            raise DatabaseError
+
+        database.at_commit = fail
+        assert isinstance(execute(writing(database), lease_ms=1000), Conflict)
+        assert not database.effect
+
+
+class TestTrouble:
+    def test_without_a_transaction_nothing_runs(self, execute, database, events):
+        database.at_begin = StoreUnavailable("gone")
+        result = execute(lambda: pytest.fail("it ran"))
+        assert result == StoreFailed(database.at_begin)
+        assert database.get(IDENTITY) is None
+        assert names(events) == ["claimed", "released", "store_failed"]
+
+    def test_without_a_settle_nothing_is_committed(self, execute, database):
+        database.at_settle = StoreUnavailable("gone")
+        assert execute(writing(database)) == StoreFailed(database.at_settle)
+        assert not database.effect
+        assert database.get(IDENTITY) is None
+
+    def test_a_task_that_ended_its_transaction_is_told_so_and_not_run_again(
+        self, execute, database
+    ):
+        database.at_settle = StoreMisconfigured("the task committed")
+        with pytest.raises(StoreMisconfigured, match="the task committed"):
+            execute(writing(database))
+        assert database.get(IDENTITY) is None
+
+    def test_a_store_error_of_the_body_itself_is_the_bodys(self, execute, database):
+        with pytest.raises(StoreUnavailable):
+            execute(writing(database, StoreUnavailable("another store")))
+        assert not database.effect
+
+    def test_a_store_without_transactions(self):
+        result = make_runner(MemoryStore(), atomic=True).execute(a_call(), lambda: 42)
+        assert isinstance(result.error, StoreMisconfigured)
+        assert "idempotency_store" in str(result.error)
+
+    def test_it_cannot_be_open(self):
+        with pytest.raises(InvalidOption, match="atomic"):
+            Policy.from_options({"atomic": True, "on_store_error": "open"}, task="t")
+
+
+class TestRetries:
+    def test_one_is_published_when_all_is_rolled_back_and_the_key_is_free(self, execute, database):
+        published = []
+
+        def publish() -> None:
+            assert not database.effect
+            published.append(database.open)
+            run.release(taken[0])
+
+        taken = []
+        run = make_runner(database, atomic=True)
+
+        def body() -> None:
+            database.write()
+            taken.append(current_claim())
+            taken[0].afterwards = publish
+            raise ValueError
+
+        with pytest.raises(ValueError):
+            run.execute(a_call(), body)
+        assert published == [None]
+        assert database.get(IDENTITY) is None
+
+    def test_a_body_that_returns_after_it_asked_for_one_is_rolled_back(self, database):
+        run = make_runner(database, atomic=True)
+
+        def body() -> str:
+            database.write()
+            taken = current_claim()
+            taken.afterwards = lambda: run.release(taken)
+            return "throw=False"
+
+        assert run.execute(a_call(), body) == Ran("throw=False")
+        assert not database.effect
+        assert database.get(IDENTITY) is None
+
+
+class TestUnguarded:
+    def test_a_body_that_expects_a_transaction_has_one_when_observing(self, execute, database):
+        assert execute(writing(database), mode="observe") == Ran(42)
+        assert database.get(IDENTITY).state is State.COMPLETED
+        del database._kept[EFFECT]
+        assert execute(writing(database), task_id="t2", mode="observe") == Ran(42)
+        assert database.effect
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    at: str
+    effect: bool
+    state: State | None
+    raised: BaseException | None
+    result: object
+    current: bool
+
+    def __str__(self) -> str:
+        return f"{self.at}: {self.effect=}, {self.state}, gave {self.raised or self.result!r}"
+
+
+def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
+    """Run one atomic body once for every place at which a signal can strike."""
+    with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
+        for module in (runner, endings):
+            monkeypatch.setattr(module, "time", FakeTime())
+        heartbeat = lease.Heartbeat()
+        monkeypatch.setattr(runner, "heartbeat", heartbeat)
+        start(heartbeat)
+        at = 0
+        while True:
+            database = Database()
+            striker = Striker(at, error())
+            raised, result = None, None
+            run = make_runner(database, atomic=True)
+            rescue.arm()
+            try:
+                result = striker.run(lambda: run.execute(a_call(), database.write))  # noqa: B023
+            except BaseException as caught:  # noqa: BLE001  signals, and what they break
+                raised = caught.with_traceback(None)
+                raised.__context__ = None
+            rescue.disarm()
+            if not striker.struck:
+                assert at > 100, "the striker does not strike"
+                return
+            record = database.get(IDENTITY)
+            yield End(
+                at=striker.struck,
+                effect=database.effect,
+                state=record.state if record else None,
+                raised=raised,
+                result=result,
+                current=current_claim() is not None,
+            )
+            claim_module.running.set(None)
+            heartbeat._due.clear()
+            at += 1
+
+
+@pytest.fixture(scope="module")
+def soft() -> list[End]:
+    return list(strike_everywhere(Strike))
+
+
+@pytest.fixture(scope="module")
+def hard() -> list[End]:
+    return list(strike_everywhere(SystemExit))
+
+
+class TestStrikes:
+    def expect(self, ends: list[End], right: Callable[[End], bool]) -> None:
+        wrong = [str(end) for end in ends if not right(end)]
+        assert not wrong, "\n".join(wrong)
+
+    def test_the_places_lie_before_and_after_the_commit(self, soft):
+        assert sum(end.effect for end in soft) > 20
+        assert sum(not end.effect for end in soft) > 60
+
+    def test_effect_and_record_agree_wherever_it_strikes(self, soft, hard):
+        self.expect(soft + hard, lambda end: end.effect == (end.state is State.COMPLETED))
+
+    def test_a_soft_limit_is_raised_or_the_value_returned(self, soft):
+        self.expect(soft, lambda end: end.result == Ran(None) or isinstance(end.raised, Strike))
+
+    def test_what_is_reported_as_done_is_done(self, soft):
+        self.expect(soft, lambda end: end.result is None or end.effect)
+
+    def test_no_strike_leaves_the_claim_behind_as_the_current_one(self, soft):
+        self.expect(soft, lambda end: not end.current)
+
+    def test_an_exit_is_never_swallowed(self, hard):
+        self.expect(hard, lambda end: isinstance(end.raised, SystemExit))
+
+
+class TestWorkerStart:
+    def app(self, store: Any, **options: Any) -> Celery:
+        app = Celery("shop", broker="memory://", set_as_current=False)
+        app.conf.idempotency_store = store
+
+        @app.task(base=IdempotentTask, name="shop.charge", shared=False, **options)
+        def charge(order: int) -> None: ...
+
+        return app
+
+    def test_a_worker_does_not_start_with_an_atomic_task_that_its_store_cannot_serve(self):
+        app = self.app(MemoryStore(), idempotency_atomic=True)
+        with pytest.raises(SystemExit, match=r"shop\.charge is atomic.*django://"):
+            open_store(SimpleNamespace(app=app))
+
+    def test_it_starts_where_the_store_can(self):
+        open_store(SimpleNamespace(app=self.app(Database(), idempotency_atomic=True)))
+        open_store(SimpleNamespace(app=self.app(MemoryStore())))

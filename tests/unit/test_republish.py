@@ -1,0 +1,42 @@
+"""How long a message may stay with a worker that does not run it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.republish import longest_wait_ms
+
+
+def task(visibility_timeout: int | None = None, **options: Any) -> Any:
+    app = Celery("republish", set_as_current=False)
+    app.conf.idempotency_store = "memory://"
+    if visibility_timeout:
+        app.conf.broker_transport_options = {"visibility_timeout": visibility_timeout}
+    options = {"idempotency_on_conflict": "wait", **options}
+    app.task(base=IdempotentTask, shared=False, name="nothing", **options)(nothing)
+    return app.tasks["nothing"]
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+REQUEST = SimpleNamespace(is_eager=False)
+
+
+@pytest.mark.parametrize(("timeout", "longest"), [(None, 900_000), (20, 5_000), (1, 250)])
+def test_a_wait_is_over_long_before_the_broker_takes_the_message_for_lost(timeout, longest):
+    assert longest_wait_ms(task(timeout), REQUEST) == longest
+
+
+def test_a_message_that_is_acknowledged_already_is_never_taken_for_lost():
+    assert longest_wait_ms(task(20, acks_late=False), REQUEST) is None
+
+
+def test_nothing_waits_in_the_process_that_it_waits_for():
+    assert longest_wait_ms(task(20), SimpleNamespace(is_eager=True)) == 0
