@@ -7,6 +7,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
 # The tests mostly wait for processes that they started: more of them at a time than there are cores. 0: in this process.
 JOBS   ?= 4
+# Thousands of tests with real processes on a machine that is busy: who fails gets a second chance, and is listed.
+RERUNS ?= 1
 PORT   ?= 8000
 
 .DEFAULT_GOAL := help
@@ -19,6 +21,7 @@ help:  ## say what there is
 	@echo
 	@echo "  PYTHON=python3.12     the interpreter for $(VENV) (python3)"
 	@echo "  JOBS=4                so many test files at a time; 0 for one process, as pdb needs it"
+	@echo "  RERUNS=0              no second chance for a test that fails"
 	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
 	@echo "  EVENTS=path           for the demo: the file to take its events from"
 	@echo "  STORE=django          for the demo: where the records are, redis (or nothing), django or hybrid"
@@ -26,7 +29,7 @@ help:  ## say what there is
 test: lint types contracts pytest  ## lint, types, import contracts, then every test against the built wheel
 
 pytest: wheel  ## the tests alone: make pytest ARGS='tests/unit -k claim'
-	@$(BIN)/pytest -n $(JOBS) $(ARGS)
+	@$(BIN)/pytest -n $(JOBS) --reruns $(RERUNS) -r aR $(ARGS)
 
 lint: $(VENV)/.dev  ## style
 	$(BIN)/ruff check .

@@ -39,7 +39,7 @@ class Call:
     ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a
     settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
     exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
-    FAILED.
+    FAILED. ``unanswered`` are the attempts to claim of earlier rounds of the message that no store answered.
     """
 
     identity: Identity
@@ -50,6 +50,7 @@ class Call:
     on_settled: Callable[[int], None] | None = None
     message: bytes | None = None
     is_failure: Callable[[BaseException], bool] | None = None
+    unanswered: tuple[bytes, ...] = ()
 
     def fails(self, error: BaseException) -> bool:
         """Does this exception settle the record as FAILED?"""
@@ -93,9 +94,13 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """The store could not be asked, or cannot be used: nothing ran."""
+    """The store could not be asked, or cannot be used: nothing ran.
+
+    ``attempt`` is the claim that was not answered, if it came to one: the store may have it all the same.
+    """
 
     error: StoreUnavailable | StoreMisconfigured
+    attempt: bytes = b""
 
 
 Result = Ran | Replay | Conflict | StoreFailed
@@ -119,7 +124,7 @@ class Reporter:
         observed: bool = False,
     ) -> None:
         """Count the outcome, and send ``signal`` if anybody listens."""
-        tally.add(self._store(), self.name, signal.name)  # type: ignore[attr-defined]  # not in celery-types
+        tally.count(self._store(), self.name, signal.name)  # type: ignore[attr-defined]  # not in celery-types
         if signal.receivers:
             event = Event(
                 task=self.name,

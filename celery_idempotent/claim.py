@@ -6,6 +6,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
@@ -158,7 +159,8 @@ class Claim:
         between the two, it is called again: hand :meth:`derived_key` to the outside system, so that *it* can tell.
 
         The result comes back as the serializer makes it (a tuple as a list), the first time, too. Steps of one task
-        have different names.
+        have different names. In an atomic task ``function`` must not write to the database of its transaction: what it
+        did there would be rolled back by a failure that the step survives.
 
         Raises:
             LeaseLost: if the claim is gone; what ``function`` did was not recorded.
@@ -169,7 +171,9 @@ class Claim:
         if known is None:
             if self.lost:
                 raise self._gone()
-            known = self._codec.dump_step(name, function(*args, **kwargs))
+            with nullcontext() if self.transaction is None else self.transaction.outside():
+                done = function(*args, **kwargs)
+            known = self._codec.dump_step(name, done)
             self._checkpoint(name, known)
             self._steps[name] = known
         return self._codec.load_value(known)  # type: ignore[return-value]  # what the serializer makes of a T
@@ -202,15 +206,21 @@ class Claim:
         )
 
 
-class UnguardedClaim(Claim):
-    """A claim that holds nothing, where a task runs without protection: nothing to renew, and steps just run."""
+class ObservedClaim(Claim):
+    """A claim of a run that is only observed: its steps just run, each time."""
 
     __slots__ = ()
-
-    def renew(self) -> None:
-        """Do nothing: there is no lease."""
 
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function``, and return its result as a recorded one would come back."""
         value = self._codec.dump_step(name, function(*args, **kwargs))
         return self._codec.load_value(value)  # type: ignore[return-value]  # as in a guarded step
+
+
+class UnguardedClaim(ObservedClaim):
+    """A claim that holds nothing, where a task runs without protection: there is nothing to renew either."""
+
+    __slots__ = ()
+
+    def renew(self) -> None:
+        """Do nothing: there is no lease."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MethodType
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from celery import Task
 
 from celery_idempotent.codec import TaskCodec
-from celery_idempotent.keys import Identifier
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.keys import Identified, Identifier
 from celery_idempotent.policy import (
     KEY_OPTIONS,
     Policy,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ["Definition", "define", "is_celerys_own"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,24 @@ class Definition:
     runner: Runner
     keyed: bool
     overridden: bool
+
+    def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
+        """Return what a call is about; one that is only observed falls back to its task id.
+
+        Raises:
+            InvalidKey: if the key or scope cannot be used, or is missing where one is required, and that is enforced.
+        """
+        try:
+            return self.identifier.identify(args, kwargs, task_id=task_id, **about)
+        except InvalidKey as error:
+            if self.policy.mode != "observe":
+                raise
+            return self.observed(error, task_id)
+
+    def observed(self, refused: InvalidKey, task_id: str) -> Identified:
+        """Say what would have been refused, and return what a call without a key is about."""
+        logger.warning("idempotency: observed: a call would have been refused: %s", refused)
+        return self.identifier.by_task_id(task_id)
 
 
 def is_celerys_own(task: Task[Any, Any] | type[Task[Any, Any]]) -> bool:

@@ -37,6 +37,9 @@ class Endings:
 
     def ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
         """Record that the body raised ``error``; ``False`` if a newer claim makes it nobody's business."""
+        return self._ended(call, claim, error) or self.policy.mode == "observe"
+
+    def _ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
         if claim.given_back:
             return True
         if claim.replaced:
@@ -145,12 +148,14 @@ class Endings:
         self._reporter.tell(signals.store_failed, call, claim.record, error)
 
     def _lost(self, call: Call, claim: Claim) -> None:
-        self._reporter.tell(signals.lease_lost, call, claim.record)
+        observed = self.policy.mode == "observe"
+        self._reporter.tell(signals.lease_lost, call, claim.record, observed=observed)
         logger.warning(
-            "idempotency: %s was claimed anew while task %s (token %d) ran: its result is dropped",
+            "idempotency: %s was claimed anew while task %s (token %d) ran: its result %s",
             call.identity,
             call.task_id,
             claim.token,
+            "would have been dropped" if observed else "is dropped",
         )
 
     def settle(
@@ -193,6 +198,14 @@ class Endings:
                 return self._give_up(call, claim, error)
             delay = min(delay * 2 or 0.05, 5.0, left * 2)
         return True
+
+    def condemn(self, call: Call, claim: Claim, error: Exception) -> None:
+        """Settle a claim FAILED whose body is not to run.
+
+        Raises:
+            StoreUnavailable, StoreMisconfigured: if the store did not take it, once: nothing happened that it had to.
+        """
+        self._settle_once(call, claim, self._codec.dump_error(error), State.FAILED)
 
     def _settle_once(
         self,

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from celery import current_app
 from celery.canvas import Signature
-from celery.signals import before_task_publish, worker_init, worker_process_shutdown
+from celery.signals import (
+    before_task_publish,
+    worker_init,
+    worker_process_shutdown,
+    worker_ready,
+)
 
 from celery_idempotent.atomic import transactional
+from celery_idempotent.checks import worker
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.stores import get_store
 from celery_idempotent.tally import tally
@@ -24,6 +30,7 @@ __all__ = [
     "SCOPE_HEADER",
     "STAMP_HEADER",
     "as_mapping",
+    "is_foreign",
     "leaves",
     "own_id",
     "stamp",
@@ -100,14 +107,14 @@ def _marked(step: Any, run: str) -> Any:
     if step.get("task") == "celery.chain" and kwargs.get("tasks"):
         *first, last = kwargs["tasks"]
         return {**step, "kwargs": {**kwargs, "tasks": [*first, _marked(last, run)]}}
-    if _is_foreign(step):
+    if is_foreign(step):
         return step
     options = step.get("options") or {}
     marked = {RUN_HEADER: run, **as_mapping(options.get("headers"))}
     return {**step, "options": {**options, "headers": marked}}
 
 
-def _is_foreign(step: Mapping[str, Any]) -> bool:
+def is_foreign(step: Mapping[str, Any]) -> bool:
     """Is this a task that is known here, and known to be none of ours? Its messages are none of our business."""
     app: Any = step.app if isinstance(step, Signature) else current_app
     task = app.tasks.get(step.get("task"))
@@ -138,6 +145,12 @@ def open_store(sender: Any = None, **_: Any) -> None:
                 transactional(store, str(task.name))
             except StoreMisconfigured as error:
                 raise SystemExit(f"idempotency: {error}") from error
+
+
+@worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.check_setup")
+def check_setup(sender: Any = None, **_: Any) -> None:
+    """Let the checks look at how the worker is set up."""
+    worker.begin(sender.app)
 
 
 @worker_process_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.tally")

@@ -241,6 +241,10 @@ class Identifier:
             )
         return Identified(self._identity(task_id_key(task_id, nesting), scope))
 
+    def by_task_id(self, task_id: str) -> Identified:
+        """Return what a call is about whose key and scope cannot be used."""
+        return Identified(self._identity(task_id_key(task_id), None))
+
     def _identity(self, key: str, scope: object) -> Identity:
         text = "" if scope is None else canonical(scope, what="scope", task=self.task_name)
         return Identity(namespace=self.namespace, scope=text, key=key)

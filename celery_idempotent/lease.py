@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import atexit
 import logging
 import os
 import threading
@@ -27,7 +28,10 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER = 1.0
 
 #: The thread looks around at least so often, in seconds: it also writes what the process counted.
-TICK = 10.0
+TICK = 5.0
+
+#: A process that ends waits so long for its last counts to be written, in seconds.
+EXIT_PATIENCE = 2.0
 
 
 class Renewable(Protocol):
@@ -52,7 +56,8 @@ class Heartbeat:
 
     The thread starts with the first claim and is not woken by later ones: it looks at the claims whenever the shortest
     lease seen so far could need it, so a task shorter than a third of its lease costs no renewal and no wake-up. A
-    forked child starts anew, without the parent's claims.
+    process that only counts outcomes, a publisher for instance, has it as well: it writes them. A forked child starts
+    anew, without the parent's claims.
 
     A time limit is an exception raised at any instruction of Python code, also inside ``threading.Condition`` or
     ``Thread.start``, which then leave their locks taken. So the run's side uses what is written in C, and nothing else;
@@ -73,6 +78,7 @@ class Heartbeat:
         self._bell = _thread.allocate_lock()  # free: rung
         self._due: dict[weakref.ref[Renewable], float] = {}
         self._started = False
+        self._finishing: _thread.LockType | None = None
         self._tick = float("inf")
         self._next = float("inf")
 
@@ -83,20 +89,42 @@ class Heartbeat:
         with self._lock:
             self._due[weakref.ref(claim)] = due
             self._tick = min(self._tick, interval)
-            if not self._started:
-                self._bell = _thread.allocate_lock()
-                # In this order: struck between the two, a process may have two heartbeats, but never none.
-                _thread.start_new_thread(self._beat, ())
-                self._started = True
+            self._start()
             early = due < self._next
         if early:
-            with suppress(RuntimeError):  # rung already
-                self._bell.release()
+            self._ring()
+
+    def start(self) -> None:
+        """Let the thread work though there is nothing to renew: something was counted."""
+        if not self._started:
+            with self._lock:
+                self._start()
+
+    def finish(self) -> None:
+        """Let the thread write what was counted, before the process ends; wait for that a little."""
+        if not self._started or tally.empty:
+            return
+        finishing = _thread.allocate_lock()
+        finishing.acquire()
+        self._finishing = finishing
+        self._ring()
+        finishing.acquire(timeout=EXIT_PATIENCE)
 
     def remove(self, claim: Renewable) -> None:
         """Let ``claim`` go; a renewal under way may still end after this."""
         with self._lock:
             self._due.pop(weakref.ref(claim), None)
+
+    def _start(self) -> None:
+        if not self._started:
+            self._bell = _thread.allocate_lock()
+            # In this order: struck between the two, a process may have two heartbeats, but never none.
+            _thread.start_new_thread(self._beat, ())
+            self._started = True
+
+    def _ring(self) -> None:
+        with suppress(RuntimeError):  # rung already
+            self._bell.release()
 
     def _beat(self) -> None:
         threading.current_thread().name = "idempotency-heartbeat"
@@ -105,6 +133,10 @@ class Heartbeat:
                 now = time.monotonic()
                 due = [known for known, at in self._due.items() if at <= now]
             self._renew_all(due)
+            if (finishing := self._finishing) is not None:
+                self._finishing = None
+                tally.write()
+                finishing.release()
             tally.beat()
             with self._lock:
                 soonest = min(self._due.values(), default=float("inf"))
@@ -163,3 +195,6 @@ class Heartbeat:
 
 #: The heartbeat of this process.
 heartbeat = Heartbeat()
+tally.start_writer = heartbeat.start
+# The thread lives until all such functions are through; none can be started by then.
+atexit.register(heartbeat.finish)

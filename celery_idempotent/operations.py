@@ -11,10 +11,11 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from celery_idempotent import signals
-from celery_idempotent.errors import FailedByOperator
+from celery_idempotent.errors import FailedByOperator, InvalidOption
 from celery_idempotent.policy import Policy
 from celery_idempotent.reaper import REQUEUE_MS, definition_of, event_of, send_again, task_of
-from celery_idempotent.records import Identity, Record, Selection, State
+from celery_idempotent.records import Identity, Record, Selection, State, Stored
+from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.signals import emit
 from celery_idempotent.stores import get_store
 from celery_idempotent.tally import tally
@@ -105,7 +106,8 @@ def operate(
         case "fail":
             outcome = _fail(app, store, record)
         case "forget":
-            outcome = _if(store.forget(identity, token=token))
+            # The state, too: a run that completed a moment ago is not what was seen.
+            outcome = _if(store.forget(identity, token=token, state=state))
     if outcome is Outcome.DONE:
         logger.warning("idempotency: an operator chose to %s %s", operation, identity)
     tally.write()
@@ -125,34 +127,43 @@ def _release(app: Celery, store: Store, record: Record) -> Outcome:
 
 
 def _requeue(app: Celery, store: Store, record: Record) -> Outcome:
-    # A claim that is still held has to end first, and with this token only.
-    if record.state is State.PROCESSING:
-        interrupted = store.interrupt(record.identity, token=record.token)
-        if interrupted is None:
-            return Outcome.CHANGED
-    queued = store.requeue(record.identity, deadline_ms=REQUEUE_MS)
+    # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
+    queued = store.requeue(record.identity, deadline_ms=REQUEUE_MS, token=record.token)
     if queued is None:
         return Outcome.CHANGED
     return Outcome.DONE if send_again(app, queued, None) else Outcome.UNSENT
 
 
 def _fail(app: Celery, store: Store, record: Record) -> Outcome:
-    if record.state is State.PROCESSING:
-        # Only a claim with this token is interrupted; whereas settle would also write where there is no record,
-        # and so bring back a key that its owner released a moment ago.
-        interrupted = store.interrupt(record.identity, token=record.token)
-        if interrupted is None:
-            return Outcome.CHANGED
-        record = interrupted
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
     definition = definition_of(app, record)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
-    value = None if definition is None else definition.codec.dump_error(error)
-    store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms)
+    value = _told(app, error) if definition is None else definition.codec.dump_error(error)
+    # One write, to the record with this token and to no other. Not restored: a key that was claimed and released a
+    # moment ago has no record, and is not to be failed for what it was before.
+    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False):
+        return Outcome.CHANGED
     # The owner may have settled it first, and then that end stays.
     found = store.get(record.identity)
-    if found is None or found.token != record.token or found.state is not State.FAILED:
+    if found is None or (found.token, found.state) != (record.token, State.FAILED):
+        return Outcome.CHANGED
+    if found.value != value:
         return Outcome.CHANGED
     emit(signals.settled, None, event_of(record, error))
     tally.add(store, task_of(app, record), "settled")
     return Outcome.DONE
+
+
+def _told(app: Celery, error: FailedByOperator) -> Stored | None:
+    """Serialize the error of a record whose task is unknown, or that is a view's, as a result backend would."""
+    accept = tuple(app.conf.result_accept_content or app.conf.accept_content)
+    told = {
+        "exc_type": type(error).__name__,
+        "exc_module": type(error).__module__,
+        "exc_message": str(error),
+    }
+    try:
+        stored = Serializer("json", accept).dump(told, max_bytes=None)
+    except InvalidOption:  # what nobody could read
+        return None
+    return None if isinstance(stored, NotStored) else stored

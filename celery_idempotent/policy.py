@@ -38,7 +38,14 @@ PREFIX: Final = "idempotency_"
 KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint", "require_key")
 
 #: Settings of the app that are no attribute of a task.
-SETTINGS: Final = ("replica_timeout", "replicas", "store", "sweep_interval")
+SETTINGS: Final = (
+    "check_at_start",
+    "replica_timeout",
+    "replicas",
+    "silenced_checks",
+    "store",
+    "sweep_interval",
+)
 
 #: Attributes of the task class with our prefix that are no options.
 _METHODS: Final = ("definition", "policy", "record", "forget")

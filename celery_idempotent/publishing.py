@@ -30,12 +30,13 @@ from celery_idempotent.keys import Identified
 from celery_idempotent.records import Held, Mismatched, Reserved, Settled, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.base import forget_mark
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["Kept", "identify", "keeper", "publish", "send_kept", "take_keeper"]
+__all__ = ["Kept", "identify", "keeper", "publish", "send_kept", "take_keeper", "until_lost"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def publish(
             options[kind] = delivery.derive_ids(task.app, options[kind], options["task_id"], kind)
     once = (
         definition.policy.publish_once
+        and definition.policy.mode == "enforce"
         and retried is None
         and identified is not None
         and not identified.by_task_id
@@ -100,7 +102,7 @@ def publish(
         return keep(task, Kept(args=args, kwargs=kwargs, options=options, once=once))
     if retried is not None:
         # Before the retry is on its way, so that it never meets its predecessor's claim.
-        free = partial(definition.runner.release, retried, requeue_ms=_until_lost(options))
+        free = partial(definition.runner.release, retried, requeue_ms=until_lost(options))
         if retried.transaction is not None:
             retried.afterwards = partial(_retry, free, lambda: send(args, kwargs, **options))
             return task.AsyncResult(options["task_id"])
@@ -154,7 +156,7 @@ def identify(
     headers = as_mapping(options.get("headers"))
     task_id = options.get("task_id")
     kept = options.get("stamped_headers") or ()  # Celery's stamps are options, too, and stay
-    key = _of_member(options.get(KEY_HEADER), options)
+    key = options.get(KEY_HEADER)
     scope = options.get(SCOPE_HEADER)
     for name in (KEY_HEADER, SCOPE_HEADER):
         if name not in kept:
@@ -171,10 +173,10 @@ def identify(
         scope = headers.get(SCOPE_HEADER) if scope is None else scope
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
-                definition.identifier.identify(args, kwargs, task_id="")  # raises
+                definition.identify(args, kwargs, task_id=task_id or "")  # raises
             return None
         task_id = options["task_id"] = task_id or uuid()
-        identified = definition.identifier.identify(
+        identified = definition.identify(
             args,
             kwargs,
             task_id=uuid() if eager else own_id(headers, task_id),
@@ -184,20 +186,6 @@ def identify(
         )
     options["headers"] = {**headers, STAMP_HEADER: stamp(identified, str(task_id))}
     return identified
-
-
-def _of_member(key: object, options: Mapping[str, Any]) -> object:
-    """Return the key of one member, if ``key`` was given to its whole group: ``(key, index)``.
-
-    Celery merges a group's options after those that freezing gave its member; a key that was ``set`` on the member
-    itself stands before them, and is left as it is.
-    """
-    index = options.get("group_index")
-    if key is None or index is None:
-        return key
-    names = list(options)
-    whole = KEY_HEADER in options and names.index(KEY_HEADER) > names.index("group_index")
-    return (key, index) if whole else key
 
 
 def _retried(
@@ -241,7 +229,7 @@ def _once(
         store.reserve,
         identified.identity,
         task_id=options["task_id"],
-        deadline_ms=_until_lost(options),
+        deadline_ms=until_lost(options),
         keep_ms=definition.policy.keep_ms,
         fingerprint=identified.fingerprint,
     )
@@ -249,15 +237,19 @@ def _once(
         while isinstance(answer := reserve(), (Settled, Mismatched)):
             if not definition.policy.forgets(answer.record):
                 break
-            store.forget(identified.identity, token=answer.record.token)
+            forget_mark(store, identified.identity, token=answer.record.token)
     except IdempotencyError as error:
         # The claim still guards the run: one message too many harms nobody.
         logger.warning("idempotency: %s is published unreserved: %s", task.name, error)
         emit(signals.store_failed, task, _event(task, identified, options["task_id"], error))
         return send()
     match answer:
-        case Held(record, _):
+        case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
             return task.AsyncResult(record.task_id)
+        case Held(record, _):
+            # Its worker never came back, and with early acks its message is gone, too.
+            _as_task(options, identified, record.task_id)
+            return send()
         case Settled(record, _):
             if record.state is State.COMPLETED:
                 return task.AsyncResult(record.task_id)
@@ -269,9 +261,7 @@ def _once(
                 "for one intention."
             )
         case Reserved(record):
-            if record.task_id != options["task_id"]:
-                options["task_id"] = record.task_id
-                options["headers"][STAMP_HEADER] = stamp(identified, record.task_id)
+            _as_task(options, identified, record.task_id)
             try:
                 sent = send()
             except BaseException:
@@ -280,9 +270,15 @@ def _once(
                 except IdempotencyError as error:
                     logger.warning("idempotency: a reservation is left to its deadline: %s", error)
                 raise
-            tally.add(store, str(task.name), "reserved")
+            tally.count(store, str(task.name), "reserved")
             emit(signals.reserved, task, _event(task, identified, record.task_id, None))
             return sent
+
+
+def _as_task(options: dict[str, Any], identified: Identified, task_id: str) -> None:
+    """Let a call go out under the task id that its key has already."""
+    options["task_id"] = task_id
+    options["headers"][STAMP_HEADER] = stamp(identified, task_id)
 
 
 def _event(
@@ -291,7 +287,7 @@ def _event(
     return Event(task=str(task.name), task_id=task_id, identity=identified.identity, error=error)
 
 
-def _until_lost(options: Mapping[str, Any]) -> int:
+def until_lost(options: Mapping[str, Any]) -> int:
     """Return in how many milliseconds a message that is published now counts as lost."""
     wait = 0.0
     eta = options.get("eta")

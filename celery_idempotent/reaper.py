@@ -110,7 +110,8 @@ def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
     definition = definition_of(app, record)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
     value = None if definition is None else definition.codec.dump_error(error)
-    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms):
+    # Nor if it was claimed and released, and has no record any more.
+    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False):
         return False
     logger.error("idempotency: %s", error)
     emit(signals.settled, sender, event_of(record, error))

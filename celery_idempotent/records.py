@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Literal
 
@@ -19,6 +19,8 @@ __all__ = [
     "OnStale",
     "Page",
     "Record",
+    "Refusal",
+    "RefusalKind",
     "Reservation",
     "Reserved",
     "Retained",
@@ -36,6 +38,9 @@ FINGERPRINT_BYTES = 16
 
 #: What a sweep does with a stale record: note the crash; fail it for good; send its message again.
 OnStale = Literal["interrupt", "fail", "requeue"]
+
+#: Why a call was refused: somebody else held the key; its arguments were others.
+RefusalKind = Literal["conflict", "mismatch"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -82,6 +87,23 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Somebody who could not have a key: when, by the store's clock, and under which task id, cut to 100 bytes.
+
+    Who is refused again and again, with nobody in between, is one refusal, of the last time.
+    """
+
+    kind: RefusalKind
+    at_ms: int
+    task_id: str = ""
+
+    @property
+    def at(self) -> datetime:
+        """When it was."""
+        return _EPOCH + timedelta(milliseconds=self.at_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """What the store keeps about one key.
 
@@ -93,6 +115,9 @@ class Record:
     message was published, so that a retry makes it QUEUED again. ``steps`` are the results of the steps that an
     unfinished run recorded, in their order; ``message`` what to publish when it is requeued. ``deadline_ms`` of a
     QUEUED record is when its message counts as lost.
+
+    ``refusals`` are the last five who could not have the key, the latest last. Only ``get`` is sure to bring them, and
+    records that differ in nothing else are equal: to refuse somebody changes nothing for those who hold the key.
     """
 
     identity: Identity
@@ -113,6 +138,7 @@ class Record:
     on_stale: OnStale = "interrupt"
     message: bytes | None = None
     steps: tuple[tuple[str, Stored], ...] = ()
+    refusals: tuple[Refusal, ...] = field(default=(), compare=False)
 
     @property
     def owner(self) -> str:
@@ -272,13 +298,19 @@ class Stats:
     """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
 
     ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``failed`` the
-    FAILED ones.
+    FAILED ones. ``at_least`` names those of which there may be more, because no store counts for longer than is good.
     """
 
     live: int
     stale: int
     failed: int
     now_ms: int
+    at_least: frozenset[str] = frozenset()
+
+    def said(self, name: Literal["live", "stale", "failed"]) -> str:
+        """Return a count for people, with a plus where there may be more."""
+        plus = "+" if name in self.at_least else ""
+        return f"{getattr(self, name):,}{plus}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

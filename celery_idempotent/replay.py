@@ -66,10 +66,20 @@ def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms
         return value
     if state == "FAILURE" and isinstance(value, Exception):
         raise value
-    running = record.replaced or age_ms < task.idempotency_policy.lease_ms
-    if state and running and record.task_id != request.id:
+    patience = _patience_ms(task) if record.replaced else task.idempotency_policy.lease_ms
+    if state and age_ms < patience and record.task_id != request.id:
         republish.conflict(task, request, record, task.idempotency_policy.lease_ms)
     raise ResultUnavailable(
         f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
         "and is not in the result backend."
     )
+
+
+def _patience_ms(task: IdempotentTask) -> int:
+    """Return how long a duplicate waits for the result of a replacement.
+
+    That may take its time, or ignore its result. But once the record is gone, the duplicate would run.
+    """
+    longest = task.idempotency_policy.settled_keep_ms // 2
+    expires = getattr(task.backend, "expires", None)
+    return min(longest, int(expires * 1000)) if expires else longest

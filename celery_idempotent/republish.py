@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.records import Record
+from celery_idempotent.stores import ATTEMPT_BYTES
 
 if TYPE_CHECKING:
     from celery.canvas import Signature
 
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["Dropped", "conflict", "longest_wait_ms", "store_failed"]
+__all__ = ["Dropped", "conflict", "longest_wait_ms", "store_failed", "unanswered"]
 
 logger = logging.getLogger(__name__)
 
 #: Own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
 CONFLICTS_HEADER = "idempotency_conflicts"
 STORE_FAILURES_HEADER = "idempotency_store_failures"
+#: Attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under nobody.
+UNANSWERED_HEADER = "idempotency_unanswered"
+_MOST_UNANSWERED = 8
 
 #: The visibility timeout of kombu's Redis transport where none is set, in seconds.
 _VISIBILITY_TIMEOUT = 3600
+
+
+_ATTEMPTS = re.compile(f"(?:[0-9a-f]{{{2 * ATTEMPT_BYTES}}}){{1,{_MOST_UNANSWERED}}}")
 
 
 class Dropped(Ignore):
@@ -84,11 +93,15 @@ def _ignored(task: IdempotentTask, request: Any, error: InProgress) -> NoReturn:
     raise Dropped(str(error))
 
 
-def store_failed(task: IdempotentTask, request: Any, error: IdempotencyError) -> NoReturn:
+def store_failed(
+    task: IdempotentTask, request: Any, error: IdempotencyError, attempt: bytes
+) -> NoReturn:
     """The store cannot say whether this call may run: nothing runs, and this copy comes back."""
     if request.is_eager:
         raise error
-    count, delay, again = _again(task, request, STORE_FAILURES_HEADER, None, {})
+    attempts = [*unanswered(request.headers), attempt] if attempt else unanswered(request.headers)
+    known = {UNANSWERED_HEADER: b"".join(attempts[-_MOST_UNANSWERED:]).hex()} if attempts else {}
+    count, delay, again = _again(task, request, STORE_FAILURES_HEADER, None, {}, known)
     logger.error(
         "idempotency: %s[%s] did not run, its store failed (%d times now), and comes back in "
         "%.1f s: %s",
@@ -102,12 +115,22 @@ def store_failed(task: IdempotentTask, request: Any, error: IdempotencyError) ->
     raise Ignore(str(error)) from error
 
 
+def unanswered(headers: Mapping[str, Any] | None) -> tuple[bytes, ...]:
+    """Return the attempts to claim that a message brings along; of what is none, nothing."""
+    found = (headers or {}).get(UNANSWERED_HEADER)
+    if not isinstance(found, str) or not _ATTEMPTS.fullmatch(found):
+        return ()
+    attempts = bytes.fromhex(found)
+    return tuple(attempts[at : at + ATTEMPT_BYTES] for at in range(0, len(attempts), ATTEMPT_BYTES))
+
+
 def _again(
     task: IdempotentTask,
     request: Any,
     counter: str,
     left: float | None,
     options: dict[str, Any],
+    known: Mapping[str, Any] | None = None,
 ) -> tuple[int, float, Signature[Any]]:
     """Return how often this message went round, in how many seconds it comes back, and itself.
 
@@ -130,7 +153,7 @@ def _again(
         request,
         countdown=delay,
         retries=request.retries,
-        headers={**headers, counter: count},
+        headers={**headers, **(known or {}), counter: count},
         add_to_parent=False,
         **options,
     )

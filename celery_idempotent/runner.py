@@ -37,10 +37,12 @@ from celery_idempotent.calls import (
     Result,
     StoreFailed,
 )
-from celery_idempotent.claim import Claim, UnguardedClaim, running
+from celery_idempotent.claim import Claim, ObservedClaim, UnguardedClaim, running
 from celery_idempotent.endings import Endings
 from celery_idempotent.errors import (
     FingerprintMismatch,
+    IdempotencyError,
+    ProcessingTimedOut,
     StoreMisconfigured,
     StoreUnavailable,
     TooManyCrashes,
@@ -57,7 +59,7 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark
 
 __all__ = ["Runner"]
 
@@ -116,17 +118,22 @@ class Runner:
             return self._observe(call, body)
         patience = self._patience(call)
         while True:
+            attempt = os.urandom(ATTEMPT_BYTES)
             try:
-                answer = self._claim(call)
+                answer = self._claim(call, attempt)
             except STORE_ERRORS as error:
                 self._reporter.tell(signals.store_failed, call, None, error)
-                return StoreFailed(error)
+                return StoreFailed(error, attempt)
             match answer:
                 case Claimed(record):
-                    if record.crashes > self.policy.max_crashes:
-                        self._condemn(call, record)
-                        continue  # the record answers now
-                    result = self._run(call, record, body)
+                    verdict = self._verdict(record)
+                    result = (
+                        self._condemn(call, record, verdict)
+                        if verdict is not None
+                        else self._run(call, record, body)
+                    )
+                    if isinstance(result, StoreFailed):
+                        return StoreFailed(result.error, attempt)
                     if result is not None:
                         return result
                 case Held(record, left_ms):
@@ -205,9 +212,8 @@ class Runner:
         )
         return UnguardedClaim(self._store(), record, self._lease(record), self._codec)
 
-    def _claim(self, call: Call) -> Answer:
+    def _claim(self, call: Call, attempt: bytes) -> Answer:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
-        attempt = os.urandom(ATTEMPT_BYTES)
         give_up = time.monotonic() + CLAIM_PATIENCE
         delay = 0.0
         while True:
@@ -238,13 +244,14 @@ class Runner:
             worker=call.worker,
             on_stale=self.policy.on_stale,
             message=call.message,
+            unanswered=call.unanswered,
         )
         while isinstance(answer := claim(), (Settled, Mismatched)):
             over = answer.record
             if over.task_id == call.task_id or not self.policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
-            self._store().forget(call.identity, token=over.token)
+            forget_mark(self._store(), call.identity, token=over.token)
         return answer
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
@@ -255,20 +262,35 @@ class Runner:
         except STORE_ERRORS:
             pass  # the lease ends it
 
-    def _condemn(self, call: Call, record: Record) -> None:
-        """Settle a key that keeps taking its workers down as FAILED, instead of running it again (celery #9082)."""
-        error = TooManyCrashes(
-            f"{self.name} was not run again: {record.crashes} runs of {call.identity} ended in a crash of their "
-            f"worker, more than idempotency_max_crashes ({self.policy.max_crashes}). Find the cause, then "
-            "forget the key.",
-            record.crashes,
-        )
-        claim = self._hold(record)
+    def _verdict(self, record: Record) -> IdempotencyError | None:
+        """Return why a key is settled FAILED instead of being run again (celery #9082), ``None`` if it may run."""
+        if record.crashes and self.policy.on_stale == "fail":
+            return ProcessingTimedOut(
+                f"{self.name} was not run again: the last run of {record.identity} did not come back, and "
+                'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then forget the key.'
+            )
+        if record.crashes > self.policy.max_crashes:
+            return TooManyCrashes(
+                f"{self.name} was not run again: {record.crashes} runs of {record.identity} ended in a crash of their "
+                f"worker, more than idempotency_max_crashes ({self.policy.max_crashes}). Find the cause, then "
+                "forget the key.",
+                record.crashes,
+            )
+        return None
+
+    def _condemn(self, call: Call, record: Record, error: IdempotencyError) -> Result | None:
+        """Settle the key FAILED without a run: then its record answers. The message comes back if that fails."""
         logger.error("idempotency: %s", error)
-        self._endings.settle(call, claim, lambda: self._codec.dump_error(error), State.FAILED)
+        try:
+            self._endings.condemn(call, self._hold(record), error)
+        except STORE_ERRORS as trouble:
+            self._reporter.tell(signals.store_failed, call, record, trouble)
+            return StoreFailed(trouble)
+        return None
 
     def _hold(self, record: Record) -> Claim:
-        return Claim(self._store(), record, self._lease(record), self._codec)
+        kind = ObservedClaim if self.policy.mode == "observe" else Claim
+        return kind(self._store(), record, self._lease(record), self._codec)
 
     def _lease(self, record: Record) -> Lease:
         return Lease(

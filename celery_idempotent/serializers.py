@@ -17,14 +17,15 @@ from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, Serial
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 
-__all__ = ["NotStored", "Serializer", "first_accepted"]
+__all__ = ["NotStored", "Serializer", "content_types", "first_accepted", "installed"]
 
 _JSON = "application/json"
 
 _dumps: Callable[..., tuple[str, str, str | bytes]] = serialization.dumps
 _loads: Callable[..., object] = serialization.loads
 _registry = vars(serialization)["registry"]  # public in kombu, unknown to celery-types
-_content_types: dict[str, str] = _registry.name_to_type
+#: By the name of each format of kombu's registry, installed or not.
+content_types: dict[str, str] = _registry.name_to_type
 _names: dict[str, str] = _registry.type_to_name
 
 
@@ -59,17 +60,17 @@ class Serializer:
 
     def __post_init__(self) -> None:
         accept = tuple(self.accept)
-        if not _installed(self.name):
+        if not installed(self.name):
             raise InvalidOption(
                 f"idempotency_serializer {self.name!r} is not installed; {_choices()}."
             )
-        if unknown := [name for name in accept if "/" not in name and name not in _content_types]:
+        if unknown := [name for name in accept if "/" not in name and name not in content_types]:
             raise InvalidOption(
                 f"accept_content names {', '.join(map(repr, unknown))}, which kombu does not know; "
                 f"{_choices()}."
             )
-        accepted = frozenset([_content_types.get(name, name) for name in accept])
-        if _content_types[self.name] not in accepted:
+        accepted = frozenset([content_types.get(name, name) for name in accept])
+        if content_types[self.name] not in accepted:
             raise InvalidOption(
                 f"idempotency_serializer {self.name!r} writes what this app does not accept (it "
                 f"accepts {', '.join(accept) or 'nothing'}): add it to result_accept_content or "
@@ -176,18 +177,19 @@ def first_accepted(candidates: Iterable[str], accept: Iterable[str]) -> str:
     written with nobody chose then: it takes what the app can read. If there is none, it is the
     first candidate, and :class:`Serializer` says what is wrong with it.
     """
-    accepted = {_content_types.get(name, name) for name in accept}
+    accepted = {content_types.get(name, name) for name in accept}
     first = ""
     for candidate in candidates:
         name = _names.get(candidate, candidate)
         first = first or name
-        if _content_types.get(name) in accepted and _installed(name):
+        if content_types.get(name) in accepted and installed(name):
             return name
     return first
 
 
-def _installed(name: str) -> bool:
-    if name not in _content_types:
+def installed(name: str) -> bool:
+    """Can a format, by the name that kombu has for it, be written here?"""
+    if name not in content_types:
         return False
     try:
         _dumps(None, serializer=name)
@@ -199,4 +201,4 @@ def _installed(name: str) -> bool:
 
 
 def _choices() -> str:
-    return f"installed are {', '.join(sorted(filter(_installed, _content_types)))}"
+    return f"installed are {', '.join(sorted(filter(installed, content_types)))}"

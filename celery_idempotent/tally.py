@@ -1,7 +1,7 @@
 """Counting outcomes for operators: added up in each process, written by the heartbeat's thread, kept by the hour.
 
-Counting costs a run less than a microsecond and no round trip. What a process counted since it wrote last is lost with
-it: these are figures for charts, not for the books.
+Counting costs a run less than a microsecond and no round trip. A process that ends writes what is left; one that is
+killed takes it along: these are figures for charts, not for the books.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
@@ -34,6 +35,8 @@ class Tally:
     """What happened in this process since it was written last, by store, task and outcome."""
 
     def __init__(self) -> None:
+        #: Sees to it that somebody writes what is counted in this process. Costs nothing once that is so.
+        self.start_writer: Callable[[], None] = _nobody
         self._forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
@@ -44,8 +47,13 @@ class Tally:
         self._written = time.monotonic()
         self._writing = threading.Lock()
 
+    def count(self, store: Store, task: str, outcome: str) -> None:
+        """Count one outcome, to be written a few seconds later, also if this process never has a claim."""
+        self.add(store, task, outcome)
+        self.start_writer()
+
     def add(self, store: Store, task: str, outcome: str) -> None:
-        """Count one outcome, named as its signal is."""
+        """Count one outcome, named as its signal is, where the caller writes: a worker's main process has no writer."""
         outcome = outcome.removeprefix("idempotency_")
         counts = self._counts.get(store)
         if counts is None:
@@ -53,6 +61,11 @@ class Tally:
                 return
             counts = self._counts.setdefault(store, Counter())
         counts[task, outcome] += 1
+
+    @property
+    def empty(self) -> bool:
+        """Is everything written?"""
+        return not self._counts
 
     def beat(self) -> None:
         """Write what was counted, if it is time."""
@@ -83,6 +96,10 @@ class Tally:
                 self._counts.setdefault(store, Counter()).update(counts)
         except Exception:
             logger.exception("idempotency: outcomes could not be counted")
+
+
+def _nobody() -> None:
+    pass
 
 
 #: The tally of this process.

@@ -13,13 +13,11 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import delivery, publishing, reaper, republish
+from celery_idempotent import canvas, delivery, publishing, reaper, republish
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
-from celery_idempotent.errors import (
-    IdempotencyError,
-)
+from celery_idempotent.errors import IdempotencyError, InvalidKey
 from celery_idempotent.hooks import (
     KEEP_FAILURE_HEADER,
     KEY_HEADER,
@@ -52,6 +50,16 @@ __all__ = ["IdempotentTask"]
 logger = logging.getLogger(__name__)
 
 _HOST = socket.gethostname()
+
+canvas.install()
+
+
+def _id_of_call(task: IdempotentTask, request: Context) -> str:
+    """Return an id for a call as a function, which has none: the same for as long as the call lasts."""
+    if request is not task.request_stack.top:
+        return uuid()  # of run() itself, whose calls share one request
+    made: str = vars(request).setdefault("idempotency_call", uuid())
+    return made
 
 
 def _is_failure(error: BaseException) -> bool:
@@ -187,7 +195,7 @@ class IdempotentTask(TaskBase):
                 return replay(self, definition, request, record, age_ms)
             case Conflict(record, left_ms):
                 republish.conflict(self, request, record, left_ms)
-            case StoreFailed(error):
+            case StoreFailed(error, attempt):
                 if self.idempotency_policy.on_store_error == "open":
                     logger.warning(
                         "idempotency: %s[%s] runs without protection: %s",
@@ -196,7 +204,7 @@ class IdempotentTask(TaskBase):
                         error,
                     )
                     return definition.runner.unguarded(call, body)
-                republish.store_failed(self, request, error)
+                republish.store_failed(self, request, error, attempt)
 
     def _call(
         self,
@@ -205,7 +213,7 @@ class IdempotentTask(TaskBase):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Call:
-        task_id = str(request.id)
+        task_id = str(request.id or _id_of_call(self, request))
         identified = self.identify_delivery(
             {**as_mapping(request.stamps), **as_mapping(request.headers)},
             args,
@@ -226,6 +234,7 @@ class IdempotentTask(TaskBase):
             longest_wait_ms=republish.longest_wait_ms(self, request),
             on_settled=noted,
             message=self._message(definition, request),
+            unanswered=republish.unanswered(as_mapping(request.headers)),
             is_failure=_is_failure if KEEP_FAILURE_HEADER in as_mapping(request.headers) else None,
         )
 
@@ -260,11 +269,18 @@ class IdempotentTask(TaskBase):
         Raises:
             InvalidKey: if the stamp is malformed, or the key cannot be used.
         """
-        identifier = self._ours().identifier
-        stamped = Identified.from_header(stamp_of(headers, task_id), identifier.namespace)
+        definition = self._ours()
+        try:
+            stamped = Identified.from_header(
+                stamp_of(headers, task_id), definition.identifier.namespace
+            )
+        except InvalidKey as error:
+            if definition.policy.mode != "observe":
+                raise
+            return definition.observed(error, task_id)
         if stamped is not None:
             return stamped
-        return identifier.identify(
+        return definition.identify(
             args,
             kwargs,
             task_id=uuid() if eager else own_id(headers, task_id),

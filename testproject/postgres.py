@@ -44,6 +44,8 @@ class EmbeddedPostgres:
         with EmbeddedPostgres() as server:
             subprocess.run(command, env={**os.environ, **server.environment()})
 
+    After :meth:`stop`, :meth:`start` brings it back with its data.
+
     Raises :exc:`~testproject.embedded.ServerUnavailable` where no wheel brings a PostgreSQL that runs here.
     """
 
@@ -51,11 +53,13 @@ class EmbeddedPostgres:
         self._installed = _installed()
         self._as_whom = _NOBODY if os.geteuid() == 0 else ""
         self._directory: Path | None = None
+        self._programs: Path | None = None
         self._launched: Launched | None = None
 
     def __enter__(self) -> EmbeddedPostgres:
         try:
-            self._start()
+            self._make()
+            self.start()
         except BaseException as error:
             self.close()
             if isinstance(error, (OSError, KeyError, subprocess.SubprocessError)):
@@ -77,29 +81,26 @@ class EmbeddedPostgres:
 
     def close(self) -> None:
         """End the server and remove its data."""
-        launched, self._launched = self._launched, None
-        if launched is not None:
-            launched.stop()
+        self.stop()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def _start(self) -> None:
-        # Not $TMPDIR: a socket's path has to be short, and everybody can get into this one.
-        self._directory = Path(tempfile.mkdtemp(prefix="embedded-postgres-", dir="/tmp"))
-        if self._as_whom:
-            found = pwd.getpwnam(self._as_whom)
-            os.chown(self._directory, found.pw_uid, found.pw_gid)
-        programs = self._programs() / "bin"
-        data = self._directory / "data"
-        self._run(
-            *(str(programs / "initdb"), "--pgdata", str(data), "--username", _USER),
-            *("--auth", "trust", "--encoding", "UTF8", "--locale", "C", "--no-sync"),
-        )
+    def stop(self) -> None:
+        """End the server, with every session; its data stays."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            launched.stop()
+
+    def start(self) -> None:
+        """Start the server on its data, and wait until it is ready."""
+        assert self._directory is not None
+        assert self._programs is not None
         settings = {**_SETTINGS, "unix_socket_directories": str(self._directory)}
+        data = self._directory / "data"
         self._launched = Launched(
             [
-                *(str(programs / "postgres"), "-D", str(data)),
+                *(str(self._programs / "postgres"), "-D", str(data)),
                 *(word for name, value in settings.items() for word in ("-c", f"{name}={value}")),
             ],
             directory=self._directory,
@@ -109,6 +110,19 @@ class EmbeddedPostgres:
             user=self._as_whom,
         )
         self._wait(data / "postmaster.pid")
+
+    def _make(self) -> None:
+        # Not $TMPDIR: a socket's path has to be short, and everybody can get into this one.
+        self._directory = Path(tempfile.mkdtemp(prefix="embedded-postgres-", dir="/tmp"))
+        if self._as_whom:
+            found = pwd.getpwnam(self._as_whom)
+            os.chown(self._directory, found.pw_uid, found.pw_gid)
+        self._programs = self._readable() / "bin"
+        data = self._directory / "data"
+        self._run(
+            *(str(self._programs / "initdb"), "--pgdata", str(data), "--username", _USER),
+            *("--auth", "trust", "--encoding", "UTF8", "--locale", "C", "--no-sync"),
+        )
 
     def _wait(self, pid_file: Path) -> None:
         """Wait until the server's own file says that it is ready."""
@@ -121,7 +135,7 @@ class EmbeddedPostgres:
             time.sleep(0.02)
         raise ServerUnavailable("PostgreSQL does not start here")
 
-    def _programs(self) -> Path:
+    def _readable(self) -> Path:
         """Return the folder of the programs, or of a copy that whoever runs them can read."""
         assert self._directory is not None
         with contextlib.suppress(OSError, subprocess.SubprocessError):

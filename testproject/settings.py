@@ -61,6 +61,7 @@ ROOT_URLCONF = "testproject.urls"
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
         "APP_DIRS": True,
         "OPTIONS": {
             "context_processors": [
@@ -72,6 +73,7 @@ TEMPLATES = [
     },
 ]
 STATIC_URL = "/static/"
+STATICFILES_DIRS = [BASE_DIR / "static"]
 LOGIN_URL = "/login/"
 LOGIN_REDIRECT_URL = "/pay/"
 LOGOUT_REDIRECT_URL = "/"

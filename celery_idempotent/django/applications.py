@@ -1,8 +1,9 @@
-"""Which Celery app the admin and the checks are about, and what it knows about its tasks."""
+"""Which Celery app the admin, the checks and the views are about, and what it knows about its tasks."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import celery
@@ -18,27 +19,27 @@ if TYPE_CHECKING:
 
 __all__ = ["SETTING", "celery_app", "definitions", "has_app", "load_tasks"]
 
-#: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the current one.
+#: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the one of the views, or the project's.
 SETTING = "CELERY_IDEMPOTENT_APP"
+_VIEWS = "IDEMPOTENCY_HTTP"
 
 _loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 
 def celery_app() -> Celery:
-    """Return the app that Django's settings name, else the current one.
+    """Return the app that Django's settings name, else the project's.
 
     Raises:
         ImproperlyConfigured: if the setting names none.
     """
-    found: Any = getattr(settings, SETTING, None)
+    found: Any = _named()
     if isinstance(found, str):
         try:
             found = import_string(found.replace(":", "."))
         except ImportError as error:
             raise ImproperlyConfigured(f"{SETTING}: {error}") from error
     if found is None:
-        proxy: Any = celery.current_app
-        found = getattr(proxy, "_get_current_object", lambda: proxy)()
+        found = _current()
     if not isinstance(found, celery.Celery):
         raise ImproperlyConfigured(
             f"{SETTING} is a {type(found).__name__}: name a Celery app, such as 'proj.celery.app'."
@@ -46,11 +47,34 @@ def celery_app() -> Celery:
     return found
 
 
+def _named() -> Any:
+    views = getattr(settings, _VIEWS, None)
+    return getattr(settings, SETTING, None) or (
+        views.get("app") if isinstance(views, Mapping) else None
+    )
+
+
+def _current() -> Celery:
+    """Return Celery's current app, or the only real one.
+
+    An app is the current one only in the thread that made it; a thread of a web server gets a default app with nobody's
+    settings, unless the project calls ``app.set_default()``.
+    """
+    state: Any = _state
+    if state._tls.current_app is None:  # noqa: SLF001  Celery has no other way to ask
+        apps = [app for app in list(state._get_active_apps()) if app is not state.default_app]  # noqa: SLF001
+        if (state.default_app is None or state.default_app.main == "default") and len(apps) == 1:
+            return apps[0]  # type: ignore[no-any-return]  # untyped
+    proxy: Any = celery.current_app
+    found: Celery = getattr(proxy, "_get_current_object", lambda: proxy)()
+    return found
+
+
 def has_app() -> bool:
     """Is there an app to ask for, or would Celery have to make one that nobody wants?"""
     made: Any = getattr(_state, "_tls", None)
     current: Any = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
-    return bool(getattr(settings, SETTING, None) or current)
+    return bool(_named() or current)
 
 
 def load_tasks(app: Celery) -> None:

@@ -1,4 +1,6 @@
-"""A task's own transaction, which settles its record too; and how a later claim ends a frozen one.
+"""A task's own transaction, which settles its record too.
+
+How a later claim ends a frozen one is in :mod:`celery_idempotent.django.holders`.
 
 ::
 
@@ -13,18 +15,19 @@ record is written by the last statement only, and on condition that it still has
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from django.db import Error
 from django.db.transaction import Atomic
 
+from celery_idempotent.django.commit_hooks import make_robust
 from celery_idempotent.django.connections import Lines, Session
-from celery_idempotent.django.dialects import error_code, kind
+from celery_idempotent.django.dialects import LOCK_TIMEOUT_MS, kind
+from celery_idempotent.django.holders import lock_name, lock_number
 from celery_idempotent.django.interruptions import drop, sound, struck
 from celery_idempotent.django.rows import LETTERS, PRUNE_SLACK_MS, digest
 from celery_idempotent.errors import (
@@ -39,15 +42,28 @@ from celery_idempotent.stores.values import pack_value
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["AtomicRun", "TransactionEnded", "abandon", "end_holder", "transaction"]
+__all__ = ["AtomicRun", "TransactionEnded", "abandon", "transaction"]
 
-#: How long a session that was told to end is waited for.
-_END_SECONDS = 2.0
 _SAVEPOINT = "celery_idempotent_run"
-#: What MySQL and PostgreSQL say to someone who may not end a session, and to one that is too late.
-_NOT_ALLOWED, _GONE = ("42501", 1095), (1094,)
+#: Statements that leave nothing behind; comments and brackets may come first.
+_READS = re.compile(
+    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:(?:SELECT|SHOW|EXPLAIN|DESC|DESCRIBE|VALUES|TABLE|PRAGMA|SET|SAVEPOINT|RELEASE|ROLLBACK)\b"
+    r"|WITH\b(?!.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b))",
+    re.IGNORECASE | re.DOTALL,
+)
 
 _OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
+
+#: Bounds one wait of ours, and no statement of the task: what its COMMIT waits for is its own business, too.
+_PATIENCE = (
+    (
+        "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), patience AS MATERIALIZED"
+        f" (SELECT was, set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true) FROM own) "
+    ),
+    " FROM patience",
+    " RETURNING set_config('lock_timeout', was, true)",
+)
 
 
 class TransactionEnded(StoreMisconfigured):
@@ -76,7 +92,10 @@ class AtomicRun:
         return (self._identity, self._token) == (record.identity, record.token)
 
     def begin(self) -> None:
-        """Say who is at work. Raises :exc:`~celery_idempotent.errors.LeaseLost` if that is over."""
+        """Say who is at work, once no earlier session does: one that was cut off from us may live on for a while.
+
+        Raises :exc:`~celery_idempotent.errors.LeaseLost` if the claim is over.
+        """
         session, claim = self._session, (self._name, self._token)
         if session.words.vendor == "sqlite":
             # The first statement being a write, it waits for the lock that there is for writing;
@@ -87,10 +106,20 @@ class AtomicRun:
         elif self._identity is None:
             return
         elif session.words.vendor == "postgresql":
-            session.rows("SELECT pg_advisory_xact_lock(%s)", (_number(*claim),))
+            session.rows(
+                f"{_PATIENCE[0]}SELECT pg_advisory_xact_lock(%s), set_config('lock_timeout', was, true)"
+                " FROM patience",
+                (lock_number(*claim),),
+            )
             ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
         else:
-            session.rows("SELECT get_lock(%s, 0)", (_lock(session, *claim),))
+            ((got,),) = session.rows(
+                "SELECT get_lock(%s, %s)", (lock_name(session, *claim), LOCK_TIMEOUT_MS / 1000)
+            )
+            if got != 1:
+                raise StoreUnavailable(
+                    f"another session is still in the transaction of the claim of {self._identity}"
+                )
             ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
         if self._identity is None:
             return
@@ -98,12 +127,16 @@ class AtomicRun:
             raise LeaseLost(f"the claim of {self._identity} is no longer ours")
         session.execute(f"SAVEPOINT {_SAVEPOINT}")
 
+    def outside(self) -> AbstractContextManager[None]:
+        """Refuse statements that write, other than through another connection."""
+        return self._session.connection.execute_wrapper(_only_read)
+
     def unlock(self) -> None:
         """Say that nobody is at work any more, where a lock outlives its transaction."""
         session = self._session
         if session.words.vendor == "mysql" and self._identity is not None:
             with suppress(Error):
-                lock = _lock(session, self._name, self._token)
+                lock = lock_name(session, self._name, self._token)
                 if session.connection.connection is not None:
                     session.rows("SELECT release_lock(%s)", (lock,))
 
@@ -126,12 +159,13 @@ class AtomicRun:
             raise StoreMisconfigured("this transaction has no claim to settle")
         self._still_there()
         now = session.words.now_ms
+        before, between, after = _PATIENCE if session.words.vendor == "postgresql" else ("", "", "")
         try:
             written = session.write(
-                "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
+                f"{before}UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
                 f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
                 f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
-                + _OURS,
+                f"{between}{_OURS}{after}",
                 (
                     LETTERS[state],
                     None if value is None else pack_value(value),
@@ -178,7 +212,7 @@ def transaction(lines: Lines, record: Record | None) -> Iterator[AtomicRun]:
     session = Session(own, lines.words(own), inside=True)
     run = AtomicRun(session, record)
     nested = own.in_atomic_block
-    begun = _Begun(lines, own, run, nested=nested)
+    begun = _Begun(lines, own, run, record, nested=nested)
     try:
         with begun:
             yield run
@@ -213,58 +247,23 @@ def abandon(lines: Lines, record: Record) -> None:
             return
 
 
-def end_holder(session: Session, name: bytes, token: int) -> bool:
-    """End the session whose transaction runs this claim, if any.
-
-    ``False`` if it may not be ended. If one was, the verb begins again: it may have committed.
-    """
-    if session.words.vendor == "postgresql":
-        key = _number(name, token) & (2**64 - 1)
-        where = (
-            " FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted"
-            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-            f" AND classid::bigint = {key >> 32} AND objid::bigint = {key & (2**32 - 1)}"
-        )
-        look, end = f"SELECT pid{where}", f"SELECT pg_terminate_backend(pid){where}"
-    elif session.words.vendor == "mysql":
-        lock = _lock(session, name, token)
-        look, end = (
-            f"SELECT id FROM (SELECT is_used_lock('{lock}') AS id) u WHERE id > 0",
-            "KILL {}",
-        )
-    else:
-        # One writer: whoever could write this claim's row knows that nobody else is at it.
-        return True
-    holders = session.rows(look)
-    if not holders:
-        return True
-    try:
-        for (holder,) in holders:
-            session.execute(end.format(holder))
-    except Error as error:
-        code = error_code(error)
-        if code in _NOT_ALLOWED:
-            return False
-        if code not in _GONE:
-            raise
-    give_up = time.monotonic() + _END_SECONDS
-    while session.rows(look):
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.01)
-    return session.again()
-
-
 class _Begun(Atomic):
     """``transaction.atomic`` that begins with the run's first statements, on a live connection."""
 
     def __init__(
-        self, lines: Lines, own: BaseDatabaseWrapper, run: AtomicRun, *, nested: bool
+        self,
+        lines: Lines,
+        own: BaseDatabaseWrapper,
+        run: AtomicRun,
+        record: Record | None,
+        *,
+        nested: bool,
     ) -> None:
         super().__init__(lines.alias, True, False)
         self._own = own
         self._nested = nested
         self._run = run
+        self._record = record
         self._lines = lines
         #: Whatever closes this now came too late: the connection is somebody else's.
         self.over = False
@@ -300,6 +299,8 @@ class _Begun(Atomic):
         if self.over:
             return
         undo = kind is not None or self._own.needs_rollback
+        if not self._nested and not undo:
+            make_robust(self._own, self._record)
         if self._nested or not undo or self._rolled_back(error):
             super().__exit__(kind, error, trace)
 
@@ -349,14 +350,14 @@ def _refuse_outer(own: BaseDatabaseWrapper) -> None:
         )
 
 
-def _number(name: bytes, token: int) -> int:
-    """Return the claim as the name of an advisory lock of PostgreSQL."""
-    packed = hashlib.blake2b(name + b"%d" % token, digest_size=8, person=b"idempotent").digest()
-    return int.from_bytes(packed, "big", signed=True)
-
-
-def _lock(session: Session, name: bytes, token: int) -> str:
-    """Return the claim as the name of a lock of MySQL, whose names are the whole server's."""
-    database = str(session.connection.settings_dict["NAME"]).encode()
-    packed = hashlib.blake2b(name + b"%d %b" % (token, database), digest_size=16)
-    return f"celery_idempotent:{packed.hexdigest()}"
+def _only_read(
+    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Mapping[str, Any]
+) -> Any:
+    """Refuse what writes: a step is not run again, and what it wrote would be rolled back by a later failure."""
+    text = sql if isinstance(sql, str) else sql.as_string(None)  # psycopg composes statements
+    if not _READS.match(text):
+        raise IdempotencyError(
+            "a step of an idempotency_atomic task may not write to the database of its transaction: a failure after it"
+            " would roll the write back and keep the step. Write outside of the step, with what it returned"
+        )
+    return execute(sql, params, many, context)

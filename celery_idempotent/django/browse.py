@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,13 @@ from celery_idempotent.django.rows import LETTERS, record_of, summary_columns
 from celery_idempotent.records import Counted, Page, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 
-__all__ = ["browse", "count", "counts", "stats"]
+__all__ = ["browse", "clock_ms", "count", "counts", "stats"]
 
 #: Of these there is a lease row each, and so an index.
 _INDEXED = frozenset(State) - {State.COMPLETED}
 _HOUR_MS = 3_600_000
+#: So many leases of a kind are counted: joining more of them with their records takes seconds.
+COUNTED = 10_000
 
 _COUNTER = "celery_idempotent_counter"
 
@@ -27,7 +30,7 @@ def browse(
     indexed = selection.wanted <= _INDEXED
     kind, column = ("l", "l.digest") if indexed else ("r", "r.id")
     after = _read(cursor, kind)
-    now_ms = _now_ms(session)
+    now_ms = clock_ms(session)
     # What is looked at: a stretch of the index. What is shown: all of that which is selected.
     if indexed:
         stretch = "SELECT digest FROM celery_idempotent_lease"
@@ -71,40 +74,59 @@ def browse(
 
 
 def stats(session: Session) -> Stats:
-    """Count what has a lease row."""
-    now_ms = _now_ms(session)
-    found = session.rows(
-        "SELECT l.state, l.deadline_ms <= %s, count(*) FROM celery_idempotent_lease l"
-        " JOIN celery_idempotent_record r"
-        " ON r.digest = l.digest AND r.token = l.token AND r.state = l.state"
-        " WHERE l.expires_ms > %s GROUP BY 1, 2",
-        (now_ms, now_ms),
+    """Count what has a lease row, of each kind no more than :data:`COUNTED`: the index finds them by their due time."""
+    now_ms = clock_ms(session)
+    counts: Counter[str] = Counter()
+    cut: set[str] = set()
+    for condition, params, names in (
+        ("due_ms <= %s", [now_ms], {"stale"}),
+        ("due_ms > %s", [now_ms], {"live"}),
+        # What no sweep has to look at: all that FAILED, and a reservation whose message nobody keeps.
+        ("due_ms IS NULL", [], {"failed", "live", "stale"}),
+    ):
+        found = session.rows(
+            # A subquery, not a join: that might read all records for a few leases.
+            "SELECT state, past, valid, count(*) FROM (SELECT w.state, w.deadline_ms <= %s AS past,"
+            " w.expires_ms > %s AND EXISTS (SELECT 1 FROM celery_idempotent_record r"
+            " WHERE r.digest = w.digest AND r.token = w.token AND r.state = w.state) AS valid FROM"
+            " (SELECT digest, token, state, deadline_ms, expires_ms FROM celery_idempotent_lease"
+            f" WHERE {condition} LIMIT %s) w) v GROUP BY 1, 2, 3",
+            (now_ms, now_ms, *params, COUNTED + 1),
+        )
+        for letter, past, valid, number in found:
+            if valid and letter == LETTERS[State.FAILED]:
+                counts["failed"] += number
+            elif valid and letter != LETTERS[State.INTERRUPTED]:
+                counts["stale" if past else "live"] += number
+        if sum(row[-1] for row in found) > COUNTED:
+            cut |= names
+    cut |= {name for name, number in counts.items() if number > COUNTED}
+    return Stats(
+        live=min(counts["live"], COUNTED),
+        stale=min(counts["stale"], COUNTED),
+        failed=min(counts["failed"], COUNTED),
+        now_ms=now_ms,
+        at_least=frozenset(cut),
     )
-    live = stale = failed = 0
-    for letter, past, number in found:
-        if letter == LETTERS[State.FAILED]:
-            failed += number
-        elif letter != LETTERS[State.INTERRUPTED]:
-            stale, live = (stale + number, live) if past else (stale, live + number)
-    return Stats(live=live, stale=stale, failed=failed, now_ms=now_ms)
 
 
 def count(session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
     """Add to the counters of this hour, and drop those of the hour that is too long ago."""
-    hour = _now_ms(session) // _HOUR_MS
-    # In one order, so that two who count the same never wait for each other.
-    for (task, outcome), number in sorted(outcomes.items()):
-        session.write(
-            f"INSERT INTO {_COUNTER} (hour, task, outcome, count) VALUES (%s, %s, %s, %s)"
-            + session.words.or_add,
-            (hour, task[:255], outcome[:32], number),
-        )
+    hour = clock_ms(session) // _HOUR_MS
+    with session.transaction():
+        # In one order, so that two who count the same never wait for each other.
+        for (task, outcome), number in sorted(outcomes.items()):
+            session.write(
+                f"INSERT INTO {_COUNTER} (hour, task, outcome, count) VALUES (%s, %s, %s, %s)"
+                + session.words.or_add,
+                (hour, task[:255], outcome[:32], number),
+            )
     session.write(f"DELETE FROM {_COUNTER} WHERE hour <= %s", (hour - COUNTED_HOURS,))
 
 
 def counts(session: Session, *, hours: int) -> Sequence[Counted]:
     """Return the counters of the last hours."""
-    first = _now_ms(session) // _HOUR_MS - min(hours, COUNTED_HOURS) + 1
+    first = clock_ms(session) // _HOUR_MS - min(hours, COUNTED_HOURS) + 1
     found = session.rows(
         f"SELECT hour, task, outcome, count FROM {_COUNTER} WHERE hour >= %s ORDER BY 1, 2, 3",
         (first,),
@@ -164,6 +186,7 @@ def _read(cursor: str, kind: str) -> int | bytes | None:
         raise ValueError("this cursor belongs to another list") from None
 
 
-def _now_ms(session: Session) -> int:
+def clock_ms(session: Session) -> int:
+    """Return the time by the database's clock."""
     ((now_ms,),) = session.rows(f"SELECT {session.words.now_ms}")
     return int(now_ms)

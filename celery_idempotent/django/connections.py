@@ -65,6 +65,7 @@ class Session:
         self.connection = connection
         self.words = words
         self._inside = inside
+        self._begun = inside
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
@@ -80,8 +81,9 @@ class Session:
             return list(cursor.fetchall())
 
     def write(self, sql: str, params: Sequence[object] = ()) -> int:
-        """Run a statement that may wait for a row, but not for ever."""
-        return self.execute(self.words.patience + sql, params)
+        """Run a statement that may wait for a row, but not for ever; outside of a transaction an UPDATE or DELETE."""
+        before, after = ("", "") if self._begun else self.words.alone
+        return self.execute(before + self.words.patience + sql + after, params)
 
     def expect(self, sql: str, params: Sequence[object] = ()) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
@@ -101,6 +103,7 @@ class Session:
             begin, commit = f"SAVEPOINT {name}", f"RELEASE SAVEPOINT {name}"
             undo = [f"ROLLBACK TO SAVEPOINT {name}", commit]
         self._control(begin)
+        outer, self._begun = self._begun, True
         try:
             yield
             self._control(commit)
@@ -109,6 +112,8 @@ class Session:
                 for statement in undo:
                     self._control(statement)
             raise
+        finally:
+            self._begun = outer
 
     def _control(self, sql: str) -> None:
         with self.connection.cursor() as cursor:

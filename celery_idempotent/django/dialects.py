@@ -57,6 +57,8 @@ class Dialect:
     div: str = "/"
     #: Where a statement can be told how long to wait for a lock.
     patience: str = ""
+    #: What tells one UPDATE or DELETE, in no transaction of ours, how long to wait: before it, and at its end.
+    alone: tuple[str, str] = ("", "")
 
     @property
     def now_ms(self) -> str:
@@ -78,6 +80,11 @@ DIALECTS = {
         begin=f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}",
         or_nothing=" ON CONFLICT (digest) DO NOTHING",
         raise_mark=_UPSERT_MARK,
+        # What is set is over with the statement's own transaction. The row is locked after the condition is known.
+        alone=(
+            f"WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)) ",
+            " AND EXISTS (SELECT 1 FROM patience)",
+        ),
     ),
     "mysql": Dialect(
         vendor="mysql",

@@ -20,6 +20,7 @@ __all__ = [
     "Lease",
     "OutboxMessage",
     "Record",
+    "Refusals",
 ]
 
 
@@ -119,6 +120,25 @@ class Lease(models.Model):
 
     def __str__(self) -> str:
         return f"lease of token {self.token}"
+
+
+class Refusals(models.Model):
+    """Who could not have a key: a row only for those where somebody was refused.
+
+    It counts if its record has the same birth. Nobody but the refused write it.
+    """
+
+    digest = ShortBinaryField(max_length=16, primary_key=True)
+    #: The record's.
+    created_ms = models.BigIntegerField()
+    #: The last five, see :mod:`celery_idempotent.django.refusals`.
+    entries = models.TextField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"refusals since {self.created_ms}"
 
 
 class HighWaterMark(models.Model):

@@ -18,13 +18,13 @@ from celery_idempotent.serializers import NotStored, Serializer
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["MAX_BYTES", "Payload", "absolute", "dump", "fixed", "load"]
+__all__ = ["MAX_BYTES", "MEANS", "Payload", "absolute", "dump", "fixed", "load"]
 
 #: The largest call that can be staged, serialized.
 MAX_BYTES = 1024 * 1024
 
 #: Options that say by which connection to send: whoever sends has its own.
-_MEANS = ("producer", "publisher", "connection", "router")
+MEANS = ("producer", "publisher", "connection", "router")
 
 _PARTS = {
     "celery.chain": ("tasks",),
@@ -107,7 +107,7 @@ def absolute(options: Mapping[str, Any], *, task: str) -> dict[str, Any]:
         IdempotencyError: for an option that means something in this process only.
     """
     kept = dict(options)
-    if found := [name for name in _MEANS if kept.pop(name, None) is not None]:
+    if found := [name for name in MEANS if kept.pop(name, None) is not None]:
         raise IdempotencyError(
             f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
         )

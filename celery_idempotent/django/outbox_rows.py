@@ -34,7 +34,8 @@ LEASE_MS = 60_000
 BACKOFF_MS = 1_000
 LONGEST_BACKOFF_MS = 5 * 60_000
 
-_CREDENTIALS = re.compile(r"://[^/\s@]*@")
+#: To the last @ of the word: a password that nobody quoted may hold one, or a slash.
+_CREDENTIALS = re.compile(r"://\S*@")
 
 
 class Lease:

@@ -86,6 +86,12 @@ _SET_LEASE = ", ".join(f"{column} = %s" for column in _LEASE)
 _READ_RECORD = ", ".join(f"r.{column}" for column in _RECORD)
 _READ_LEASE = ", ".join(f"l.{column}" for column in _LEASE if column not in ("due_ms", "state"))
 
+_READ_REFUSALS = (
+    "(SELECT x.entries FROM celery_idempotent_refusals x"
+    " WHERE x.digest = r.digest AND x.created_ms = r.created_ms)"
+)
+_DELETE_REFUSALS = "DELETE FROM celery_idempotent_refusals WHERE digest = %s"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -93,6 +99,7 @@ class Row:
 
     ``lease_version`` is the version of whatever lease row there is; ``lease_counts`` tells whether
     it belongs to the record. ``highest`` is the largest token that is known of.
+    ``refusals`` is what the record notes of them, if it was asked for.
     """
 
     digest: bytes
@@ -103,9 +110,11 @@ class Row:
     version: int = 0
     prune_ms: int = 0
     token: int = 0
+    created_ms: int = 0
     lease_version: int | None = None
     lease_counts: bool = False
     kept: Kept | None = None
+    refusals: str | None = None
 
     @property
     def now_ms(self) -> int:
@@ -119,16 +128,19 @@ def digest(identity: Identity) -> bytes:
     return hashlib.sha256(text).digest()[:DIGEST_BYTES]
 
 
-def read(session: Session, name: bytes, identity: Identity | None = None) -> Row:
+def read(
+    session: Session, name: bytes, identity: Identity | None = None, *, refusals: bool = False
+) -> Row:
     """Look at a record without locking anything, in one statement."""
     words = session.words
+    entries = _READ_REFUSALS if refusals else "NULL"
     if getattr(session.connection, "isolation_level", None) == "read uncommitted":
         # Only MySQL means it. A result that is not committed may never be: the next statement is
         # to see none.
         session.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-    ((now_us, mark, row_id, prune_ms, namespace, scope, key, *rest),) = session.rows(
+    ((now_us, mark, noted, row_id, prune_ms, namespace, scope, key, *rest),) = session.rows(
         f"SELECT {words.now_us}, (SELECT max(token) FROM celery_idempotent_highwatermark),"
-        f" r.id, r.prune_ms, r.namespace, r.scope, r.{words.key}, {_READ_RECORD}, {_READ_LEASE}"
+        f" {entries}, r.id, r.prune_ms, r.namespace, r.scope, r.{words.key}, {_READ_RECORD}, {_READ_LEASE}"
         " FROM (SELECT 1 AS one) o"
         " LEFT JOIN celery_idempotent_record r ON r.digest = %s"
         " LEFT JOIN celery_idempotent_lease l ON l.digest = %s",
@@ -155,9 +167,11 @@ def read(session: Session, name: bytes, identity: Identity | None = None) -> Row
         version=version,
         prune_ms=prune_ms,
         token=token,
+        created_ms=record[1],
         lease_version=lease_version,
         lease_counts=counts,
         kept=kept,
+        refusals=noted,
     )
 
 
@@ -191,6 +205,9 @@ def write(session: Session, row: Row, after: Kept) -> None:
             if after.record.token < row.token:
                 # The settled record of a claim that was given back, and claimed again since.
                 session.write(session.words.raise_mark, (row.token,))
+            if row.kept is None and after.record.created_ms == row.created_ms:
+                # Given back and claimed within a millisecond: its refusals would seem to be ours.
+                session.write(_DELETE_REFUSALS, (row.digest,))
         if after.record.state is State.COMPLETED:
             delete_lease(session, row)
         else:
@@ -205,6 +222,7 @@ def remove(session: Session, row: Row, *, forget: bool = False) -> None:
                 "DELETE FROM celery_idempotent_record WHERE id = %s AND version = %s",
                 (row.id, row.version),
             )
+            session.write(_DELETE_REFUSALS, (row.digest,))
             session.write(session.words.raise_mark, (row.token,))
         else:
             prune_ms = min(row.prune_ms, row.now_ms + PRUNE_SLACK_MS)

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django import atomic, browse, shortcuts, upkeep
+from celery_idempotent.django import atomic, browse, refusals, shortcuts, upkeep
 from celery_idempotent.django.connections import Lines, Session
+from celery_idempotent.django.holders import end_holder
+from celery_idempotent.django.reach import missing_bounds
 from celery_idempotent.django.rows import Row, digest, pack_steps, read, remove, write
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
@@ -27,6 +29,7 @@ from celery_idempotent.records import (
     Held,
     Identity,
     Lease,
+    Mismatched,
     OnStale,
     Page,
     Record,
@@ -40,7 +43,7 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores import transitions
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.base import ATTEMPT_BYTES, skew_ms
 from celery_idempotent.stores.transitions import Kept
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ class DjangoStore:
         worker: str = "",
         on_stale: OnStale = "interrupt",
         message: bytes | None = None,
+        unanswered: Sequence[bytes] = (),
     ) -> Answer:
         """Take the key if nobody holds it."""
         if len(attempt) != ATTEMPT_BYTES:
@@ -103,11 +107,13 @@ class DjangoStore:
         )
 
         def decide(session: Session, row: Row) -> Answer:
-            taken = transitions.claimed(row.kept, _from_now(asked, row), attempt, row.now_ms)
+            taken = transitions.claimed(
+                row.kept, _from_now(asked, row), attempt, row.now_ms, unanswered
+            )
             if not isinstance(taken, Record):
                 return taken
             old = None if row.kept is None or taken.token else row.kept.record
-            if old is not None and not _ended(session, row, old):
+            if old is not None and old.attempts and not end_holder(session, old):
                 # It may not be ended: its transaction holds locks that our run would wait for.
                 return Held(old, left_ms=_HELD_MS)
             return Claimed(_take(session, row, taken, attempt, lease_ms + keep_ms))
@@ -116,7 +122,11 @@ class DjangoStore:
             taken = shortcuts.claim(session, asked, attempt, keep_ms)
             if taken is not None:
                 return Claimed(taken)
-            return decide(session, read(session, digest(identity), identity))
+            row = read(session, digest(identity), identity)
+            answer = decide(session, row)
+            if isinstance(answer, (Held, Mismatched)):
+                refusals.note(session, row, answer, task_id)
+            return answer
 
         return self.lines.run(work)
 
@@ -134,6 +144,7 @@ class DjangoStore:
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
+        restore: bool = True,
     ) -> bool:
         """Write the end state, unless the key has another token by now."""
         keep_ms = max(keep_ms, 1)
@@ -147,6 +158,8 @@ class DjangoStore:
                     return False
                 if row.kept.record.state.settled:
                     return True
+            elif not restore:
+                return False
             end = transitions.settled(
                 record, row.kept, state=state, value=value, replaced=replaced, now_ms=row.now_ms
             )
@@ -163,6 +176,7 @@ class DjangoStore:
         deadline_ms: int,
         keep_ms: int,
         fingerprint: bytes | None = None,
+        message: bytes | None = None,
     ) -> Reservation:
         """Take the key for a message that is about to be published."""
         # Tells who reserves also where the record keeps another's task id.
@@ -178,11 +192,14 @@ class DjangoStore:
             fingerprint=_checked(fingerprint),
             task_id=_text(task_id),
             reserved=True,
+            message=message,
         )
 
         def decide(session: Session, row: Row) -> Reservation:
             taken = transitions.reserved(row.kept, _from_now(asked, row), attempt, row.now_ms)
             if not isinstance(taken, Record):
+                if isinstance(taken, Mismatched):
+                    refusals.note(session, row, taken, task_id)
                 return taken
             return Reserved(_take(session, row, taken, attempt, deadline_ms + keep_ms))
 
@@ -247,16 +264,23 @@ class DjangoStore:
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
-        return self._about(identity, lambda _, row: None if row.kept is None else row.kept.record)
 
-    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+        def work(session: Session) -> Record | None:
+            row = read(session, digest(identity), identity, refusals=True)
+            if row.kept is None:
+                return None
+            return replace(row.kept.record, refusals=refusals.unpack(row.refusals))
+
+        return self.lines.run(work)
+
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
 
         def decide(session: Session, row: Row) -> Record | None:
             kept = row.kept
-            if kept is None or not (
-                kept.record.state is State.INTERRUPTED or kept.record.stale(row.now_ms)
-            ):
+            if kept is None or not transitions.may_requeue(kept.record, token, row.now_ms):
                 return None
             after = transitions.requeued(kept, deadline_ms, row.now_ms)
             if after is None:
@@ -274,11 +298,16 @@ class DjangoStore:
         """Delete records past their retention, in batches."""
         return upkeep.prune(self.lines, limit=limit)
 
-    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
-        """Delete the record whatever its state; with ``token`` only if it has that one."""
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` and ``state`` only if it has these."""
 
         def decide(session: Session, row: Row) -> bool:
-            if token is not None and (row.kept is None or row.kept.record.token != token):
+            kept = row.kept
+            if token is not None and (kept is None or kept.record.token != token):
+                return False
+            if state is not None and (kept is None or kept.record.state is not state):
                 return False
             if row.id is not None:
                 remove(session, row, forget=True)
@@ -320,6 +349,16 @@ class DjangoStore:
 
         # Within the thread's transaction it would see what is not committed yet.
         return None if self.joined() else self._about(identity, decide)
+
+    def missing_bounds(self) -> Sequence[str]:
+        """Return the options that would bound the waits for a server that stays silent, and are not set."""
+        with suppress(StoreMisconfigured, ImproperlyConfigured):
+            return missing_bounds(self.lines.own())
+        return ()  # others say what is wrong
+
+    def skews_ms(self) -> Sequence[int]:
+        """Return how far the database's clock is ahead of this machine's."""
+        return [skew_ms(lambda: self.lines.run(browse.clock_ms))]
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""
@@ -388,11 +427,6 @@ def _take(session: Session, row: Row, new: Record, attempt: bytes, life_ms: int)
     requeues = row.kept.requeues if row.kept is not None else 0
     write(session, row, Kept(new, row.now_ms + life_ms, attempt, requeues))
     return new
-
-
-def _ended(session: Session, row: Row, old: Record) -> bool:
-    """Is nobody at work for the claim that is taken over?"""
-    return not old.attempts or atomic.end_holder(session, row.digest, row.token)
 
 
 def _held(row: Row, token: int, *states: State) -> Kept | None:

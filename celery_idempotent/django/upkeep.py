@@ -24,26 +24,24 @@ _RENEW = (
 
 
 def renew(session: Session, leases: Sequence[Lease]) -> list[bool]:
-    """Let each lease start anew; only lease rows are written, which no task's transaction holds."""
-    if session.words.vendor == "postgresql":
-        return _renew_at_once(session, leases)
-    statement = _RENEW.format(now=session.words.now_ms)
-    answers = {}
-    with session.transaction():
-        # In one order, so that two who renew the same never wait for each other.
-        for lease in sorted(set(leases), key=_order):
-            renewed = session.write(
-                statement,
-                (
-                    lease.lease_ms,
-                    lease.lease_ms,
-                    lease.lease_ms + lease.keep_ms,
-                    digest(lease.identity),
-                    lease.token,
-                ),
-            )
-            answers[lease] = renewed == 1
-    return [answers[lease] for lease in leases]
+    """Let each lease start anew; only lease rows are written, which no task's transaction holds.
+
+    Somebody may have frozen while he wrote one of them. That costs this one its renewal, and raises when all others
+    have theirs: to be tried again.
+    """
+    # In one order, so that two who renew the same never wait for each other.
+    distinct = sorted(set(leases), key=_order)
+    if session.words.vendor == "sqlite":
+        # One writer: its lock is the only one there is to wait for.
+        with session.transaction():
+            renewed = {lease for lease in distinct if _renewed(session, lease)}
+        return [lease in renewed for lease in leases]
+    renewed = _renew_free(session, distinct) if len(distinct) > 1 else set()
+    rest = [lease for lease in distinct if lease not in renewed]
+    # The first row that nobody lets go ends this, and shall not always come before the same others.
+    random.shuffle(rest)
+    renewed.update(lease for lease in rest if _renewed(session, lease))
+    return [lease in renewed for lease in leases]
 
 
 def sweep(lines: Lines, *, limit: int, requeue_ms: int) -> SweepReport:
@@ -89,23 +87,51 @@ def _order(lease: Lease) -> tuple[bytes, int]:
     return digest(lease.identity), lease.token
 
 
-def _renew_at_once(session: Session, leases: Sequence[Lease]) -> list[bool]:
+def _renewed(session: Session, lease: Lease) -> bool:
+    """Renew one lease, if need be after a wait."""
+    life_ms = lease.lease_ms + lease.keep_ms
+    params = (lease.lease_ms, lease.lease_ms, life_ms, *_order(lease))
+    return session.write(_RENEW.format(now=session.words.now_ms), params) == 1
+
+
+def _renew_free(session: Session, leases: Sequence[Lease]) -> set[Lease]:
+    """Renew those leases whose rows nobody is at, without a wait; return them."""
+    if session.words.vendor == "postgresql":
+        return _renew_at_once(session, leases)
+    if not session.connection.features.has_select_for_update_skip_locked:
+        return set()
+    names = [digest(lease.identity) for lease in leases]
+    with session.transaction():
+        found = session.rows(
+            "SELECT digest FROM celery_idempotent_lease"
+            f" WHERE digest IN ({_marks(names)}) FOR UPDATE SKIP LOCKED",
+            names,
+        )
+        free = {bytes(name) for (name,) in found}
+        return {
+            lease for lease in leases if digest(lease.identity) in free and _renewed(session, lease)
+        }
+
+
+def _renew_at_once(session: Session, leases: Sequence[Lease]) -> set[Lease]:
     values = ", ".join(["(%s::bytea, %s::bigint, %s::bigint, %s::bigint)"] * len(leases))
-    named = [(digest(lease.identity), lease.token) for lease in leases]
     params: list[object] = []
-    for (name, token), lease in zip(named, leases, strict=True):
-        params += (name, token, lease.lease_ms, lease.lease_ms + lease.keep_ms)
+    for lease in leases:
+        params += (*_order(lease), lease.lease_ms, lease.lease_ms + lease.keep_ms)
     found = session.rows(
-        f"WITH t AS MATERIALIZED (SELECT {session.words.now_ms} AS ms)"
+        f"WITH t AS MATERIALIZED (SELECT {session.words.now_ms} AS ms),"
+        f" v (digest, token, lease_ms, life_ms) AS MATERIALIZED (VALUES {values}),"
+        " free AS MATERIALIZED (SELECT lease.digest FROM celery_idempotent_lease AS lease"
+        " WHERE lease.digest IN (SELECT digest FROM v) FOR NO KEY UPDATE SKIP LOCKED)"
         " UPDATE celery_idempotent_lease AS lease SET deadline_ms = ms + v.lease_ms,"
         " due_ms = ms + v.lease_ms, expires_ms = ms + v.life_ms, version = lease.version + 1"
-        f" FROM t, (VALUES {values}) AS v (digest, token, lease_ms, life_ms)"
-        " WHERE lease.digest = v.digest AND lease.token = v.token AND lease.state = 'P'"
+        " FROM t, v, free WHERE lease.digest = free.digest"
+        " AND lease.digest = v.digest AND lease.token = v.token AND lease.state = 'P'"
         " AND lease.expires_ms > ms RETURNING lease.digest, lease.token",
         params,
     )
     renewed = {(bytes(name), token) for name, token in found}
-    return [each in renewed for each in named]
+    return {lease for lease in leases if _order(lease) in renewed}
 
 
 def _swept(lines: Lines, name: bytes, requeue_ms: int) -> Record | None:
@@ -183,7 +209,8 @@ def _lives(session: Session, rows: Iterable[Sequence[Any]]) -> dict[tuple[bytes,
 
 def _delete(session: Session, rows: Sequence[Sequence[Any]]) -> None:
     ids, names = [row[0] for row in rows], [bytes(row[1]) for row in rows]
-    for table, column, values in (("record", "id", ids), ("lease", "digest", names)):
+    tables = (("record", "id", ids), ("lease", "digest", names), ("refusals", "digest", names))
+    for table, column, values in tables:
         name = f"celery_idempotent_{table}"
         statement = f"DELETE FROM {name} WHERE {column} IN ({_marks(values)})"
         if session.words.vendor == "mysql":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, runtime_checkable
 
@@ -31,6 +32,8 @@ __all__ = [
     "Transaction",
     "TransactionalStore",
     "Truth",
+    "forget_mark",
+    "skew_ms",
 ]
 
 #: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
@@ -63,6 +66,7 @@ class Store(Protocol):
         worker: str = "",
         on_stale: OnStale = "interrupt",
         message: bytes | None = None,
+        unanswered: Sequence[bytes] = (),
     ) -> Answer:
         """Take the key if nobody holds it.
 
@@ -73,6 +77,12 @@ class Store(Protocol):
         repeated: while that claim holds, the same attempt gets the same token again. The lease lasts ``lease_ms``; the
         record lives ``keep_ms`` longer, so that there is something to sweep and a crash to count. A fingerprint that
         either side lacks is equal to any. Claiming a PROCESSING record whose lease ran out counts a crash.
+
+        ``unanswered`` are attempts that were given up without an answer, and nothing ran: a record that one of them
+        holds is nobody's, and claiming it counts no crash.
+
+        Whoever is answered ``Held`` or ``Mismatched`` is noted among the record's refusals. No note changes what the
+        holder or a sweep goes by, and where it cannot be written, the answer is the same.
         """
         ...
 
@@ -88,11 +98,13 @@ class Store(Protocol):
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
+        restore: bool = True,
     ) -> bool:
         """Write the end state and keep it for ``keep_ms``; ``False`` if the key has another token by now.
 
         ``record`` is the one that the claim returned. Accepted whether or not the lease ran out, also when the record
-        is gone (flushed, evicted), and when the claim was settled before: then the first end stays.
+        is gone (flushed, evicted), and when the claim was settled before: then the first end stays. Without ``restore``
+        (for who did not run it) a record that is gone stays gone, and the answer is ``False``.
         """
         ...
 
@@ -104,6 +116,7 @@ class Store(Protocol):
         deadline_ms: int,
         keep_ms: int,
         fingerprint: bytes | None = None,
+        message: bytes | None = None,
     ) -> Reservation:
         """Take the key for a message that is about to be published.
 
@@ -112,6 +125,12 @@ class Store(Protocol):
         ``deadline_ms`` from when it was made: then the record's task id is the one of the first reservation, and stays.
         Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out), a COMPLETED or FAILED
         one ``Settled``. A new reservation gets a new token, and no attempt is counted before its claim.
+
+        ``Mismatched`` is noted among the record's refusals. ``Held`` is not: whoever asks is led to the first call.
+
+        ``message``, to be published under ``task_id``, is what a sweep sends past the deadline, should nobody have
+        claimed the key by then. Who reserves again under the record's task id may bring another; otherwise the record
+        keeps the one that it has, if any.
         """
         ...
 
@@ -144,14 +163,17 @@ class Store(Protocol):
         ...
 
     def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is."""
+        """Return the record as it is, with its refusals."""
         ...
 
-    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
         """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, as an operator's sweep would.
 
         Returns the record, whose message is to be published before its deadline, ``deadline_ms`` from now; ``None`` if
-        there is no such record.
+        there is no such record. With ``token`` it is the record with that one, and its owner loses it even within the
+        lease.
         """
         ...
 
@@ -170,8 +192,10 @@ class Store(Protocol):
         """Delete up to about ``limit`` records (or index entries) past their retention; return how many."""
         ...
 
-    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
-        """Delete the record whatever its state; with ``token`` only if it has that one.
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` only if it has that one, with ``state`` only if it is in that.
 
         ``False`` if there was none (any more). Later claims still get a larger token.
         """
@@ -227,6 +251,13 @@ class Transaction(Protocol):
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
         ...
 
+    def outside(self) -> AbstractContextManager[None]:
+        """Refuse writes to the transaction's database: what happens in here outlives a rollback.
+
+        :exc:`~celery_idempotent.errors.IdempotencyError` for a statement that writes.
+        """
+        ...
+
 
 @runtime_checkable
 class TransactionalStore(Store, Protocol):
@@ -263,3 +294,23 @@ class Truth(Store, Protocol):
     def joined(self) -> bool:
         """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
         ...
+
+
+def forget_mark(store: Store, identity: Identity, *, token: int) -> None:
+    """Forget what a run without retention left behind, to refuse late workers: it is no answer for any other task.
+
+    A store that may have copies has a method for it: a copy that is left of such a mark does no harm.
+    """
+    forget: Callable[..., object] = getattr(store, "forget_mark", store.forget)
+    forget(identity, token=token)
+
+
+def skew_ms(ask: Callable[[], int]) -> int:
+    """Return how far a server's clock is ahead of this machine's, behind it if negative; ``ask`` it for the time.
+
+    The answer was true at some moment between the question and its arrival: what fits into that is no difference.
+    """
+    before = time.time_ns() // 1_000_000
+    there = ask()
+    after = time.time_ns() // 1_000_000
+    return there - min(max(there, before), after)

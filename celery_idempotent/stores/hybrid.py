@@ -41,7 +41,8 @@ class HybridStore:
     The cache only ever says that a key *is* settled. It holds what was read from the truth after the commit, for no
     longer than the truth keeps it; every other answer, and every write, is the truth's. So a cache that is flushed,
     dead, slow, or back with old data costs speed and never a second effect. :meth:`forget` is the one verb that needs
-    it: it fails while the cache does not answer, because an entry might outlive the record.
+    it: it fails while the cache does not answer, because an entry might outlive the record. (:meth:`forget_mark` does
+    without: what it forgets answers nobody.)
 
     Two questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
     refusal), and for the very task that settled it as long as its callbacks are not known to be sent.
@@ -61,7 +62,7 @@ class HybridStore:
             self.abandon = truth.abandon
         if isinstance(truth, CountingStore):
             self.count, self.counts = truth.count, truth.counts
-        for extra in ("outbox_alias", "upkeep"):
+        for extra in ("missing_bounds", "outbox_alias", "skews_ms", "upkeep"):
             if hasattr(truth, extra):
                 setattr(self, extra, getattr(truth, extra))
 
@@ -80,6 +81,7 @@ class HybridStore:
         worker: str = "",
         on_stale: OnStale = "interrupt",
         message: bytes | None = None,
+        unanswered: Sequence[bytes] = (),
     ) -> Answer:
         """Take the key if nobody holds it; a settled one is answered by the cache."""
         found = self.cache.look(identity)
@@ -95,6 +97,7 @@ class HybridStore:
             worker=worker,
             on_stale=on_stale,
             message=message,
+            unanswered=unanswered,
         )
         self._learn(found, answer)
         return answer
@@ -107,6 +110,7 @@ class HybridStore:
         deadline_ms: int,
         keep_ms: int,
         fingerprint: bytes | None = None,
+        message: bytes | None = None,
     ) -> Reservation:
         """Take the key for a message; a settled one is answered by the cache."""
         found = self.cache.look(identity)
@@ -118,6 +122,7 @@ class HybridStore:
             deadline_ms=deadline_ms,
             keep_ms=keep_ms,
             fingerprint=fingerprint,
+            message=message,
         )
         self._learn(found, answer)
         return answer
@@ -130,10 +135,16 @@ class HybridStore:
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
+        restore: bool = True,
     ) -> bool:
         """Write the end state to the truth; then cache what it keeps."""
         done = self.truth.settle(
-            record, state=state, value=value, keep_ms=keep_ms, replaced=replaced
+            record,
+            state=state,
+            value=value,
+            keep_ms=keep_ms,
+            replaced=replaced,
+            restore=restore,
         )
         if done:
             # Not the value at hand: of a settle that is repeated, the first end stays.
@@ -147,34 +158,46 @@ class HybridStore:
             self.cache.mark(identity, token)
         return marked
 
-    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
-        """Delete the record whatever its state; with ``token`` only if it has that one.
-
-        With a token it goes without a cache that does not answer. So does a run that finds the mark of a retention of
-        0: should a copy of that turn up again, the next run forgets it again.
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` and ``state`` only if it has these.
 
         Raises:
-            StoreUnavailable: without a token also if the cache does not answer. Then repeat it: the record may be
-                deleted already, but a copy may be left.
+            StoreUnavailable: also if the cache does not answer. Then repeat it: the record may be deleted already, but
+                a copy may be left.
         """
         try:
             tombstone = self.cache.bury(identity)
-        except (StoreUnavailable, StoreMisconfigured):
-            if token is None or not self.cache.breaker.open:
-                raise
-            return self.truth.forget(identity, token=token)
-        forgotten = self.truth.forget(identity, token=token)
+        except (StoreUnavailable, StoreMisconfigured) as error:
+            raise type(error)(
+                f"nothing was forgotten: a copy of the record may be in the cache. {error}"
+            ) from error
+        forgotten = self.truth.forget(identity, token=token, state=state)
         if self.truth.joined():
             # Nobody knows when, or whether, it will be committed: the tombstone stays for its time.
             return forgotten
         try:
             # It may be lost by now, and a copy of the record in its place.
             self.cache.lift(identity, tombstone)
-        except (StoreUnavailable, StoreMisconfigured):
-            # A server that refuses writes alone still answers: with the copy, again and again.
-            if token is None or not self.cache.breaker.open:
-                raise
+        except (StoreUnavailable, StoreMisconfigured) as error:
+            raise type(error)(
+                f"a copy of the record may be left in the cache: forget it again. {error}"
+            ) from error
         return forgotten
+
+    def forget_mark(self, identity: Identity, *, token: int) -> None:
+        """Forget what a run without retention left, also without a cache that does not answer.
+
+        Nobody takes such a mark for an answer: should a copy turn up, whoever finds it forgets it again. A server that
+        refuses writes alone would answer with the copy again and again: then this raises, as :meth:`forget` does.
+        """
+        try:
+            self.forget(identity, token=token)
+        except (StoreUnavailable, StoreMisconfigured):
+            if not self.cache.breaker.open:
+                raise
+            self.truth.forget(identity, token=token)
 
     def refresh(self, identity: Identity) -> None:
         """Cache what the truth has committed, if that is an end state. Never raises for either store."""
@@ -200,9 +223,11 @@ class HybridStore:
         """Return the record as the truth has it."""
         return self.truth.get(identity)
 
-    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
-        return self.truth.requeue(identity, deadline_ms=deadline_ms)
+        return self.truth.requeue(identity, deadline_ms=deadline_ms, token=token)
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue what nobody sent."""

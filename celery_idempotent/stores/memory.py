@@ -14,15 +14,19 @@ from celery_idempotent.records import (
     Answer,
     Claimed,
     Counted,
+    Held,
     Identity,
     Lease,
+    Mismatched,
     OnStale,
     Page,
     Record,
+    RefusalKind,
     Reservation,
     Reserved,
     Retained,
     Selection,
+    Settled,
     State,
     Stats,
     Stored,
@@ -68,6 +72,7 @@ class MemoryStore:
         worker: str = "",
         on_stale: OnStale = "interrupt",
         message: bytes | None = None,
+        unanswered: Sequence[bytes] = (),
     ) -> Answer:
         """Take the key if nobody holds it."""
         with self._locked():
@@ -87,8 +92,10 @@ class MemoryStore:
                 on_stale=on_stale,
                 message=message,
             )
-            taken = transitions.claimed(kept, new, attempt, now)
+            taken = transitions.claimed(kept, new, attempt, now, unanswered)
             if not isinstance(taken, Record):
+                if kept is not None and not isinstance(taken, Settled):
+                    self._refuse(kept, taken, task_id, now)
                 return taken
             return Claimed(self._take(kept, taken, attempt, now_us, lease_ms + keep_ms))
 
@@ -100,6 +107,7 @@ class MemoryStore:
         deadline_ms: int,
         keep_ms: int,
         fingerprint: bytes | None = None,
+        message: bytes | None = None,
     ) -> Reservation:
         """Take the key for a message that is about to be published."""
         # Tells who reserves also where the record keeps another's task id; equal to no attempt of
@@ -120,9 +128,12 @@ class MemoryStore:
                 fingerprint=fingerprint,
                 task_id=task_id,
                 reserved=True,
+                message=message,
             )
             taken = transitions.reserved(kept, new, attempt, now)
             if not isinstance(taken, Record):
+                if kept is not None and isinstance(taken, Mismatched):
+                    self._refuse(kept, taken, task_id, now)
                 return taken
             return Reserved(self._take(kept, taken, attempt, now_us, deadline_ms + keep_ms))
 
@@ -139,6 +150,7 @@ class MemoryStore:
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
+        restore: bool = True,
     ) -> bool:
         """Write the end state, unless the key has another token by now."""
         with self._locked():
@@ -149,10 +161,13 @@ class MemoryStore:
                     return False
                 if kept.record.state.settled:
                     return True
+            elif not restore:
+                return False
             end = transitions.settled(
                 record, kept, state=state, value=value, replaced=replaced, now_ms=now
             )
-            self._kept[record.identity] = Kept(end, now + max(keep_ms, 1))
+            refusals = kept.refusals if kept is not None else ()
+            self._kept[record.identity] = Kept(end, now + max(keep_ms, 1), refusals=refusals)
             return True
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
@@ -199,7 +214,7 @@ class MemoryStore:
         """Return the record as it is."""
         with self._locked():
             kept = self._find(identity, self._clock() // 1000)
-            return None if kept is None else kept.record
+            return None if kept is None else replace(kept.record, refusals=kept.refusals)
 
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record, and for how long it is kept."""
@@ -215,14 +230,14 @@ class MemoryStore:
         """Nothing here is undone: there are no transactions."""
         return False
 
-    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
         with self._locked():
             now = self._clock() // 1000
             kept = self._find(identity, now)
-            if kept is None or not (
-                kept.record.state is State.INTERRUPTED or kept.record.stale(now)
-            ):
+            if kept is None or not transitions.may_requeue(kept.record, token, now):
                 return None
             after = transitions.requeued(kept, deadline_ms, now)
             return None if after is None else self._put(after)
@@ -253,11 +268,15 @@ class MemoryStore:
                 del self._kept[identity]
             return len(past[:limit])
 
-    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
-        """Delete the record whatever its state; with ``token`` only if it has that one."""
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` and ``state`` only if it has these."""
         with self._locked():
             kept = self._find(identity, self._clock() // 1000)
             if kept is None or token not in (None, kept.record.token):
+                return False
+            if state not in (None, kept.record.state):
                 return False
             del self._kept[identity]
             return True
@@ -345,8 +364,14 @@ class MemoryStore:
         if not new.token:
             self._highest_token = max(self._highest_token + 1, now_us)
             new = replace(new, token=self._highest_token)
-        requeues = kept.requeues if kept is not None else 0
-        return self._put(Kept(new, now_us // 1000 + life_ms, attempt, requeues))
+        expires_ms = now_us // 1000 + life_ms
+        if kept is None:
+            return self._put(Kept(new, expires_ms, attempt))
+        return self._put(replace(kept, record=new, expires_ms=expires_ms, attempt=attempt))
+
+    def _refuse(self, kept: Kept, answer: Held | Mismatched, task_id: str, now_ms: int) -> None:
+        kind: RefusalKind = "conflict" if isinstance(answer, Held) else "mismatch"
+        self._put(transitions.refused(kept, kind, task_id, now_ms))
 
     def _put(self, kept: Kept) -> Record:
         self._kept[kept.record.identity] = kept

@@ -4,7 +4,8 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
 
     1      state       C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
     2      flags       1 has a fingerprint
-                       C, F: 2 task id is a UUID, 4 has a value, 8 was replaced, 16 is delivered
+                       C, F: 2 task id is a UUID, 4 has a value, 8 was replaced, 16 is delivered,
+                             32 has refusals
                        P, I, Q: 16 was reserved, 32 fails when stale, 64 is requeued when stale
     3-9    token
     10-15  created, ms
@@ -18,13 +19,14 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
                   M  the message to publish when it is requeued; the first item, if there
                   R  how often it was requeued, 1 byte; after the message, before all others
                   S  a step: its name after its length in 2 bytes, its value (see values.py)
+                  X  the refusals (see refusals.py)
               and whatever a later version adds. A new claim brings its own message and carries
               the other items over.
     C, F:     [16 bytes fingerprint] · task id: the 16 bytes of a UUID, else text after its length
-              in 2 bytes · [value, see values.py]
+              in 2 bytes · [refusals, after their length in 2 bytes] · [value, see values.py]
 
 A hash would leave its compact form at fields of 64 bytes and more than double, see docs/benchmarks.md.
-The scripts write live records (P, I, Q) themselves; an unknown state or flag was written by a
+The scripts write live records (P, I, Q) and refusals themselves; an unknown state or flag was written by a
 newer version.
 """
 
@@ -38,15 +40,19 @@ from celery_idempotent.records import (
     Identity,
     OnStale,
     Record,
+    Refusal,
     State,
     Stored,
 )
+from celery_idempotent.stores.refusals import unpack_refusals
 from celery_idempotent.stores.values import pack_text, pack_value, unpack_text, unpack_value
 
 __all__ = [
     "ON_STALE_FLAGS",
     "pack_claimant",
+    "pack_message",
     "pack_settled",
+    "pack_state",
     "pack_token",
     "state_of",
     "unpack",
@@ -63,9 +69,9 @@ _STATES = {
 _LETTERS = {state: letter for letter, state in _STATES.items()}
 
 _FINGERPRINT = 1
-_UUID, _VALUE, _REPLACED, _DELIVERED = 2, 4, 8, 16
+_UUID, _VALUE, _REPLACED, _DELIVERED, _REFUSED = 2, 4, 8, 16, 32
 _RESERVED, _FAIL, _REQUEUE = 16, 32, 64
-_SETTLED_FLAGS = _FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED
+_SETTLED_FLAGS = _FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
 _LIVE_FLAGS = _FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
 #: What a claim says about its end, as flags.
 ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
@@ -74,9 +80,14 @@ _ON_STALE = {flags: word for word, flags in ON_STALE_FLAGS.items()}
 _HEAD_BYTES = 23
 _LIVE_HEAD_BYTES = 37
 _ITEM_HEAD_BYTES = 5
-_MESSAGE, _STEP = ord("M"), ord("S")
+_MESSAGE, _STEP, _REFUSALS = ord("M"), ord("S"), ord("X")
 
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def pack_state(state: State) -> bytes:
+    """Return the letter that a record in this state begins with."""
+    return bytes((_LETTERS[state],))
 
 
 def pack_token(token: int) -> bytes:
@@ -86,10 +97,12 @@ def pack_token(token: int) -> bytes:
 
 def pack_claimant(task_id: str, worker: str, message: bytes | None = None) -> bytes:
     """Return the part of a live record that names its owner, and what to publish in its stead."""
-    owner = pack_text(task_id) + pack_text(worker)
-    if message is None:
-        return owner
-    return owner + b"M" + len(message).to_bytes(4, "big") + message
+    return pack_text(task_id) + pack_text(worker) + pack_message(message)
+
+
+def pack_message(message: bytes | None) -> bytes:
+    """Return the item that keeps a message, nothing for none."""
+    return b"" if message is None else b"M" + len(message).to_bytes(4, "big") + message
 
 
 def pack_settled(
@@ -142,16 +155,20 @@ def unpack(identity: Identity, packed: bytes, *, summary: bool = False) -> Recor
     worker, value, deadline_ms = "", None, None
     message: bytes | None = None
     steps: tuple[tuple[str, Stored], ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     live = 0
     if state.settled:
         task_id, at = _unpack_task_id(packed, at, flags)
+        if flags & _REFUSED and not summary:
+            start, at = at + 2, at + 2 + int.from_bytes(packed[at : at + 2], "big")
+            refusals = unpack_refusals(packed[start:at])
         value = unpack_value(packed, at) if flags & _VALUE and not summary else None
     else:
         live = flags
         task_id, at = unpack_text(packed, at)
         worker, at = unpack_text(packed, at)
         if at < len(packed) and not summary:
-            message, steps = _unpack_extension(identity, packed, at)
+            message, steps, refusals = _unpack_extension(identity, packed, at)
         if state is not State.INTERRUPTED:
             deadline_ms = int.from_bytes(packed[23:29], "big")
     return Record(
@@ -173,6 +190,7 @@ def unpack(identity: Identity, packed: bytes, *, summary: bool = False) -> Recor
         on_stale=_ON_STALE.get(live & (_FAIL | _REQUEUE), "interrupt"),
         message=message,
         steps=steps,
+        refusals=refusals,
     )
 
 
@@ -199,9 +217,11 @@ def _unpack_task_id(packed: bytes, at: int, flags: int) -> tuple[str, int]:
 
 def _unpack_extension(
     identity: Identity, packed: bytes, at: int
-) -> tuple[bytes | None, tuple[tuple[str, Stored], ...]]:
-    """Return the message and the steps; items of any other kind are for others to read."""
-    message, steps = None, []
+) -> tuple[bytes | None, tuple[tuple[str, Stored], ...], tuple[Refusal, ...]]:
+    """Return the message, the steps and the refusals; items of any other kind are for others to read."""
+    message: bytes | None = None
+    steps: list[tuple[str, Stored]] = []
+    refusals: tuple[Refusal, ...] = ()
     while at < len(packed):
         start = at + _ITEM_HEAD_BYTES
         kind, at = packed[at], start + int.from_bytes(packed[at + 1 : start], "big")
@@ -213,4 +233,6 @@ def _unpack_extension(
             step = packed[start:at]
             name, value_at = unpack_text(step, 0)
             steps.append((name, unpack_value(step, value_at)))
-    return message, tuple(steps)
+        elif kind == _REFUSALS:
+            refusals = unpack_refusals(packed[start:at])
+    return message, tuple(steps), refusals

@@ -37,7 +37,9 @@ from celery_idempotent.stores.keyspace import Keyspace
 from celery_idempotent.stores.packed import (
     ON_STALE_FLAGS,
     pack_claimant,
+    pack_message,
     pack_settled,
+    pack_state,
     pack_token,
     unpack,
     unreadable,
@@ -109,6 +111,10 @@ class RedisStore:
         """Ask each server what concerns its records: version, eviction, persistence, replicas."""
         return redis_facts.facts(self._link)
 
+    def skews_ms(self) -> Sequence[int]:
+        """Return how far the clock of each server is ahead of this machine's."""
+        return redis_facts.skews_ms(self._link)
+
     def claim(
         self,
         identity: Identity,
@@ -121,6 +127,7 @@ class RedisStore:
         worker: str = "",
         on_stale: OnStale = "interrupt",
         message: bytes | None = None,
+        unanswered: Sequence[bytes] = (),
     ) -> Answer:
         """Take the key if nobody holds it."""
         if len(attempt) != ATTEMPT_BYTES:
@@ -136,6 +143,7 @@ class RedisStore:
                 _checked(fingerprint),
                 pack_claimant(task_id, worker, message),
                 _ON_STALE[on_stale],
+                b"".join(unanswered),
             )
         )
         if word == b"claimed":
@@ -172,6 +180,7 @@ class RedisStore:
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
+        restore: bool = True,
     ) -> bool:
         """Write the end state, unless the key has another token by now."""
         bucket, name, leases, failures, _ = self._names(record.identity)
@@ -182,6 +191,7 @@ class RedisStore:
                 pack_settled(record, state=state, value=value, replaced=replaced),
                 b"%d" % max(keep_ms, 1),
                 b"1" if self._replicas else b"",
+                b"" if restore else b"1",
             )
         )
         if word == b"unreadable":
@@ -198,6 +208,7 @@ class RedisStore:
         deadline_ms: int,
         keep_ms: int,
         fingerprint: bytes | None = None,
+        message: bytes | None = None,
     ) -> Reservation:
         """Take the key for a message that is about to be published."""
         bucket, *keys = self._names(identity)
@@ -212,6 +223,7 @@ class RedisStore:
                 b"%d" % (deadline_ms + keep_ms),
                 _checked(fingerprint),
                 owner,
+                pack_message(message),
             )
         )
         if word == b"reserved":
@@ -244,10 +256,13 @@ class RedisStore:
         packed = self._ask(plain(bucket, b"GET", name))
         return None if packed is None else unpack(identity, packed)
 
-    def requeue(self, identity: Identity, *, deadline_ms: int) -> Record | None:
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
         attempt = os.urandom(ATTEMPT_BYTES)
-        word, *rest = self._ask_about("requeue", identity, b"%d" % deadline_ms, attempt)
+        only = b"" if token is None else pack_token(token)
+        word, *rest = self._ask_about("requeue", identity, b"%d" % deadline_ms, attempt, only)
         if word == b"unreadable":
             raise unreadable(identity)
         return unpack(identity, rest[0]) if word == b"requeued" else None
@@ -260,11 +275,16 @@ class RedisStore:
         """Drop index entries of expired records; Redis drops the records by itself."""
         return redis_upkeep.prune(self._link, self._keys, limit=limit)
 
-    def forget(self, identity: Identity, *, token: int | None = None) -> bool:
-        """Delete the record whatever its state; with ``token`` only if it has that one."""
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` and ``state`` only if it has these."""
         bucket, name, leases, failures, _ = self._names(identity)
-        only = b"" if token is None else pack_token(token)
-        word = self._ask(script("forget").call(bucket, (name, leases, failures), only))
+        only = (
+            b"" if token is None else pack_token(token),
+            b"" if state is None else pack_state(state),
+        )
+        word = self._ask(script("forget").call(bucket, (name, leases, failures), *only))
         return bool(word == b"forgotten")
 
     def stats(self) -> Stats:

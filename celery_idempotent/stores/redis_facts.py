@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from redis.exceptions import RedisError
 
+from celery_idempotent.stores.base import skew_ms
 from celery_idempotent.stores.channel import Link, exchange
 from celery_idempotent.stores.scripts import plain
 
-__all__ = ["ServerFacts", "facts"]
+__all__ = ["ServerFacts", "facts", "skews_ms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,16 @@ class ServerFacts:
 def facts(link: Link) -> list[ServerFacts]:
     """Ask each server that keeps records."""
     return [_of_node(link, node) for node in link.nodes()]
+
+
+def skews_ms(link: Link) -> list[int]:
+    """Ask each server that keeps records for the time; return how far it is ahead of this machine's."""
+    return [skew_ms(partial(_now_ms, link, node)) for node in link.nodes()]
+
+
+def _now_ms(link: Link, node: int) -> int:
+    ((seconds, micros),) = exchange(link, (plain(node, b"TIME"),))
+    return int(seconds) * 1000 + int(micros) // 1000
 
 
 def _of_node(link: Link, node: int) -> ServerFacts:

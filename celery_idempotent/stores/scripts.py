@@ -34,7 +34,9 @@ _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])
 
 
 #: Scripts that take live records apart, with functions that they share.
-_ON_LIVE_RECORDS = frozenset({"checkpoint", "release", "requeue", "reserve", "sweep"})
+_ON_LIVE_RECORDS = frozenset({"checkpoint", "release", "requeue", "sweep"})
+#: Those that note refusals, or carry them over.
+_ON_REFUSALS = frozenset({"claim", "reserve", "settle"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,9 @@ def plain(bucket: int, *words: bytes) -> Command:
 def script(verb: str) -> Script:
     """Return the script of a verb."""
     source = _read(verb)
-    if verb in _ON_LIVE_RECORDS:
+    if verb in _ON_REFUSALS:
+        source = _read("live") + _read("refusals") + source
+    elif verb in _ON_LIVE_RECORDS:
         source = _read("live") + source
     # The digest is Redis' name for the script, not a matter of security.
     return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())

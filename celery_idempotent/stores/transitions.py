@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from celery_idempotent.records import Held, Mismatched, Record, Settled, State, Stored
+from celery_idempotent.records import (
+    Held,
+    Mismatched,
+    Record,
+    Refusal,
+    RefusalKind,
+    Settled,
+    State,
+    Stored,
+)
+from celery_idempotent.stores.refusals import with_refusal
 
 __all__ = [
+    "Denial",
     "Kept",
-    "Refusal",
     "add_step",
     "claimed",
     "given_back",
     "interrupted",
+    "may_requeue",
+    "refused",
     "requeued",
     "reserved",
     "settled",
@@ -20,7 +33,7 @@ __all__ = [
 ]
 
 #: What a claim and a reservation answer when they cannot have the key.
-Refusal = Held | Settled | Mismatched
+Denial = Held | Settled | Mismatched
 
 #: A deadline doubles no more often than that: from a minute to 17 hours.
 _DOUBLINGS = 10
@@ -28,15 +41,19 @@ _DOUBLINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A record and what only its store knows about it: ``attempt`` is the id of who wrote it last."""
+    """A record and what only its store knows about it: ``attempt`` is the id of who wrote it last.
+
+    The record is without its ``refusals``, which are here.
+    """
 
     record: Record
     expires_ms: int
     attempt: bytes = b""
     requeues: int = 0
+    refusals: tuple[Refusal, ...] = ()
 
 
-def _refusal(old: Record, fingerprint: bytes | None, now_ms: int) -> Refusal | None:
+def _refusal(old: Record, fingerprint: bytes | None, now_ms: int) -> Denial | None:
     """Return why nobody can have the key, ``None`` if that is a matter of leases and deadlines."""
     if old.fingerprint is not None and fingerprint is not None and old.fingerprint != fingerprint:
         return Mismatched(old)
@@ -45,7 +62,13 @@ def _refusal(old: Record, fingerprint: bytes | None, now_ms: int) -> Refusal | N
     return None
 
 
-def claimed(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Record | Refusal:
+def claimed(
+    kept: Kept | None,
+    new: Record,
+    attempt: bytes,
+    now_ms: int,
+    unanswered: Sequence[bytes] = (),
+) -> Record | Denial:
     """Return the claim with what it takes over from the old record, its token only if it holds."""
     if kept is None:
         return new
@@ -56,12 +79,13 @@ def claimed(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Reco
     processing = old.state is State.PROCESSING
     if processing and kept.attempt == attempt:
         return replace(old, deadline_ms=new.deadline_ms)
-    if processing and not old.stale(now_ms):
+    begun = processing and kept.attempt not in unanswered
+    if begun and not old.stale(now_ms):
         return Held(old, left_ms=_left(old, now_ms))
     return replace(
         new,
         created_ms=old.created_ms,
-        crashes=old.crashes + processing,
+        crashes=old.crashes + begun,
         attempts=old.attempts + 1,
         fingerprint=new.fingerprint if new.fingerprint is not None else old.fingerprint,
         reserved=old.reserved,
@@ -69,7 +93,7 @@ def claimed(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Reco
     )
 
 
-def reserved(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Record | Refusal:
+def reserved(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Record | Denial:
     """Return the reservation with what it takes over, its token only if it was made before."""
     if kept is None:
         return new
@@ -81,7 +105,13 @@ def reserved(kept: Kept | None, new: Record, attempt: bytes, now_ms: int) -> Rec
         return Held(old, left_ms=_left(old, now_ms))
     if old.state is State.QUEUED:
         if kept.attempt == attempt or old.task_id == new.task_id:
-            return replace(old, deadline_ms=new.deadline_ms, reserved=True)
+            message = new.message if old.task_id == new.task_id else None
+            return replace(
+                old,
+                deadline_ms=new.deadline_ms,
+                reserved=True,
+                message=old.message if message is None else message,
+            )
         if left_ms := _left(old, now_ms):
             return Held(old, left_ms=left_ms)
         # Its sender died before it published: the message goes out under the same task id.
@@ -132,6 +162,11 @@ def settled(
     )
 
 
+def refused(kept: Kept, kind: RefusalKind, task_id: str, now_ms: int) -> Kept:
+    """Return the record with a note of who could not have its key."""
+    return replace(kept, refusals=with_refusal(kept.refusals, kind, task_id, now_ms))
+
+
 def add_step(old: Record, name: str, value: Stored) -> Record:
     """Return the record with the step, whose first result stays."""
     if any(known == name for known, _ in old.steps):
@@ -164,6 +199,13 @@ def interrupted(kept: Kept, now_ms: int, *, crashes: int = 1) -> Kept:
     return replace(kept, record=record)
 
 
+def may_requeue(old: Record, token: int | None, now_ms: int) -> bool:
+    """May an operator have this record queued? With its token also one whose lease has not run out."""
+    if token is None:
+        return old.state is State.INTERRUPTED or old.stale(now_ms)
+    return old.token == token and old.state in (State.INTERRUPTED, State.PROCESSING)
+
+
 def requeued(kept: Kept, delay_ms: int, now_ms: int) -> Kept | None:
     """Return the record as it waits for its message to be published, ``None`` if it has none.
 
@@ -179,7 +221,13 @@ def requeued(kept: Kept, delay_ms: int, now_ms: int) -> Kept | None:
         updated_ms=old.updated_ms if old.state is State.QUEUED else now_ms,
         deadline_ms=now_ms + delay_ms,
     )
-    return Kept(record, kept.expires_ms + delay_ms, requeues=kept.requeues + 1)
+    return replace(
+        kept,
+        record=record,
+        expires_ms=kept.expires_ms + delay_ms,
+        attempt=b"",
+        requeues=kept.requeues + 1,
+    )
 
 
 def swept(kept: Kept, requeue_ms: int, now_ms: int) -> Kept | None:

@@ -18,12 +18,19 @@ __all__ = ["PaymentAdmin"]
 
 @admin.register(Payment)
 class PaymentAdmin(PaymentBase):
-    list_display = ("id", "payer", "amount", "currency", "recipient", "key", "created")
-    list_filter = ("currency",)
+    list_display = ("id", "payer", "sum", "recipient", "created", "key")
+    fields = ("payer", "sum", "recipient", "created", "key")
     search_fields = ("key", "recipient")
+
+    @admin.display(description="Amount", ordering="amount")
+    def sum(self, payment: Payment) -> str:
+        return f"{payment.amount / 100:.2f} {payment.currency}"
 
     def has_add_permission(self, request: Any) -> bool:  # noqa: ARG002  the interface
         return False
 
     def has_change_permission(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def has_delete_permission(self, *_: Any, **__: Any) -> bool:
         return False

@@ -41,6 +41,22 @@ class PaymentMade(serializers.ModelSerializer[Payment]):
         fields = ("id", "amount", "currency", "recipient", "key", "created")
 
 
+def order_of(request: Request) -> dict[str, Any]:
+    """Return what is to be paid.
+
+    Raises:
+        ValidationError: if the body is no order.
+    """
+    order = Order(data=request.data)
+    order.is_valid(raise_exception=True)
+    return dict(order.validated_data)
+
+
+def is_order(request: Request) -> None:
+    """See to it that the body is valid before anybody looks at the key."""
+    order_of(request)
+
+
 def problems(error: Exception, context: dict[str, Any]) -> HttpResponse | Response | None:
     """Answer what the framework refuses (no login, a bad body) as the library answers what it refuses."""
     usual = exception_handler(error, context)
@@ -58,6 +74,9 @@ def problems(error: Exception, context: dict[str, Any]) -> HttpResponse | Respon
     for name in ("WWW-Authenticate", "Retry-After"):
         if usual.has_header(name):
             answer[name] = usual[name]
+    if context["request"].headers.get("X-Requested-With") == "fetch":
+        # Asked by a page's script: for a challenge the browser would open a dialog of its own.
+        del answer["WWW-Authenticate"]
     return answer
 
 
@@ -74,12 +93,10 @@ class Payments(APIView):
     @extend_schema(request=Order, responses={}, operation_id="payments_create")
     def post(self, request: Request) -> HttpResponse:
         """Let a worker pay: 202 and where to ask for its status."""
-        order = Order(data=request.data)
-        order.is_valid(raise_exception=True)
-        return enqueue(request, pay, kwargs={"payer": request.user.pk, **order.validated_data})
+        return enqueue(request, pay, kwargs={"payer": request.user.pk, **order_of(request)})
 
 
-@idempotent_view(atomic=settings.PAYMENTS_ATOMIC)
+@idempotent_view(atomic=settings.PAYMENTS_ATOMIC, checks=[is_order])
 class PayNow(APIView):
     """Payments in the request."""
 
@@ -88,10 +105,8 @@ class PayNow(APIView):
     )
     def post(self, request: Request) -> HttpResponse:
         """Pay now: 201 and the payment."""
-        order = Order(data=request.data)
-        order.is_valid(raise_exception=True)
         try:
-            made = make_payment(payer=int(request.user.pk or 0), **order.validated_data)
+            made = make_payment(payer=int(request.user.pk or 0), **order_of(request))
         except bank.PaymentRefused as refused:
             return problem("payment_refused", str(refused), status=402, title="The bank refuses it")
         except bank.BankUnreachable:

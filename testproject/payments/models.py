@@ -27,4 +27,4 @@ class Payment(models.Model):
         ordering = ("-pk",)
 
     def __str__(self) -> str:
-        return f"{self.amount} {self.currency} to {self.recipient}"
+        return f"{self.amount / 100:.2f} {self.currency} to {self.recipient}"

@@ -12,7 +12,9 @@ import pytest
 pytest.importorskip("django")
 
 from celery_idempotent.stores import Store
+from tests.sql import databases
 from tests.support.admin import PERMISSIONS, make_app, make_user
+from tests.support.servers import need
 
 if TYPE_CHECKING:
     from django.test import Client
@@ -33,7 +35,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         state._tls.current_app = current
         from django.test.utils import setup_databases, teardown_databases
 
-        databases = setup_databases(verbosity=0, interactive=False)
+        databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
         try:
             yield
         finally:
@@ -50,11 +52,36 @@ def database(project: None) -> Iterator[None]:
 
     from celery_idempotent.django import models
 
-    for model in (LogEntry, Session, User, models.Record, models.Lease, models.Counter):
+    for model in (
+        LogEntry,
+        Session,
+        User,
+        models.Record,
+        models.Lease,
+        models.Counter,
+        models.Refusals,
+    ):
         model._default_manager.all().delete()
 
 
-@pytest.fixture(params=["memory", "redis", "sql"])
+@pytest.fixture(scope="session")
+def _postgresql(project: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    need(databases.available("postgresql"), "a server of postgresql")
+    with databases.database("postgresql", tmp_path_factory.mktemp("postgresql")) as settings:
+        alias = databases.add_alias("admin_postgresql", settings)
+        databases.migrate(alias)
+        yield alias
+        databases.drop_alias(alias)
+
+
+@pytest.fixture
+def postgresql(_postgresql: str) -> str:
+    """The alias of a database in PostgreSQL with our tables, and nothing in them."""
+    databases.clear(_postgresql)
+    return _postgresql
+
+
+@pytest.fixture(params=["memory", "redis", "sql", "hybrid"])
 def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
     """Every kind of store in turn, empty."""
     from celery_idempotent.stores import open_store
@@ -65,6 +92,11 @@ def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
         case "redis":
             prefix = request.getfixturevalue("prefix")
             url = f"{request.getfixturevalue('redis_url')}?prefix={prefix}"
+        case "hybrid":
+            prefix = request.getfixturevalue("prefix")
+            truth = request.getfixturevalue("postgresql")
+            redis_url = request.getfixturevalue("redis_url")
+            url = f"hybrid+{redis_url}?prefix={prefix}&truth={truth}"
         case _:
             url = "django://default"
     store = open_store(url)

@@ -28,7 +28,7 @@ def address(about: Identity | str, page: str = "change") -> str:
 
 def text(answer: Any) -> str:
     """What a page says, in one line."""
-    body = re.sub(r"<(script|style)\b.*?</\1>", "", answer.content.decode(), flags=re.DOTALL)
+    body = re.sub(r"<wbr>|<(script|style)\b.*?</\1>", "", answer.content.decode(), flags=re.DOTALL)
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,6 +130,17 @@ def test_findings_of_the_checks_are_shown(memory: Store, serve: Serve, operator:
     assert "W005 The store is the memory of each process" in page
 
 
+def test_a_bad_option_is_a_finding_of_the_system_checks(serve: Serve, project: None) -> None:
+    from django.core import checks
+
+    app = serve("memory://")
+    app.conf.idempotency_silenced_checks = "W005"
+    found = checks.run_checks(tags=["idempotency"])
+    assert [(each.id, type(each)) for each in found] == [("celery_idempotent.E013", checks.Error)]
+    app.conf.idempotency_silenced_checks = ["W005"]
+    assert checks.run_checks(tags=["idempotency"]) == []
+
+
 def test_the_oldest_of_many_claims_is_said_to_be_that_of_some(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,3 +198,12 @@ def test_the_system_checks_ask_no_server_unless_deploying(serve: Serve, project:
         "celery_idempotent.E006",
         "celery_idempotent.W003",
     ]
+
+
+def test_a_count_that_may_be_larger_has_a_plus(
+    memory: Any, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(memory)
+    found = replace(memory.stats(), live=2, failed=10_000, at_least=frozenset({"live", "failed"}))
+    monkeypatch.setattr(memory, "stats", lambda: found)
+    assert "2+ live 0 stale 10,000+ failed" in text(operator.get(DASHBOARD))

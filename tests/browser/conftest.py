@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import uuid
@@ -16,14 +14,19 @@ import redis
 pytest.importorskip("django")
 pytest.importorskip("playwright")
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from celery_idempotent.stores import Store, open_store
-from tests.support.servers import need
+from tests.http.sites import Site, open_site
+from tests.support.debian import program
+from tests.support.servers import embedded_redis, need
 from tests.support.workers import child_environment
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
+
+# CI's machines are slow.
+expect.set_options(timeout=20_000)
 
 #: Debian's and others' names for it.
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -43,17 +46,9 @@ _FLAGS = (
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """The path of a Chromium; CI gets one from its Debian."""
-    found = _find()
-    if not found and os.environ.get("CI") and os.geteuid() == 0 and shutil.which("apt-get"):
-        for words in (("update",), ("install", "-y", "--no-install-recommends", "chromium")):
-            subprocess.run(("apt-get", "-q", *words), check=False, timeout=600)
-        found = _find()
+    found = program(*_NAMES, package="chromium")
     need(found, "Chromium")
     return str(found)
-
-
-def _find() -> str | None:
-    return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")
@@ -104,39 +99,71 @@ def browser(chromium: str) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The whole test project at work, as `make serve` has it: web server and worker, the records in the database."""
+    directory = tmp_path_factory.mktemp("site")
+    env = {"IDEMPOTENCY_STORE": "django://"}
+    with (
+        embedded_redis() as redis,
+        open_site(directory, redis, settings="tests.browser.site_settings", env=env) as site,
+    ):
+        yield site
+
+
+@pytest.fixture(scope="module")
 def _cookies() -> dict[str, Any]:
     return {}
 
 
 @pytest.fixture
-def open_as(
-    browser: Browser, address: str, _cookies: dict[str, Any]
-) -> Iterator[Callable[..., Page]]:
-    """A function that gives a page of somebody who has logged in; complaints of the browser fail the test."""
-    contexts, complaints = [], []
+def complaints() -> Iterator[list[str]]:
+    """What the browser complained of; what is left in the end fails the test."""
+    complaints: list[str] = []
+    yield complaints
+    assert complaints == []
 
-    def open_as(user: str, path: str = "", **options: Any) -> Page:
+
+@pytest.fixture
+def open_as(
+    browser: Browser, address: str, complaints: list[str], _cookies: dict[str, Any]
+) -> Iterator[Callable[..., Page]]:
+    """A function that gives a page of somebody who has logged in, or of nobody.
+
+    A path is one of the records' admin, or begins with a slash. ``anew``: with a login that no other test shares.
+    """
+    contexts = []
+
+    def open_as(user: str | None, path: str = "", *, anew: bool = False, **options: Any) -> Page:
         options.setdefault("viewport", {"width": 1280, "height": 900})
-        context = browser.new_context(base_url=address, storage_state=_cookies.get(user), **options)
+        known = None if anew or user is None else _cookies.get(user)
+        context = browser.new_context(base_url=address, storage_state=known, **options)
         contexts.append(context)
         context.set_default_timeout(20_000)
+        context.on("weberror", lambda error: complaints.append(str(error.error)))
+        context.on("console", lambda said: _complain(complaints, said))
         page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: _complain(complaints, said))
-        if user not in _cookies:
-            page.goto("/admin/login/")
-            page.get_by_label("Username").fill(user)
-            page.get_by_label("Password").fill(user)
-            page.keyboard.press("Enter")
-            page.wait_for_url("**/admin/")
-            _cookies[user] = context.storage_state()
-        page.goto(f"/admin/celery_idempotent/idempotencyrecord/{path}")
+        if user is not None and known is None:
+            log_in(page, user)
+            if not anew:
+                _cookies[user] = context.storage_state()
+        if not path.startswith("/"):
+            path = f"/admin/celery_idempotent/idempotencyrecord/{path}"
+        page.goto(path)
         return page
 
     yield open_as
     for context in contexts:
         context.close()
-    assert complaints == []
+
+
+def log_in(page: Page, user: str) -> None:
+    """Log in, where the page is that asks for it or from the start; everybody's password is their name."""
+    if "/login/" not in page.url:
+        page.goto("/login/?next=/")
+    page.get_by_label("Name").fill(user)
+    page.get_by_label("Password").fill(user)
+    page.keyboard.press("Enter")
+    page.wait_for_url(lambda url: "/login/" not in url)
 
 
 def _complain(complaints: list[str], said: Any) -> None:

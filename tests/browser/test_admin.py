@@ -193,6 +193,72 @@ def test_a_record_that_changed_since_it_was_shown_is_left_alone(
     assert found.state is State.COMPLETED
 
 
+@pytest.mark.parametrize("scripts", [True, False], ids=["with scripts", "without"])
+def test_several_records_are_operated_on_after_one_question(
+    open_as: OpenAs, store: Store, scripts: bool
+) -> None:
+    scope = uuid.uuid4().hex
+    about = {key: identity(key, scope=scope) for key in ("lost", "hangs", "moves", "paid")}
+    for key in ("lost", "moves"):
+        claim(store, about[key], lease_ms=1)
+    claim(store, about["hangs"])
+    settle(store, claim(store, about["paid"]))
+    page = open_as("operator", f"?scope={scope}", java_script_enabled=scripts)
+
+    def go(**chosen: bool) -> None:
+        """Tick the box in the head and, of the others, what is named; then Go."""
+        page.get_by_label("Select all on this page").check()
+        for key, ticked in chosen.items():
+            page.get_by_label(re.compile(rf"^Select .*\b{key}\b")).set_checked(ticked)
+        page.get_by_label("Action:").select_option(label="Release selected records")
+        page.get_by_role("button", name="Go").click()
+
+    expect(page.get_by_role("checkbox", name=re.compile("^Select "))).to_have_count(5)
+    go(paid=not scripts)
+    doing = page.get_by_role("region", name="What will be done")
+    expect(doing.get_by_role("row")).to_have_count(4 if scripts else 5)
+    expect(page.get_by_text("Release 2 records? 1 more only if you force it.")).to_be_visible()
+    page.get_by_role("link", name="No, take me back").click()
+    assert listed(page) == set(about)
+    go()
+    expect(doing.get_by_role("row", name=re.compile("^lost"))).to_contain_text("Will be released.")
+    expect(doing.get_by_role("row", name=re.compile("^paid"))).to_contain_text("Left alone: only")
+    claim(store, about["moves"], lease_ms=1)
+    page.get_by_label("Release also those with a live owner (1)").check()
+    page.get_by_role("button", name="Yes, release them").click()
+    expect(page.get_by_role("alert")).to_contain_text("Please correct")
+    expect(page.get_by_text("To take a key away from a live owner, say why.")).to_be_visible()
+    page.get_by_label("Reason").fill("its host is gone")
+    page.get_by_role("button", name="Yes, release them").click()
+    expect(page.get_by_role("status")).to_have_text("Release: 2 done.")
+    assert {key for key in about if store.get(about[key])} == {"moves", "paid"}
+    page.get_by_role("link", name="Back to the list").click()
+    assert listed(page) == {"moves", "paid"}
+
+
+def test_the_boxes_count_and_take_ranges(open_as: OpenAs, store: Store) -> None:
+    scope = uuid.uuid4().hex
+    for n in range(6):
+        claim(store, identity(f"box-{n}", scope=scope))
+    page = open_as("operator", f"?scope={scope}")
+    counter = page.get_by_role("status").filter(has_text="selected")
+    expect(counter).to_have_text("0 of 6 selected")
+    head, boxes = page.get_by_label("Select all on this page"), page.locator("[name=record]")
+    boxes.nth(1).check()
+    boxes.nth(4).click(modifiers=["Shift"])
+    expect(counter).to_have_text("4 of 6 selected")
+    expect(head).not_to_be_checked()
+    head.check()
+    expect(counter).to_have_text("6 of 6 selected")
+    boxes.nth(0).uncheck()
+    expect(head).not_to_be_checked()
+    boxes.nth(0).check()
+    expect(head).to_be_checked()
+    head.focus()
+    page.keyboard.press("Space")
+    expect(counter).to_have_text("0 of 6 selected")
+
+
 def test_a_lease_counts_down(open_as: OpenAs) -> None:
     page = open_as("viewer")
     show(page, "live")
@@ -266,6 +332,8 @@ def test_the_dashboard_shows_figures_and_charts(open_as: OpenAs) -> None:
         "live",
         "result",
         "release",
+        "several",
+        "summary",
         "gone",
         "dashboard",
         "outbox",
@@ -284,6 +352,13 @@ def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(
         case "result" | "release":
             show(page, "live")
             page.goto(page.url.replace("/change/", f"/{where}/"))
+        case "several" | "summary":
+            page.goto(f"{page.url}?state=PROCESSING")
+            page.get_by_label(re.compile("^Select .* key live$")).check()
+            page.get_by_label("Action:").select_option(label="Release selected records")
+            page.get_by_role("button", name="Go").click()
+            if where == "summary":
+                page.get_by_role("button", name="Yes, release them").click()
         case "gone":
             show(page, "live")
             page.goto(page.url.replace("live", "nothing"))
@@ -293,5 +368,7 @@ def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(
         over = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
         assert over <= 0, f"{over} pixels too wide at {width}"
         if (scheme, width) in {("light", 1280), ("dark", 390)}:
+            # Links fade from one scheme's colour into the other's.
+            page.evaluate("Promise.all(document.getAnimations().map(each => each.finished))")
             found = Axe().run(page).response["violations"]
             assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], (scheme, width)

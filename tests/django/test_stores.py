@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,9 @@ _RUN = "import django; django.setup(); from tests.django import receiver; receiv
     ],
 )
 def test_what_fails_after_its_write_leaves_nothing_where_the_record_is_in_the_database(
-    tmp_path: Path, redis_url: str, store: str, name: str, atomic: bool
+    tmp_path: Path, databases: Iterator[str], store: str, name: str, atomic: bool
 ) -> None:
+    redis_url = next(databases)
     env = {key: value for key, value in os.environ.items() if not key.startswith("DATABASE_")}
     env |= {"DATABASE_PATH": str(tmp_path / "db.sqlite3"), "REDIS_URL": redis_url}
     env["DJANGO_SETTINGS_MODULE"] = "testproject.settings"

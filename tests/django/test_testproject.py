@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from celery_idempotent import stores
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_for
 
@@ -57,10 +58,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
         # No Redis here: tasks run where they are called, by the same protocol.
         settings.CELERY_TASK_ALWAYS_EAGER = True
-        settings.CELERY_IDEMPOTENCY_STORE = "memory://"
         from testproject.celery import app
 
-        databases = setup_databases(verbosity=0, interactive=False)
+        # Tests of the same process may have asked for the app's store before.
+        patch.setitem(stores._stores, app, stores.open_store("memory://"))
+        databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
         try:
             yield app
         finally:

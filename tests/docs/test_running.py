@@ -16,13 +16,15 @@ from celery import Celery
 from celery.backends.base import Backend
 
 from celery_idempotent import errors
+from celery_idempotent.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Selection, State
-from celery_idempotent.stores import open_store
+from celery_idempotent.stores import get_store, open_store
 from celery_idempotent.stores.redis import RedisStore
 from tests.docs import recipes_app
 from tests.stores.servers import Server, cluster, redis_binary, running
 from tests.stores.test_redis_servers import use
+from tests.support.admin import make_app
 from tests.support.ledger import Ledger
 from tests.support.pages import block, load
 from tests.support.workers import Worker
@@ -124,6 +126,16 @@ class TestFurtherRights:
         with pytest.raises(StoreUnavailable, match="replica"):
             use(store)
         store.close()
+
+    def test_the_checks_need_info(self, server: Server):
+        allow(server, "worker").close()
+        app = make_app(f"redis://idem:password@127.0.0.1:{server.port}/0")
+        assert [each.id for each in check_store(app)] == ["W011"]
+        server.client.execute_command("ACL", "SETUSER", "idem", "+info")
+        assert [each.id for each in check_store(app)] == []  # it may save snapshots
+        server.client.execute_command("ACL", "SETUSER", "idem", "+config|get")
+        assert [each.id for each in check_store(app)] == ["W009"]
+        get_store(app).close()
 
     def test_a_cluster_needs_its_slots(self, tmp_path: Path):
         with cluster(redis_binary(), tmp_path) as nodes:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from celery import chain, chord, group
 from celery.canvas import StampingVisitor
+from celery.exceptions import ChordError, CPendingDeprecationWarning
 
 from tests.documented.app import OURS, PLAIN, make_app
 from tests.documented.scenario import scenario
@@ -39,6 +43,67 @@ def chunks(s: Stage) -> None:
 @scenario("a chunk or a map may be a step of a chain")
 def map_in_chain(s: Stage) -> None:
     assert s.get((s.add.starmap([(1, 1), (2, 2)]) | s.tsum.s()).apply_async()) == 6
+
+
+@contextlib.contextmanager
+def _errbacks_on_headers(s: Stage, allowed: bool) -> Iterator[None]:
+    """Linking an errback to a chord asks the app's setting, and nothing else does."""
+    s.app.conf.task_allow_error_cb_on_chord_header = allowed
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CPendingDeprecationWarning)
+            yield
+    finally:
+        s.app.conf.task_allow_error_cb_on_chord_header = False
+
+
+def _failing_header(s: Stage, allowed: bool, errback: str) -> None:
+    """The member that fails, the member that does not and the body: who calls the errback, and how often."""
+    with _errbacks_on_headers(s, allowed):
+        sig = chord([s.fail_if.s("bad"), s.fail_if.s("good")], s.quiet.s(), app=s.app)
+        sig.link_error(getattr(s, errback).s())
+    shown = [each.options.get("link_error") is not None for each in sig.tasks]
+    assert s.note("on the header", shown) == [allowed, allowed]
+    result = sig.apply_async()
+    assert isinstance(s.error(result), KeyError)
+    assert isinstance(s.state(result, "FAILURE"), ChordError)
+    assert result.parent.results[1].get(timeout=PATIENCE) == "good"
+    if (
+        errback != "new"
+    ):  # called as a task; that there is one more or less is seen in the comparison
+        return
+    bad, good = result.parent.results
+    s.wait_seen(result.id, "errback")
+    if allowed:
+        s.wait_seen(bad.id, "errback")
+    told = [len(s.seen(each.id, "errback")) for each in (bad, good, result)]
+    assert s.note("told", told) == [int(allowed), 0, 1]
+
+
+@scenario(
+    "a chord's errback is that of its body alone, as the setting's default has it", alone=True
+)
+def chord_errbacks_on_body(s: Stage) -> None:
+    _failing_header(s, False, "new")
+    _failing_header(s, False, "bound_old")
+
+
+@scenario("with task_allow_error_cb_on_chord_header it is that of its header, too", alone=True)
+def chord_errbacks_on_header(s: Stage) -> None:
+    _failing_header(s, True, "new")
+    # Immutable on the header: an errback that is a task is not told there whose it is.
+    _failing_header(s, True, "nothing")
+
+
+@scenario("with task_allow_error_cb_on_chord_header a body that fails calls it once", alone=True)
+def chord_errbacks_of_body(s: Stage) -> None:
+    with _errbacks_on_headers(s, True):
+        sig = chord([s.add.s(1, 1), s.add.s(1, 1)], s.fail.s(), app=s.app)
+        sig.link_error(s.new.s())
+    result = sig.apply_async()
+    assert isinstance(s.error(result), ValueError)
+    s.wait_seen(result.id, "errback")
+    s.note("told", [len(s.seen(each.id, "errback")) for each in (*result.parent.results, result)])
 
 
 class MonitoringId(StampingVisitor):

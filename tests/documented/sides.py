@@ -25,7 +25,7 @@ from tests.support.workers import Worker
 __all__ = ["PATIENCE", "Side", "Stage"]
 
 #: A result, or whatever a scenario waits for, is there after so many seconds, or never.
-PATIENCE = 40
+PATIENCE = 120
 
 #: These end a delivery.
 _ENDS = ("postrun", "revoked", "lost")

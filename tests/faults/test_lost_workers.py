@@ -246,6 +246,29 @@ class TestShutdown:
         stage.ran_once("k", result)
         assert stage.starts("k") == 2
 
+    @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.5 brought it")
+    @pytest.mark.parametrize("in_time", [True, False])
+    def test_a_soft_one_lets_a_run_finish_in_time_and_is_a_cold_one_then(
+        self, set_stage: SetStage, in_time: bool
+    ):
+        stage = set_stage(worker_soft_shutdown_timeout=5 if in_time else 1)
+        worker = stage.worker()
+        result = stage.send("work", "k", "" if in_time else "hangs once", "gate")
+        stage.started("k")
+        worker.send_signal(signal.SIGQUIT)
+        stage.says(worker, "Soft Shutdown")
+        stage.open("gate")
+        worker.wait()
+        if in_time:
+            assert stage.state("k") is State.COMPLETED
+            assert stage.queued() == 0
+        else:
+            assert free(stage, "k")
+            assert stage.queued() == 1
+        worker.start()
+        stage.ran_once("k", result)
+        assert stage.starts("k") == (1 if in_time else 2)
+
 
 class TestPoison:
     def test_a_task_that_kills_its_process_each_time_is_failed(self, set_stage: SetStage):

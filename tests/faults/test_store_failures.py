@@ -178,6 +178,23 @@ def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
         assert (stage.record(verb).attempts, stage.record(verb).crashes) == (1, 0)
 
 
+def test_a_claim_that_nobody_heard_of_is_no_crash_and_holds_nothing_up(
+    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]
+):
+    """The server is slower than its client waits, each time: the claim is made, and given up."""
+    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=1")
+    stage.worker()
+    redis_proxy.swallow_replies(digests["claim"], times=None, silent=True)
+    result = stage.send("work", "k")
+    wait_for(lambda: stage.told("store_failed", "k") >= 2, 60, "claims that were given up")
+    assert stage.record("k").state is State.PROCESSING
+    redis_proxy.heal()
+    # Not after its lease of 30 s, in which no copy would get it.
+    stage.ran_once("k", result)
+    assert stage.record("k").crashes == 0
+    assert stage.told("conflicted", "k") == 0
+
+
 def test_flushed_while_the_task_runs_the_settle_is_accepted(
     set_stage: SetStage, private_redis: EmbeddedRedis
 ):

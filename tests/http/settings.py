@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 from testproject import settings as project
 from testproject.settings import *  # noqa: F403
@@ -11,9 +12,19 @@ from testproject.settings import *  # noqa: F403
 ROOT_URLCONF = "tests.http.urls"
 IDEMPOTENCY_HTTP = {"lease": 3, "docs_url": "https://docs.example/idempotency"}
 
+#: A broker other than the one of the workers, for a web server that shall not reach them.
+if "BROKER_URL" in os.environ:
+    CELERY_BROKER_URL = os.environ["BROKER_URL"]
+
 #: A test's own database, as JSON; and whether each request is a transaction there.
 if "TEST_DATABASE" in os.environ:
     DATABASES = {"default": json.loads(os.environ["TEST_DATABASE"])}
     IDEMPOTENCY_HTTP["lease"] = 2
+    if "TEST_RECORDS_PORT" in os.environ:
+        # The same database by a way that a test can break.
+        port = int(os.environ["TEST_RECORDS_PORT"])
+        there = {"HOST": "127.0.0.1", "PORT": port, "ATOMIC_REQUESTS": False}
+        records: Any = DATABASES["default"] | there
+        DATABASES["records"] = records
 else:
     DATABASES = project.DATABASES

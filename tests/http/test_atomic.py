@@ -3,105 +3,37 @@
 from __future__ import annotations
 
 import http.client
-import json
-import os
-import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 
-from tests.http.sites import ORDER, Answer, Site, Web, at_once, in_background, new_key, open_site
-from tests.support.servers import embedded_redis, need
+from tests.http.banks import Bank, at_work, made, open_bank, sweep_until
+from tests.http.sites import ORDER, Answer, Site, Web, at_once, in_background, new_key
 from tests.support.waiting import wait_for
 
-_SERVER = os.environ.get("CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432")
-_SWEEP = """
-import django
-django.setup()
-from celery_idempotent.django.outbox import sweep
-from testproject.celery import app
-app.loader.import_default_modules()
-sweep(app)
-"""
 PAY = ("POST", "/payments/now/", ORDER)
-
-
-def _connect(database: str) -> psycopg.Connection[Any] | None:
-    try:
-        return psycopg.connect(f"{_SERVER}/{database}", autocommit=True, connect_timeout=5)
-    except psycopg.OperationalError:
-        return None
+Rows = psycopg.Connection[Any]
 
 
 @pytest.fixture(scope="module")
-def database() -> Iterator[str]:
-    """A PostgreSQL database of the tests' own."""
-    server = _connect("postgres")
-    need(server, "PostgreSQL")
-    assert server is not None
-    name = f"test_idempotent_http_{uuid.uuid4().hex[:12]}"
-    server.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]  # a name of our own
-    try:
-        yield name
-    finally:
-        server.execute(f"DROP DATABASE {name} WITH (FORCE)")  # type: ignore[call-overload]  # as above
-        server.close()
-
-
-@pytest.fixture(scope="module")
-def bank(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """The site on that database, its records in it."""
-    server = urlsplit(_SERVER)
-    settings = {
-        "ENGINE": "django.db.backends.postgresql",
-        "NAME": database,
-        "HOST": server.hostname,
-        "PORT": server.port or 5432,
-        "USER": server.username or "postgres",
-        "PASSWORD": server.password or "",
-        "ATOMIC_REQUESTS": True,
-    }
-    env = {"TEST_DATABASE": json.dumps(settings), "IDEMPOTENCY_STORE": "django://"}
-    directory = tmp_path_factory.mktemp("bank")
-    with embedded_redis() as redis, open_site(directory, redis, env=env) as site:
-        yield site
+def bank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bank]:
+    with open_bank(tmp_path_factory.mktemp("bank")) as bank:
+        yield bank
 
 
 @pytest.fixture
-def rows(database: str) -> Iterator[psycopg.Connection[Any]]:
-    connection = _connect(database)
-    assert connection is not None
-    yield connection
-    connection.close()
+def rows(bank: Bank) -> Rows:
+    return bank.rows
 
 
 @pytest.fixture
-def doomed(bank: Site) -> Iterator[Web]:
+def doomed(bank: Bank) -> Iterator[Web]:
     """Another web server of the site, to be lost."""
-    command = [sys.executable, "-m", "testproject.web", "0"]
-    web = Web(command, bank.directory, bank.env, f"doomed-{new_key()}")
-    bank.children.append(web)
-    yield web.start()
-    bank.mood(None)
-    web.kill()
-
-
-def made(rows: psycopg.Connection[Any], key: str) -> int:
-    found = rows.execute("SELECT count(*) FROM payments_payment WHERE key = %s", (key,)).fetchone()
-    return int(found[0]) if found else 0
-
-
-def at_work(rows: psycopg.Connection[Any]) -> bool:
-    """Has a payment been entered, and not yet committed?"""
-    found = rows.execute(
-        "SELECT 1 FROM pg_locks WHERE relation = 'payments_payment'::regclass AND mode = 'RowExclusiveLock'"
-    )
-    return found.fetchone() is not None
+    with bank.another() as web:
+        yield web
 
 
 def paid(answer: Answer) -> bool:
@@ -113,9 +45,7 @@ def repeat(site: Site, key: str) -> Answer:
     return site.until(lambda: site.ask(*PAY, key=key), other_than=409)
 
 
-def test_a_payment_and_its_record_are_committed_together(
-    bank: Site, rows: psycopg.Connection[Any]
-) -> None:
+def test_a_payment_and_its_record_are_committed_together(bank: Site, rows: Rows) -> None:
     key = new_key()
     with bank.bank("slow"):
         running = in_background(lambda: bank.ask(*PAY, key=key))
@@ -132,7 +62,7 @@ def test_a_payment_and_its_record_are_committed_together(
 
 
 def test_a_process_killed_between_its_write_and_its_commit_leaves_neither(
-    bank: Site, doomed: Web, rows: psycopg.Connection[Any]
+    bank: Site, doomed: Web, rows: Rows
 ) -> None:
     key = new_key()
     with bank.bank("slow"):
@@ -148,7 +78,7 @@ def test_a_process_killed_between_its_write_and_its_commit_leaves_neither(
 
 
 def test_a_frozen_process_that_comes_back_too_late_pays_nothing_and_repeats_the_answer(
-    bank: Site, doomed: Web, rows: psycopg.Connection[Any]
+    bank: Site, doomed: Web, rows: Rows
 ) -> None:
     key = new_key()
     with bank.bank("slow"):
@@ -165,7 +95,7 @@ def test_a_frozen_process_that_comes_back_too_late_pays_nothing_and_repeats_the_
     assert made(rows, key) == 1
 
 
-def test_an_answer_of_5xx_rolls_the_payment_back(bank: Site, rows: psycopg.Connection[Any]) -> None:
+def test_an_answer_of_5xx_rolls_the_payment_back(bank: Site, rows: Rows) -> None:
     key = new_key()
     path = "/t/broken/?status=500"
     answer = bank.ask("POST", path, b"", key=key, X_Caller="c")
@@ -180,9 +110,7 @@ def test_an_answer_of_5xx_rolls_the_payment_back(bank: Site, rows: psycopg.Conne
         assert made(rows, key) == kept
 
 
-def test_a_coroutine_is_part_of_the_transaction_too(
-    bank: Site, rows: psycopg.Connection[Any]
-) -> None:
+def test_a_coroutine_is_part_of_the_transaction_too(bank: Site, rows: Rows) -> None:
     asgi = Web([sys.executable, "-m", "tests.http.asgi"], bank.directory, bank.env, "asgi")
     bank.children.append(asgi)
     asgi.start()
@@ -193,7 +121,7 @@ def test_a_coroutine_is_part_of_the_transaction_too(
         assert made(rows, key) == kept
 
 
-def test_fifty_at_once_commit_one_payment(bank: Site, rows: psycopg.Connection[Any]) -> None:
+def test_fifty_at_once_commit_one_payment(bank: Site, rows: Rows) -> None:
     key = new_key()
     answers = at_once(lambda: bank.ask(*PAY, key=key), 50)
     assert {answer.status for answer in answers} <= {201, 409}
@@ -202,7 +130,7 @@ def test_fifty_at_once_commit_one_payment(bank: Site, rows: psycopg.Connection[A
 
 
 def test_what_a_rolled_back_request_queued_is_never_sent_and_may_be_asked_for_again(
-    bank: Site, rows: psycopg.Connection[Any]
+    bank: Site, rows: Rows
 ) -> None:
     """ATOMIC_REQUESTS: the reservation waits for the COMMIT that sends its message."""
     key = new_key()
@@ -223,7 +151,7 @@ def test_a_guard_inside_of_a_transaction_refuses_to_work(bank: Site) -> None:
 
 
 def test_a_message_that_cannot_be_sent_waits_in_the_database_for_the_broker(
-    bank: Site, rows: psycopg.Connection[Any]
+    bank: Site, rows: Rows
 ) -> None:
     keys = {path: new_key() for path in ("/t/at-once/", "/payments/")}
     bank.proxy.refuse()
@@ -235,11 +163,7 @@ def test_a_message_that_cannot_be_sent_waits_in_the_database_for_the_broker(
     finally:
         bank.proxy.heal()
 
-    def sweep() -> bool:
-        subprocess.run((sys.executable, "-c", _SWEEP), env=bank.env, check=True, timeout=60)
-        return all(made(rows, key) for key in keys.values())
-
-    wait_for(sweep, 60)
+    sweep_until(bank, lambda: all(made(rows, key) for key in keys.values()))
     for answer, key in zip(answers, keys.values(), strict=True):
         assert bank.settled(answer)["state"] == "COMPLETED"
         assert made(rows, key) == 1

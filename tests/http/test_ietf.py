@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.http.sites import ORDER, Site, at_once, in_background, new_key
+from tests.http.sites import ORDER, Answer, Site, at_once, in_background, new_key
 from tests.support.waiting import wait_for
 
 BOTH = pytest.mark.parametrize("path", ["/payments/", "/payments/now/"])
@@ -92,6 +92,45 @@ def test_a_body_that_is_not_valid_is_400_and_the_key_stays_free(site: Site, path
     first = site.pay(path=path, key=key)
     assert first.status in {201, 202}
     assert not first.replayed
+
+
+@BOTH
+def test_a_body_that_is_not_valid_is_400_before_the_key_is_looked_up(site: Site, path: str) -> None:
+    key = new_key()
+    bad = {**ORDER, "amount": 0}
+    with site.bank("closed"):
+        running = in_background(lambda: site.pay(path=path, key=key))
+        name = "http" if path.endswith("now/") else "testproject.payments.tasks.pay"
+        site.until(lambda: site.ask("GET", f"/idempotency/{name}/{key}"), other_than=404)
+        assert site.pay(bad, path=path, key=key).problem() == (400, "body_invalid")
+    first = running.result(60)
+    site.settled(first) if first.status == 202 else None
+    for body in (b"{", b'{"amount": 0}'):
+        answer = site.ask("POST", path, body, key=key, content_type="application/json")
+        assert answer.problem()[0] == 400
+    # Valid, and another one.
+    assert site.pay(OTHER, path=path, key=key).problem() == (422, "idempotency_key_reused")
+    assert site.pay(path=path, key=key).replayed
+    assert site.payments(key) == 1
+
+
+def test_a_caller_who_asks_too_often_is_429_and_the_key_stays_free(site: Site) -> None:
+    def ask(key: str | None, hour: str) -> Answer:
+        return site.ask("POST", "/t/throttled/", b"", key=key, X_Hour=hour)
+
+    first, second = new_key(), new_key()
+    hour, later = new_key(), new_key()
+    assert ask(None, hour).problem() == (400, "idempotency_key_missing")
+    assert ask(first, hour).status == 200
+    for key in (second, first):
+        refused = ask(key, hour)
+        assert refused.problem() == (429, "throttled")
+        assert refused.json["retryable"] is True
+        assert int(refused.headers["Retry-After"]) >= 1
+    assert site.ask("GET", f"/idempotency/http/{second}").problem() == (404, "unknown_key")
+    answer = ask(second, later)
+    assert (answer.status, answer.replayed) == (200, False)
+    assert ask(first, new_key()).replayed
 
 
 # Mismatch, outstanding, replay ---------------------------------------------------------------------------------------

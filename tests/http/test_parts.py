@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent.errors import InvalidOption, ResultUnavailable
+from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
 from celery_idempotent.records import State, Stored
 from tests.sql.databases import ready
 from tests.support.waiting import wait_for
@@ -75,6 +75,9 @@ def test_an_option_that_would_do_nothing_is_refused() -> None:
         assert keyed_view(**queueing)(view).__name__ == "view"
         with pytest.raises(InvalidOption, match="does nothing for idempotent_view"):
             idempotent_view(**queueing)
+    for guard in (idempotent_view, keyed_view):
+        with pytest.raises(InvalidOption, match="all views share"):
+            guard(namespaces=("http",))
     with pytest.raises(InvalidOption, match="did you mean strict"):
         keyed_view(strickt=True)(view)
 
@@ -128,6 +131,8 @@ def test_a_class_that_is_no_view_is_refused() -> None:
         (r'"a";x=1; y="z;\"";z=?1;t=tok/en;b=:YQ==:', "a"),
         ("8e03978e-40d5-43e8-bc93-6894a57f9324", "8e03978e-40d5-43e8-bc93-6894a57f9324"),
         ("a:b/c?d=e&f", "a:b/c?d=e&f"),
+        ("k" * 255, "k" * 255),
+        ("1" * 253, "1" * 253),
     ],
 )
 def test_a_key_is_a_string_of_rfc_8941_or_bare(factory: Any, value: str, key: str) -> None:
@@ -138,7 +143,20 @@ def test_a_key_is_a_string_of_rfc_8941_or_bare(factory: Any, value: str, key: st
 
 
 @pytest.mark.parametrize(
-    "value", ['"a" ;x', '"a";X=1', '"a";x=', '"a";x="', "a\tb", "\x7f", "é", '"a\nb"', "(a)b,c"]
+    "value",
+    [
+        '"a" ;x',
+        '"a";X=1',
+        '"a";x=',
+        '"a";x="',
+        "a\tb",
+        "\x7f",
+        "é",
+        '"a\nb"',
+        "(a)b,c",
+        "k" * 256,
+        "1" * 254,
+    ],
 )
 def test_whatever_else_is_refused(factory: Any, value: str) -> None:
     from celery_idempotent.django.http.headers import read_key
@@ -228,6 +246,29 @@ def test_a_form_that_is_no_post_counts_without_its_boundary(factory: Any) -> Non
     assert of("one", "x") == of("two", "x") != of("one", "y")
 
 
+@pytest.mark.parametrize("charset", ["base64", "rot13", "undefined"])
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"a=1", "application/x-www-form-urlencoded"),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--x--',
+            "multipart/form-data",
+        ),
+    ],
+)
+def test_a_charset_that_is_none_is_refused(
+    factory: Any, body: bytes, kind: str, charset: str
+) -> None:
+    """Those that Python has for other ends, and those that cannot be what they say."""
+    from celery_idempotent.django.http.problems import Refusal
+
+    content_type = f"{kind}; boundary=x; charset={charset}"
+    with pytest.raises(Refusal) as refused:
+        fingerprint(factory.generic("POST", "/", body, content_type=content_type))
+    assert refused.value.code == "body_unreadable"
+
+
 # Kept responses ------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +283,8 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
     headers = {
         "Content-Type": "x/y; charset=é",
         "Location": "/a?b=c: d",
+        "Content-Encoding": "gzip",
+        "Retry-After": "120",
         "X-Own": "1",
         "X-Two": "2",
     }
@@ -249,7 +292,7 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
     again = read_response(pack_response(made, read_options({"headers": ["X-Own"]}), name="v"))
     assert (again.status_code, again.content, again.reason_phrase) == (status, body, "All Is Well")
     assert dict(again.headers) == {
-        **{name: headers[name] for name in ("Content-Type", "Location", "X-Own")},
+        **{name: headers[name] for name in headers if name != "X-Two"},
         "Idempotent-Replayed": "true",
     }
 
@@ -278,15 +321,26 @@ def test_headers_without_measure_are_not_kept() -> None:
 def test_no_two_callers_share_a_scope(factory: Any) -> None:
     from types import SimpleNamespace
 
+    from django.contrib.auth.models import Group, User
+
     from celery_idempotent.django.http.guards import http_identity
     from celery_idempotent.django.http.options import read_options
     from celery_idempotent.django.http.problems import Refusal
     from celery_idempotent.django.http.scopes import caller_scope
 
+    class Customer(SimpleNamespace):
+        """Another kind of user."""
+
     request, options = factory.post("/"), read_options()
     scopes = []
-    for pk in (1, "1", "user", 2, 1.5):
-        request.user = SimpleNamespace(pk=pk, is_authenticated=True)
+    kinds: list[Any] = [SimpleNamespace, Customer, Group]
+    for kind in kinds:
+        for pk in (1, "1", "user", 2, 1.5):
+            request.user = kind(pk=pk)
+            request.user.is_authenticated = True
+            scopes.append(http_identity("http", caller_scope(request, options), "k").scope)
+    for number in (1, 2):
+        request.user = User(pk=number)
         scopes.append(http_identity("http", caller_scope(request, options), "k").scope)
     # What a project gives its own tasks as scope never is a user's.
     scopes += [http_identity("http", scope, "k").scope for scope in (1, "1", ("session", "1"))]
@@ -298,6 +352,63 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
         caller_scope(request, read_options({"scope": lambda _: None}))
     with pytest.raises(Refusal):
         caller_scope(request, read_options({"anonymous": "session"}))
+
+
+def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
+    """Two service accounts that were never saved are two callers."""
+    from types import SimpleNamespace
+
+    from django.contrib.auth.models import User
+
+    from celery_idempotent.django.http import user_scope
+    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.problems import Refusal
+    from celery_idempotent.django.http.scopes import caller_scope
+
+    request = factory.post("/")
+    others = [SimpleNamespace(pk=pk, is_authenticated=True) for pk in (None, "")]
+    for user in (User(username="robot"), *others):
+        request.user = user
+        with pytest.raises(Refusal) as refused:
+            caller_scope(request, read_options())
+        assert refused.value.code == "caller_unknown"
+        with pytest.raises(InvalidKey, match="primary key"):
+            user_scope(user)
+
+
+def test_a_model_that_extends_the_users_is_the_same_user() -> None:
+    from django.contrib.auth.models import User
+    from django.test.utils import isolate_apps
+
+    from celery_idempotent.django.http import user_scope
+
+    with isolate_apps("django.contrib.auth"):
+
+        class Member(User):
+            """A user, and more."""
+
+            class Meta:
+                app_label = "auth"
+
+        class Friend(User):
+            """A user by another name."""
+
+            class Meta:
+                app_label = "auth"
+                proxy = True
+
+    for user in (User(pk=7), Member(id=7, user_ptr_id=7), Friend(pk=7)):
+        assert user_scope(user) == ("user", 7)
+
+
+@pytest.mark.parametrize("scope", ["", "x" * 256, "a\tb", ("a", "b" * 300), ["\x00"]])
+def test_a_scope_that_cannot_be_one_is_no_caller(scope: Any) -> None:
+    from celery_idempotent.django.http.guards import http_identity
+    from celery_idempotent.django.http.problems import Refusal
+
+    with pytest.raises(Refusal) as refused:
+        http_identity("http", scope, "k")
+    assert refused.value.code == "caller_unknown"
 
 
 def test_the_address_of_a_key_leads_back_to_it() -> None:
@@ -414,8 +525,70 @@ def test_a_broker_that_is_down_is_503_and_leaves_the_key_free(factory: Any, shop
     assert record(shop) is None
     with transaction.atomic():
         assert queue(factory, shop).status_code == 202
-        assert record(shop) is not None
-    assert record(shop) is None, "who asks for the status learns that nothing is queued"
+        assert record(shop).message is None, (
+            "nothing to be sent for a request that may be rolled back"
+        )
+    assert record(shop).message is not None, "what was promised is left to the sweep"
+    assert queue(factory, shop).status_code == 202
+
+
+def test_a_reservation_that_may_be_rolled_back_promises_nothing(
+    factory: Any, shop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from django.db import transaction
+
+    from celery_idempotent.django.http import queueing
+
+    monkeypatch.setattr(queueing, "PATIENCE", 0.2)
+    with transaction.atomic():
+        assert queue(factory, shop).status_code == 202
+        answer = queue(factory, shop)
+        assert (answer.status_code, json.loads(answer.content)["code"]) == (
+            409,
+            "request_in_progress",
+        )
+        assert "Retry-After" in answer
+    assert queue(factory, shop).status_code == 202
+
+
+def test_a_repetition_waits_for_the_commit_of_the_first_request(factory: Any, shop: Any) -> None:
+    from concurrent import futures
+
+    from django.db import transaction
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        with transaction.atomic():
+            assert queue(factory, shop).status_code == 202
+            second = pool.submit(queue, factory, shop)
+            with pytest.raises(futures.TimeoutError):
+                second.result(0.3)
+        assert second.result(10).status_code == 202
+    assert waiting(shop) >= 1
+
+
+def test_the_message_that_a_sweep_would_send_is_the_one_that_was_sent(
+    factory: Any, shop: Any
+) -> None:
+    from datetime import datetime, timedelta, timezone
+
+    begun = datetime.now(timezone.utc)
+    options = {"countdown": 600, "expires": 900, "queue": "slow", "headers": {"mine": 1}}
+    assert queue(factory, shop, **options).status_code == 202
+    kept = record(shop)
+    again = shop.idempotency_definition().codec.load_message(kept.message)
+    assert (again.task, again.args, again.kwargs) == ("shop.charge", [], {"amount": 1})
+    assert (again.options["task_id"], again.options["queue"]) == (kept.task_id, "slow")
+    for name, seconds in (("eta", 600), ("expires", 900)):
+        meant = datetime.fromisoformat(again.options[name])
+        assert abs(meant - begun - timedelta(seconds=seconds)) < timedelta(seconds=60)
+    assert kept.deadline_ms - kept.created_ms >= 660_000, "not lost before its time has come"
+    with shop.app.connection_for_write() as connection:
+        first = connection.default_channel._get("slow")
+        again.apply_async()
+        second = connection.default_channel._get("slow")
+    for header in ("id", "mine", "idempotency", "idempotency_keep_failure"):
+        assert first["headers"][header] == second["headers"][header]
+    assert first["body"] == second["body"]
 
 
 def test_a_task_that_is_switched_off_is_published_as_ever(factory: Any, shop: Any) -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
 from django.http import FileResponse, Http404, HttpResponse, JsonResponse, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.views import View
-from rest_framework.decorators import api_view
+from rest_framework.decorators import api_view, throttle_classes
 from rest_framework.response import Response
+from rest_framework.throttling import SimpleRateThrottle
 from rest_framework.viewsets import ViewSet
 
 from celery_idempotent import current_claim
 from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
+from testproject.payments import bank
 from testproject.payments.models import Payment
 from testproject.payments.tasks import pay
 
@@ -139,6 +143,48 @@ async def coroutine(request: Any) -> HttpResponse:
     return JsonResponse({"run": number, "nonce": os.urandom(8).hex()}, status=201)
 
 
+def may_go(request: Any) -> bool:
+    """Has the test let the first run go on? Any other does not wait."""
+    plain = getattr(request, "_request", request)
+    return Path(os.environ["DATABASE_PATH"]).with_name(f"go-{plain.idempotency_key}").exists()
+
+
+def held_back(request: Any) -> dict[str, Any]:
+    number = ran(request)
+    while number == 1 and not may_go(request):
+        time.sleep(0.01)
+    return {"run": number}
+
+
+async def aheld_back(request: Any) -> dict[str, Any]:
+    number = ran(request)
+    while number == 1 and not may_go(request):
+        await asyncio.sleep(0.01)
+    return {"run": number}
+
+
+@guarded
+def held(request: Any) -> HttpResponse:
+    return JsonResponse(held_back(request))
+
+
+@guarded
+async def aheld(request: Any) -> HttpResponse:
+    return JsonResponse(await aheld_back(request))
+
+
+@idempotent_view(scope=caller)
+class AsyncHeld(View):
+    async def post(self, request: Any) -> HttpResponse:
+        return JsonResponse(await aheld_back(request))
+
+
+@idempotent_view(scope=caller)
+@api_view(["POST"])
+def rest_held(request: Any) -> Response:
+    return Response(held_back(request))
+
+
 @idempotent_view(scope=caller)
 class Classy(View):
     def post(self, request: Any) -> HttpResponse:
@@ -171,6 +217,22 @@ def rest_outside(request: Any) -> Response:
 @idempotent_view
 def rest_inside(request: Any) -> Response:
     return Response({"run": ran(request), "user": request.user.username})
+
+
+class OnceAnHour(SimpleRateThrottle):
+    """Lets a caller ask once an hour; which hour it is, the request says."""
+
+    rate = "1/hour"
+
+    def get_cache_key(self, request: Any, view: Any) -> str:
+        return f"{request.user.pk} {request.headers['X-Hour']}"
+
+
+@idempotent_view
+@api_view(["POST"])
+@throttle_classes([OnceAnHour])
+def throttled(request: Any) -> Response:
+    return Response({"run": ran(request)})
 
 
 class Things(ViewSet):
@@ -213,6 +275,35 @@ def rolled_back(request: Any) -> Response:
     answer = enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
     assert answer.status_code == 202
     raise RuntimeError("after enqueue")
+
+
+@keyed_view
+@api_view(["POST"])
+def hesitating(request: Any) -> Any:
+    """Queue, and take time before the COMMIT."""
+    answer = enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
+    bank.receipt()
+    return answer
+
+
+@idempotent_view(scope=caller, atomic=settings.PAYMENTS_ATOMIC)
+def announcing(request: Any) -> HttpResponse:
+    """Write, and publish what follows from it, in one transaction."""
+    enter(request)
+    task: Any = pay  # of a Django project
+    task.apply_async_on_commit(
+        kwargs={"payer": 1, "amount": 1, "currency": "EUR", "recipient": "acct_1"},
+        idempotency_key=f"after-{request.idempotency_key}",
+    )
+    bank.receipt()
+    return HttpResponse(status=201)
+
+
+@before_task_publish.connect
+def doomed(**_: Any) -> None:
+    """Take this process down between the reservation and the publishing, where a test wants that."""
+    if Path(os.environ["DATABASE_PATH"]).with_name("doom").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @keyed_view(on_pending="refuse")

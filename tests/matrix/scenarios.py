@@ -230,7 +230,8 @@ def longer_than_the_visibility_timeout(cell: Cell) -> Steps:
     assert cell.value(task_id)
     assert cell.effects() == cell.starts() == 1
     # One copy stays one, or two while it is sent round, or given back while it is.
-    assert 1 <= copies.most <= 3
+    # (With early acks the broker has it for a moment only, which nobody may have seen.)
+    assert (cell.acks == "late") <= copies.most <= 3
     if cell.acks == "late":
         assert 1 <= cell.conflicts(task_id) <= 20
     else:

@@ -288,18 +288,30 @@ class TestItems:
         assert on_redis.effects(key) == {f"{key}/a": 2}
 
 
-class TestKeysOfGroups:
-    def test_a_group_applied_twice_with_one_key_takes_effect_once_for_each_member(
-        self, shared, key
+class TestKeysOfCanvases:
+    @pytest.mark.parametrize(
+        "shape",
+        [SHAPES[each] for each in ("chain", "immutable", "chord", "chord in a chain", "nested")],
+        ids=["chain", "immutable", "chord", "chord in a chain", "nested"],
+    )
+    def test_a_canvas_applied_twice_with_one_key_takes_effect_once_in_each_of_its_tasks(
+        self, shared, key, shape
     ):
-        """The key of the group, not that of its members' tasks, which ``say`` has none of."""
-        say = Say(shared, key)
-        members = [say(each) for each in "abc"]
+        """The key of the whole: ``say`` has none, and each application has task ids of its own."""
         for _ in range(2):
-            # Each a group of its own, with task ids of its own, as after a second click.
-            result = group([each.clone() for each in members], app=say.app).apply_async(
-                idempotency_key=key
-            )
-            assert result.get(timeout=PATIENCE) == ["a", "b", "c"]
-        shared.idle(key)
-        assert shared.effects(key) == {f"{key}/{each}": 1 for each in "abc"}
+            result = shape.build(Say(shared, key)).apply_async(idempotency_key=key)
+            finish(shared, key, shape, result)
+
+    def test_in_groups_of_groups_and_of_chains_too(self, shared, key):
+        """All members call one task, and several have the same place in their own group."""
+        say = Say(shared, key)
+
+        def build() -> Any:
+            inner = group([say("b"), chain(say("c"), say("d"))], app=say.app)
+            return group([say("a"), inner, chain(say("e"), say("f"))], app=say.app)
+
+        for _ in range(2):
+            result = build().apply_async(idempotency_key=key)
+            assert result.get(timeout=PATIENCE) == ["a", "b", "cd", "ef"]
+            shared.idle(key)
+        assert shared.effects(key) == {f"{key}/{each}": 1 for each in "abcdef"}

@@ -72,6 +72,24 @@ class TestFail:
             first.get(timeout=PATIENCE)
         assert site.ledger.count("start", key) == 1
 
+    @BROKERS
+    def test_a_message_that_comes_back_before_the_sweep_does_not_run(
+        self, open_site, key, gate, broker
+    ):
+        """The main process saw its child die, and the message is there at once."""
+        site = open_site(broker)
+        worker = site.worker(concurrency=2)
+        first = site.publish("timing_out", key, gate.path)
+        site.noted("start", key)
+        (start,) = site.ledger.entries("start", key)
+        worker.kill_child(start.pid)
+        with pytest.raises(ProcessingTimedOut, match="did not come back"):
+            first.get(timeout=PATIENCE)
+        assert site.ledger.count("start", key) == 1
+        record = site.record("timing_out", key)
+        assert record is not None
+        assert (record.state, record.crashes) == (State.FAILED, 1)
+
     def test_a_run_that_is_alive_is_left_alone(self, on_redis, key, gate):
         first = on_redis.publish("timing_out", key, gate.path)
         on_redis.noted("start", key)

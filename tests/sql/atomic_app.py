@@ -109,6 +109,14 @@ def _published(**_: Any) -> None:
     boundaries.pass_one()
 
 
+def session() -> int:
+    """The server's number of the session of the task's transaction."""
+    raw: Any = connection.connection
+    if connection.vendor == "sqlite":
+        return 0
+    return int(raw.info.backend_pid if connection.vendor == "postgresql" else raw.thread_id())
+
+
 def write(table: str, key: str, token: int) -> None:
     with connection.cursor() as cursor:
         cursor.execute(f"INSERT INTO {table} (name, token) VALUES (%s, %s)", (key, token))
@@ -127,6 +135,7 @@ def pay(self: Any, key: str, account: str = "") -> str:
     if account:
         with connection.cursor() as cursor:
             cursor.execute("UPDATE accounts SET balance = balance - 1 WHERE name = %s", (account,))
+    ledger.append("session", f"{key} {session()}")
     ledger.append("inside", key, self.request.id)
     hold = Path(ledger.path).parent / f"hold-{key}"
     while hold.exists():

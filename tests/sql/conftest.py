@@ -13,6 +13,8 @@ pytest.importorskip("django")
 
 from celery_idempotent.django.store import DjangoStore
 from tests.sql import databases
+from tests.sql.pooler import pgbouncer
+from tests.support.debian import program
 from tests.support.servers import need
 
 Databases = Callable[[str], dict[str, Any]]
@@ -90,6 +92,27 @@ def use_database(sql_databases: Databases) -> Iterator[Callable[..., str]]:
     yield use
     for alias in used:
         databases.drop_alias(alias)
+
+
+@pytest.fixture(scope="session")
+def _pgbouncer() -> str:
+    found = program("pgbouncer", package="pgbouncer")
+    need(found, "PgBouncer")
+    return str(found)
+
+
+@pytest.fixture
+def open_pooler(_pgbouncer: str) -> Iterator[Callable[..., dict[str, str]]]:
+    """A function that starts a PgBouncer before an alias, and gives the settings that lead to it."""
+    from django.db import connections
+
+    with ExitStack() as stack:
+
+        def open_(alias: str, **options: Any) -> dict[str, str]:
+            settings = connections.databases[alias]
+            return stack.enter_context(pgbouncer(_pgbouncer, settings, **options))
+
+        yield open_
 
 
 @pytest.fixture(params=databases.VENDORS)

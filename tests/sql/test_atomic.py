@@ -7,14 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
-from celery_idempotent.errors import IdempotencyError, LeaseLost, StoreMisconfigured
+from celery_idempotent import IdempotentTask
+from celery_idempotent.errors import (
+    IdempotencyError,
+    LeaseLost,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
 from celery_idempotent.stores.base import TransactionalStore
 from tests.sql import databases
@@ -25,7 +33,11 @@ pytest.importorskip("django")
 
 from django.db import DatabaseError, connections, transaction
 
+from celery_idempotent.django import atomic, holders
 from celery_idempotent.django.atomic import TransactionEnded
+from celery_idempotent.django.connections import Session
+from celery_idempotent.django.dialects import DIALECTS
+from celery_idempotent.django.rows import digest
 from celery_idempotent.django.store import DjangoStore
 
 KEY = Identity(namespace="charge", key="order-17")
@@ -131,6 +143,41 @@ def test_a_failure_rolls_both_back(store: DjangoStore):
     assert found is not None
     assert (found.state, found.token) == (State.PROCESSING, record.token)
     assert store.release(KEY, token=record.token)
+
+
+def test_a_step_cannot_write_what_a_rollback_would_take_back(store: DjangoStore):
+    """Its record outlives the rollback, and it would never run again."""
+    app = Celery("stepping", set_as_current=False, broker="memory://", backend="cache+memory://")
+    app.conf.idempotency_store = store
+    runs: list[str] = []
+    looked: list[Any] = []
+
+    @app.task(
+        base=IdempotentTask, shared=False, bind=True, idempotency_key="key", idempotency_atomic=True
+    )
+    def task(self: Any, key: str) -> None:
+        def look() -> int:
+            with transaction.atomic(using=store.alias):
+                looked.append(rows(store.alias, "/* how many */ SELECT n FROM effects"))
+            return 17
+
+        runs.append(key)
+        for write in (
+            "UPDATE effects SET n = n + 1",
+            "-- a comment\n insert into effects values (1)",
+            "WITH gone AS (SELECT 1) DELETE FROM effects",
+        ):
+            with pytest.raises(IdempotencyError, match="may not write"):
+                self.idempotency.step("debit", execute, store.alias, write)
+        assert self.idempotency.step("look", look) == 17
+        act(store)
+        if len(runs) == 1:
+            raise ZeroDivisionError
+
+    assert [task.apply(("k",)).state for _ in range(2)] == ["FAILURE", "SUCCESS"]
+    assert effects(store) == 1
+    # On SQLite, where there is one writer, a step is part of the transaction, and runs again.
+    assert len(looked) == (2 if "sqlite" in store.alias else 1)
 
 
 def test_a_claim_that_was_lost_meanwhile_is_not_settled(server_store: DjangoStore):
@@ -422,10 +469,41 @@ def test_a_killed_run_leaves_nothing(store: DjangoStore, start_holder: Callable[
     assert effects(store) == 1
 
 
-def test_a_run_that_may_not_be_ended_keeps_its_key(
-    open_atomic: Callable[..., DjangoStore], start_holder: Callable[..., Any]
+def test_a_run_waits_for_an_earlier_session_of_its_claim_but_not_for_ever(
+    server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
 ):
-    """A role without the right to end the sessions of another: the message goes back."""
+    """The server may not know yet that a connection was cut: its session is the one that a later claim has to end."""
+    store = server_store
+    record = claimed(store)
+    name, token = digest(record.identity), record.token
+    other = connections.create_connection(store.alias)
+    other.inc_thread_sharing()
+    monkeypatch.setattr(atomic, "LOCK_TIMEOUT_MS", 1000)
+    before, *rest = atomic._PATIENCE
+    monkeypatch.setattr(atomic, "_PATIENCE", (before.replace("5000", "1000"), *rest))
+    with other.cursor() as cursor:
+        if other.vendor == "postgresql":
+            cursor.execute("SELECT pg_advisory_lock(%s)", (holders.lock_number(name, token),))
+        else:
+            lock = holders.lock_name(Session(other, DIALECTS["mysql"], inside=False), name, token)
+            cursor.execute("SELECT get_lock(%s, 0)", (lock,))
+        with pytest.raises(StoreUnavailable), store.transaction(record):
+            pytest.fail("it ran")
+        timer = threading.Timer(0.2, other.close)
+        timer.start()
+        with store.transaction(record) as run:
+            act(store)
+            assert settle(run)
+        timer.join()
+    assert effects(store) == 1
+
+
+def test_a_run_that_may_not_be_ended_keeps_its_key(
+    open_atomic: Callable[..., DjangoStore],
+    start_holder: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+):
+    """A role without the right to end the sessions of another: the message goes back, and the log says why, once."""
     store = open_atomic("postgresql")
     role = f"test_idempotent_{uuid.uuid4().hex[:12]}"
     execute(store.alias, f"CREATE ROLE {role} LOGIN")
@@ -439,6 +517,12 @@ def test_a_run_that_may_not_be_ended_keeps_its_key(
         answer = claim(limited)
         assert isinstance(answer, Held)
         assert answer.left_ms > 0
+        assert isinstance(claim(limited), Held)
+        (told,) = [each for each in caplog.records if "stays held" in each.getMessage()]
+        assert (told.levelname, told.name) == ("WARNING", "celery_idempotent.django.holders")
+        assert told.__dict__["event"] == "holder_not_ended"
+        assert told.__dict__["key"] == "charge key order-17"
+        assert "this user may not end it" in told.getMessage()
         _tell(holder, "go on")
         assert _answer(holder) == "committed"
         assert claim(limited).record.state is State.COMPLETED

@@ -28,6 +28,10 @@ from tests.support.workers import Worker
 pytestmark = [pytest.mark.worker, pytest.mark.rabbitmq, pytest.mark.redis]
 
 PATIENCE = 60
+#: Connections that Django keeps from task to task.
+KEPT = {"CONN_MAX_AGE": None, "CONN_HEALTH_CHECKS": True}
+#: Else Celery closes them around each task, whatever Django was told.
+REUSED = {"CELERY_DB_REUSE_MAX": 1_000}
 #: How many keys the last test has.
 SOAK = int(os.environ.get("CELERY_IDEMPOTENT_SOAK", "150"))
 
@@ -64,6 +68,7 @@ class Till:
         self.client = Celery("till", set_as_current=False)
         self.client.conf.update(self.conf)
         self.store = DjangoStore(alias)
+        self.workers: list[Worker] = []
 
     def worker(
         self, name: str, *, database: dict[str, Any] | None = None, queue: str = "", **options: Any
@@ -76,9 +81,17 @@ class Till:
             "ATOMIC_DATABASES": json.dumps({"default": settings}),
             "ATOMIC_CONF": json.dumps({**self.conf, **options.pop("conf", {})}),
         }
-        return self._start_worker(
+        worker = self._start_worker(
             "tests.sql.atomic_app", name=name, env=env, queues=[queue or self.queue], **options
         )
+        self.workers.append(worker)
+        return worker
+
+    def said_about(self, task_id: str) -> str:
+        """What the logs say about a task, and how a process died that it may have been given to."""
+        words = (task_id, "exited with", "inqueue", "worker lost")
+        lines = [line for each in self.workers for line in each.log.splitlines()]
+        return "\n".join(line for line in lines if any(word in line for word in words))
 
     def plan(self, kind: str, key: str, what: object = "") -> Path:
         path = self.ledger.path.parent / f"{kind}-{key}"
@@ -129,6 +142,16 @@ class Till:
 
         wait_for(answers, PATIENCE, "the database", interval=0.05)
 
+    def cut_off(self) -> bool:
+        """Did the server end our session?"""
+        from django.db import Error
+
+        try:
+            databases.rows(self.alias, "SELECT 1")
+        except Error:
+            return True
+        return False
+
     def balance(self) -> int:
         ((balance,),) = databases.rows(self.alias, "SELECT balance FROM accounts")
         return int(balance)
@@ -144,7 +167,11 @@ class Till:
                 self.ask("celery_idempotent.sweep")  # as beat does
             return self.ledger.count("followed", key) > 0
 
-        wait_for(lambda: self.effects(key) > 0, PATIENCE, f"{key} to be paid")
+        wait_for(
+            lambda: self.effects(key) > 0,
+            PATIENCE,
+            lambda: f"{key} to be paid:\n{self.said_about(result.id)}",
+        )
         wait_for(followed, PATIENCE, f"what follows {key}", interval=0.5)
         assert result.get(timeout=PATIENCE) == f"paid {key}"
         assert self.effects(key) == 1, key
@@ -274,6 +301,25 @@ class TestZombies:
         finally:
             rabbitmq.delete(queue)
 
+    def test_behind_a_pooler_in_transaction_mode_too(self, till, rabbitmq, open_pooler):
+        """The lock belongs to the transaction, and the session to the pooler until that is over."""
+        place = till("postgresql")
+        pooled = {"database": open_pooler(place.alias, default_pool_size=4)}
+        queue = rabbitmq.queue()
+        try:
+            place.conf["idempotency_lease"] = 1
+            frozen, first = self.freeze(place, queue, **pooled)
+            place.worker("second", **pooled)
+            second = place.pay("order", account="alice")
+            assert second.get(timeout=PATIENCE) == "paid order"
+            frozen.thaw()
+            assert first.get(timeout=PATIENCE) == "paid order"
+            assert (place.effects("order"), place.balance()) == (1, 99)
+            place.plan("kill", "another", 6)
+            place.agree("another", place.pay("another"))
+        finally:
+            rabbitmq.delete(queue)
+
     def test_where_it_may_not_be_ended_nothing_is_lost_and_nothing_doubled(
         self, till, rabbitmq, poor_role
     ):
@@ -340,6 +386,40 @@ class TestCommits:
                 place.agree("order", place.pay("order"))
 
 
+class TestPersistentConnections:
+    @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+    @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+    def test_a_connection_is_kept_from_task_to_task_and_may_be_dead_at_the_next(
+        self, till, vendor, checked
+    ):
+        place = till(vendor)
+        kept = {**KEPT, "CONN_HEALTH_CHECKS": checked}
+        worker = place.worker("worker", concurrency=1, database=kept, conf=REUSED)
+        ours = (
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+            " AND pid <> pg_backend_pid()"
+            if vendor == "postgresql"
+            else "SELECT id FROM information_schema.processlist WHERE db = database()"
+            " AND id <> connection_id()"
+        )
+        end = "SELECT pg_terminate_backend(%s)" if vendor == "postgresql" else "KILL %s"
+
+        def pay(key: str) -> int:
+            place.agree(key, place.pay(key))
+            (entry,) = [
+                entry for entry in place.ledger.entries("session") if entry.key.startswith(key)
+            ]
+            return int(entry.key.split()[-1])
+
+        for n in range(3):
+            session = pay(f"first-{n}")
+            assert pay(f"next-{n}") == session, "it was not kept"
+            for (each,) in databases.rows(place.alias, ours):
+                databases.execute(place.alias, end, (each,))
+            assert pay(f"dead-{n}") != session
+        assert "comes back" not in worker.log, "it cost a task its turn"
+
+
 class TestMisbehaviour:
     HOWS = ("commit", "raw", "durable", "raise", "retry once")
 
@@ -377,37 +457,73 @@ class TestMisbehaviour:
 
         assert self.under(place, end_one, most=200, pause=0.05) > 5
 
-    def test_a_database_that_crashes_and_recovers_loses_and_doubles_nothing(self, till):
-        """A process of the server is killed: it ends every session, and recovers from its log."""
+    @pytest.fixture
+    def own_server(self) -> Iterator[tuple[EmbeddedPostgres, str]]:
+        """A PostgreSQL that may be struck, and the alias of its database, with our tables."""
         with EmbeddedPostgres() as server:
-            alias = databases.add_alias(
-                "crashing",
-                {
-                    "ENGINE": "django.db.backends.postgresql",
-                    "NAME": "postgres",
-                    "USER": server.environment()["PGUSER"],
-                    "HOST": server.environment()["PGHOST"],
-                    "PORT": server.environment()["PGPORT"],
-                },
+            there = server.environment()
+            settings = {
+                "ENGINE": "django.db.backends.postgresql",
+                "NAME": "postgres",
+                "USER": there["PGUSER"],
+                "HOST": there["PGHOST"],
+                "PORT": there["PGPORT"],
+            }
+            alias = databases.add_alias("struck", settings)
+            databases.migrate(alias)
+            yield server, alias
+            databases.drop_alias(alias)
+
+    def test_a_database_that_crashes_and_recovers_loses_and_doubles_nothing(self, till, own_server):
+        """A process of the server is killed: it ends every session, and recovers from its log."""
+        _, alias = own_server
+        place = till("postgresql", alias=alias)
+
+        def crash() -> int:
+            found = databases.rows(
+                alias,
+                "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'"
+                " AND pid <> pg_backend_pid() ORDER BY random() LIMIT 1",
             )
-            try:
-                databases.migrate(alias)
-                place = till("postgresql", alias=alias)
+            for (pid,) in found:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    return 0
+                wait_for(place.cut_off, PATIENCE, "the end of every session")
+            place.reconnect()
+            return len(found)
 
-                def crash() -> int:
-                    found = databases.rows(
-                        alias,
-                        "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'"
-                        " AND pid <> pg_backend_pid() ORDER BY random() LIMIT 1",
-                    )
-                    for (pid,) in found:
-                        os.kill(pid, signal.SIGKILL)
-                    place.reconnect()
-                    return len(found)
+        assert self.under(place, crash, most=4, pause=0.7) >= 2
 
-                assert self.under(place, crash, most=4, pause=0.7) >= 2
-            finally:
-                databases.drop_alias(alias)
+    def test_a_database_that_is_restarted_loses_and_doubles_nothing(self, till, own_server):
+        """It is stopped in the middle of payments, is away for a while, and started again: as in an upgrade.
+
+        Workers keep their connections from task to task, which then are dead.
+        """
+        server, alias = own_server
+        place = till("postgresql", alias=alias)
+        workers = [
+            place.worker(f"worker{n}", concurrency=2, database=KEPT, conf=REUSED) for n in range(2)
+        ]
+        results: dict[str, list[AsyncResult[Any]]] = {}
+        for n in range(3):
+            held = f"held {n}"
+            hold = place.plan("hold", held)
+            first = place.pay(held)
+            for key in (f"order {n}-{m}" for m in range(15)):
+                results[key] = [place.pay(key), place.pay(key)]
+            wait_for(lambda key=held: place.ledger.count("inside", key), PATIENCE, "the payment")
+            server.stop()
+            hold.unlink()
+            wait_for(first.ready, PATIENCE, "the payment to fail")
+            assert first.failed(), "its session was ended"
+            server.start()
+            place.reconnect()
+            assert place.effects(held) == 0
+            place.agree(held, place.pay(held))
+        self.tell_the_truth(place, results)
+        assert all(worker.running for worker in workers)
 
     def under(self, place: Till, strike: Callable[[], int], *, most: int, pause: float) -> int:
         """Pay sixty orders twice each while the database is struck; return how often it was."""
@@ -418,6 +534,12 @@ class TestMisbehaviour:
         while any(not r.ready() for both in results.values() for r in both) and struck < most:
             struck += strike()
             time.sleep(pause)
+        self.tell_the_truth(place, results)
+        assert all(worker.running for worker in workers)
+        return struck
+
+    def tell_the_truth(self, place: Till, results: dict[str, list[AsyncResult[Any]]]) -> None:
+        """Each order was paid once if anybody was told so, and else not at all."""
         for key, both in results.items():
             states = []
             for result in both:
@@ -428,8 +550,6 @@ class TestMisbehaviour:
             assert place.effects(key) == done, (key, states)
             if done:
                 assert place.record(key).state is State.COMPLETED
-        assert all(worker.running for worker in workers)
-        return struck
 
 
 @pytest.mark.timeout(3600 if SOAK >= 1000 else 240)

@@ -223,7 +223,9 @@ def test_what_is_not_committed_is_no_result_even_where_dirty_reads_are_allowed(
     use_database: Callable[..., str], redis_url: str, prefix: str
 ):
     alias = use_database("mariadb", options={"isolation_level": "read uncommitted"})
-    store: Any = HybridStore(RedisCache(redis_url, prefix=prefix), DjangoStore(alias))
+    store: Any = HybridStore(
+        RedisCache(redis_url, prefix=prefix, options={"socket_timeout": 5}), DjangoStore(alias)
+    )
     record = claim(store)
     writer = connections.create_connection(alias)
     try:

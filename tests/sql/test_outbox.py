@@ -8,18 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import kombu.pools
 import pytest
 from celery import chain, chord, group
+from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_idempotent.errors import IdempotencyError, KeyMissing, StoreMisconfigured
 from celery_idempotent.reaper import sweep as whole_sweep
 from celery_idempotent.records import Reserved
 from celery_idempotent.stores import get_store
-from tests.sql.outbox_support import Stage, ids, make_app, sent
+from tests.sql.outbox_support import Stage, anything, ids, make_app, sent
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_for
 
@@ -196,6 +198,27 @@ class TestOnEveryDatabase:
             stage.rows.update(holder="a sweep")
         assert ids(stage.app) == []
         assert [each.task_id for each in stage.pending()] == staged
+
+    def test_a_sweep_that_another_takes_for_dead_stops(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch
+    ):
+        from celery_idempotent.django import outbox_rows
+
+        staged = stage.dies_after_commit(1, 2, 3)
+        stage.pass_time()
+        publish = stage.app.amqp.send_task_message
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            found = publish(*args, **options)
+            # It took so long that another sweep has the rest, and is sending it.
+            stage.rows.exclude(task_id=staged[0]).update(holder="another", due_ms=2**62)
+            return found
+
+        monkeypatch.setattr(stage.app.amqp, "send_task_message", slowly)
+        monkeypatch.setattr(outbox_rows, "LEASE_MS", 0)
+        assert stage.sweep().sent == 1
+        assert ids(stage.app) == staged[:1]
+        assert [each.task_id for each in stage.pending()] == staged[1:]
 
     def test_a_named_group_is_kept_in_order_over_transactions(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
@@ -531,6 +554,89 @@ class TestOnCommit:
         assert (body_1[:2], body_2[:2]) == ([[1], {"extra": "works"}], [[2], {"extra": "works"}])
         assert properties["priority"] == 3
         assert lite.pending() == []
+
+    def test_what_fails_after_the_commit_is_logged_and_keeps_nothing_else_from_being_done(
+        self, lite: Stage, caplog: pytest.LogCaptureFixture
+    ):
+        from django.db import transaction
+
+        note: Any = lite.app.tasks["note"]
+        done: list[str] = []
+
+        def mail(address: str) -> None:
+            raise OSError("the relay is away")
+
+        def body(address: str, struck: bool) -> str:
+            wait = partial(transaction.on_commit, using=lite.alias)
+            wait(partial(done.append, "before"))
+            wait(strike if struck else partial(mail, address))
+            wait(partial(mail, address), robust=True)
+            note.delay_on_commit(1)
+            wait(partial(done.append, "after"))
+            return "sold"
+
+        def strike() -> None:
+            raise SoftTimeLimitExceeded
+
+        task: Any = lite.app.task(
+            name="work",
+            shared=False,
+            base=type(note).__mro__[1],
+            idempotency_key="address",
+            idempotency_atomic=True,
+        )(body)
+        result = task.apply(("joe@example.org", False))
+        assert (result.state, result.result) == ("SUCCESS", "sold")
+        assert done == ["before", "after"]
+        assert len(ids(lite.app)) == 1
+        told = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert len(told) == 2
+        for record in told:
+            assert record.event == "on_commit_failed"  # type: ignore[attr-defined]
+            assert record.task == "work"  # type: ignore[attr-defined]
+            assert "joe@example.org" in record.key  # type: ignore[attr-defined]
+            assert "mail" in record.getMessage()
+            assert "joe" not in record.getMessage()
+            assert record.exc_info
+            assert record.exc_info[0] is OSError
+        assert task.apply(("joe@example.org", False)).result == "sold"
+
+        caplog.clear()
+        done.clear()
+        result = task.apply(("ann@example.org", True))
+        assert (result.state, result.result) == ("SUCCESS", "sold")
+        assert done == ["before"]
+        assert lite.pending() != []
+        (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert "left out" in record.getMessage()
+        lite.pass_time()
+        assert lite.sweep().sent == 1
+
+    def test_a_plain_task_that_finds_no_broker_after_the_commit_is_told_of_in_the_log(
+        self, lite: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ):
+        from celery.contrib.django.task import DjangoTask
+        from django.db import transaction
+
+        monkeypatch.setattr(
+            transaction, "on_commit", partial(transaction.on_commit, using=lite.alias)
+        )
+        note: Any = lite.app.tasks["note"]
+        plain: Any = lite.app.task(name="simple", shared=False, base=DjangoTask)(anything)
+
+        def body() -> None:
+            plain.delay_on_commit("x")
+
+        task: Any = lite.app.task(
+            name="work",
+            shared=False,
+            base=type(note).__mro__[1],
+            idempotency_atomic=True,
+        )(body)
+        lite.break_broker(monkeypatch)
+        assert task.apply().state == "SUCCESS"
+        (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert "delay" in record.getMessage()
 
     def test_everywhere_else_they_do_what_those_of_celery_do(
         self, lite: Stage, monkeypatch: pytest.MonkeyPatch

@@ -6,19 +6,17 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
-import socket
-import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Settled, State, Stored
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, Settled, State, Stored
 from tests.sql import databases
 from tests.sql.databases import rows, shift
-from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
@@ -139,48 +137,98 @@ def test_the_pattern_for_session_state_knows_it():
         assert not SESSION_STATE.search(sql)
 
 
-def test_behind_pgbouncer_in_transaction_mode(use_database: Callable[..., str], tmp_path: Path):
-    binary = shutil.which("pgbouncer")
-    if binary is None:
-        pytest.skip("pgbouncer is missing")
-    direct = use_database("postgresql")
-    settings = dict(connections[direct].settings_dict)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    users, config = tmp_path / "users.txt", tmp_path / "pgbouncer.ini"
-    users.write_text(f'"{settings["USER"]}" ""\n')
-    lines = [
-        "[databases]",
-        f"{settings['NAME']} = host={settings['HOST']} port={settings['PORT']}",
-        "[pgbouncer]",
-        "listen_addr = 127.0.0.1",
-        f"listen_port = {port}",
-        "auth_type = trust",
-        f"auth_file = {users}",
-        "pool_mode = transaction",
-        "default_pool_size = 2",
-        "unix_socket_dir =",
-    ]
-    if os.getuid() == 0:
-        # It does not run as root.
-        lines.append("user = nobody")
-    config.write_text("\n".join(lines) + "\n")
-    tmp_path.chmod(0o755)
-    pooler = subprocess.Popen([binary, "-q", str(config)])
-    try:
-        alias = databases.add_alias("pooled", {**settings, "HOST": "127.0.0.1", "PORT": str(port)})
+@pytest.fixture
+def open_pooled(
+    use_database: Callable[..., str], open_pooler: Callable[..., dict[str, str]]
+) -> Iterator[Callable[..., DjangoStore]]:
+    """A function that gives a store behind a PgBouncer in transaction mode."""
+    opened: list[DjangoStore] = []
 
-        def answers() -> bool:
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
+    def open_(**options: Any) -> DjangoStore:
+        direct = use_database("postgresql", "direct")
+        settings = {**connections.databases[direct], **open_pooler(direct, **options)}
+        store = DjangoStore(databases.add_alias("pooled", settings))
+        opened.append(store)
+        return store
 
-        wait_for(answers)
-        store = DjangoStore(alias)
-        use_every_verb(store)
-        assert rows(alias, "SELECT 17") == [(17,)]
+    yield open_
+    for store in opened:
         store.close()
-        databases.drop_alias(alias)
-    finally:
-        pooler.terminate()
-        pooler.wait()
+        databases.drop_alias(store.alias)
+
+
+class TestPgBouncer:
+    """In transaction mode: two sessions of the server for whoever comes."""
+
+    def test_every_verb(self, open_pooled):
+        use_every_verb(open_pooled(default_pool_size=2))
+
+    def test_claims_of_many_threads_share_few_sessions(self, open_pooled):
+        """More connections than sessions, in lease mode and in transactions: each key has one winner."""
+        store = open_pooled(default_pool_size=2)
+        sessions = (
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+            " AND pid <> pg_backend_pid()"
+        )
+        others = set(rows("direct", sessions))  # of tests before this one
+        keys = [Identity(namespace="charge", key=f"order-{n}") for n in range(20)]
+
+        def work(number: int) -> list[Identity]:
+            won = []
+            try:
+                for key in keys:
+                    answer = store.claim(
+                        key, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000
+                    )
+                    if not isinstance(answer, Claimed):
+                        continue
+                    won.append(key)
+                    if number % 2:
+                        with store.transaction(answer.record) as run:
+                            run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+                    else:
+                        ended = {"state": State.COMPLETED, "value": VALUE, "keep_ms": 60_000}
+                        assert store.settle(answer.record, **ended)
+                return won
+            finally:
+                connections[store.alias].close()
+
+        with ThreadPoolExecutor(6) as pool:
+            won = [key for each in pool.map(work, range(6)) for key in each]
+        assert sorted(map(str, won)) == sorted(map(str, keys))
+        assert {store.get(key).state for key in keys} == {State.COMPLETED}
+        assert len(set(rows("direct", sessions)) - others) <= 2
+
+    @pytest.mark.parametrize("wait", [True, False], ids=["ended by the pooler", "for ever"])
+    def test_frozen_runs_that_hold_all_sessions_keep_the_claim_out_that_would_end_them(
+        self, open_pooled, wait
+    ):
+        """What the documentation says of small pools, and of ``idle_transaction_timeout``."""
+        limit = {"idle_transaction_timeout": 2} if wait else {"query_wait_timeout": 1}
+        store = open_pooled(default_pool_size=1, **limit)
+        asked = {"lease_ms": 60_000, "keep_ms": 60_000}
+        record = store.claim(KEY, attempt=os.urandom(8), **asked).record
+        begun, go_on = threading.Event(), threading.Event()
+        thread = threading.Thread(target=_freeze, args=(store, record, begun, go_on))
+        thread.start()
+        try:
+            assert begun.wait(30)
+            shift(store, 60_001)
+            if wait:
+                answer = store.claim(KEY, attempt=os.urandom(8), **asked)
+                assert answer.record.token > record.token
+            else:
+                with pytest.raises(StoreUnavailable, match="query_wait_timeout"):
+                    store.claim(KEY, attempt=os.urandom(8), **asked)
+        finally:
+            go_on.set()
+            thread.join()
+
+
+def _freeze(
+    store: DjangoStore, record: Record, begun: threading.Event, go_on: threading.Event
+) -> None:
+    with contextlib.suppress(Exception), store.transaction(record):
+        begun.set()
+        go_on.wait(60)
+    connections[store.alias].close()

@@ -145,9 +145,9 @@ def test_pages_are_left_room_for_updates(filled: DjangoStore):
     found = rows(
         filled.alias,
         "SELECT reloptions FROM pg_class WHERE relname IN"
-        " ('celery_idempotent_record', 'celery_idempotent_lease')",
+        " ('celery_idempotent_record', 'celery_idempotent_lease', 'celery_idempotent_refusals')",
     )
-    assert found == [(["fillfactor=70"],)] * 2
+    assert found == [(["fillfactor=70"],)] * 3
 
 
 def _tables(alias: str) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State
+from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -152,19 +152,24 @@ def test_a_thread_that_ends_leaves_no_connection_behind(store: DjangoStore):
     assert len(store.lines._idle) == 1
 
 
+def sessions(store: DjangoStore) -> int:
+    ((number,),) = rows(
+        store.alias, "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+    )
+    return int(number)
+
+
 def test_many_threads_share_few_connections(open_store: Callable[..., DjangoStore]):
     store = open_store("postgresql")
     names = [Identity(namespace="charge", key=f"{n}") for n in range(40)]
+    before = sessions(store)  # with those of other tests' stores
     threads = [threading.Thread(target=claim, args=(store, name)) for name in names]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert all(store.get(name) is not None for name in names)
-    ((open_now,),) = rows(
-        store.alias, "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
-    )
-    assert open_now <= 8 + 2
+    assert sessions(store) - before <= 8
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["of the thread", "of the store"])
@@ -239,25 +244,131 @@ def test_an_interrupted_verb_leaves_nothing_half_done(
     assert claimed(store).attempts == 2
 
 
+def make_impatient(store: DjangoStore, patch: pytest.MonkeyPatch) -> None:
+    """Let statements wait for a row no longer than a test would."""
+    from celery_idempotent.django import atomic, shortcuts
+
+    words = store.lines._words
+    assert words is not None
+    words.patience = words.patience.replace("5", "1")
+    words.begin = words.begin.replace("5000", "100")
+    words.alone = (words.alone[0].replace("5000", "100"), words.alone[1])
+    patch.setattr(shortcuts, "LOCK_TIMEOUT_MS", 100)
+    before, *rest = atomic._PATIENCE
+    patch.setattr(atomic, "_PATIENCE", (before.replace("5000", "100"), *rest))
+
+
 def test_no_verb_waits_for_ever_for_a_row(
     server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
 ):
     """A process froze between the settle in its transaction and the COMMIT."""
-    from celery_idempotent.django import shortcuts
-
     store = server_store
     record = claimed(store)
-    assert store.lines._words is not None
-    if store.lines._words.patience:
-        store.lines._words.patience = store.lines._words.patience.replace("5", "1")
-    monkeypatch.setattr(shortcuts, "LOCK_TIMEOUT_MS", 100)
+    make_impatient(store, monkeypatch)
+    verbs: list[Callable[[], Any]] = [
+        lambda: settle(store, record),
+        lambda: store.release(KEY, token=record.token),
+        lambda: store.interrupt(KEY, token=record.token),
+        lambda: store.forget(KEY),
+        lambda: settle_atomically(store, record),
+    ]
+    with transaction.atomic(using=store.alias):
+        execute(store.alias, "UPDATE celery_idempotent_record SET version = version + 1")
+        for verb in verbs:
+            with pytest.raises(StoreUnavailable):
+                in_thread_raising(verb)
+    assert settle(store, record)
     with transaction.atomic(using=store.alias):
         execute(store.alias, "UPDATE celery_idempotent_record SET version = version + 1")
         with pytest.raises(StoreUnavailable):
-            in_thread_raising(lambda: settle(store, record))
+            in_thread_raising(lambda: store.mark_delivered(KEY, token=record.token))
+    assert store.mark_delivered(KEY, token=record.token)
+
+
+def test_no_verb_waits_for_ever_for_a_lease_or_a_counter(
+    server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
+):
+    """A process froze while it wrote one, between BEGIN and COMMIT."""
+    store = server_store
+    record = claimed(store)
+    lease = Lease(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=1)
+    value = Stored(content_type="a", content_encoding="b", body=b"c")
+
+    def step() -> bool:
+        return store.checkpoint(KEY, token=record.token, name="one", value=value)
+
+    store.count({("charge", "claimed"): 1})
+    make_impatient(store, monkeypatch)
+    with transaction.atomic(using=store.alias):
+        execute(store.alias, "UPDATE celery_idempotent_lease SET version = version + 1")
+        execute(store.alias, "UPDATE celery_idempotent_counter SET count = count + 1")
+        for verb in (
+            lambda: store.renew([lease]),
+            step,
+            lambda: store.count({("charge", "claimed"): 1}),
+        ):
+            with pytest.raises(StoreUnavailable):
+                in_thread_raising(verb)
+    assert store.renew([lease]) == [True]
+    assert step()
+    with transaction.atomic(using=store.alias):
+        execute(store.alias, "UPDATE celery_idempotent_lease SET version = version + 1")
+        # What is left of the lease is left to the sweep.
+        assert in_thread(lambda: settle_atomically(store, record))
+    assert rows(store.alias, "SELECT 1 FROM celery_idempotent_lease")
+
+
+def settle_atomically(store: DjangoStore, record: Record) -> bool:
+    try:
+        with store.transaction(record) as run:
+            return run.settle(state=State.COMPLETED, value=None, keep_ms=60_000)
+    finally:
+        connections[store.alias].close()
+
+
+def test_the_settle_of_a_transaction_leaves_its_patience_as_the_task_set_it(
+    open_store: Callable[..., DjangoStore],
+):
+    store = open_store("postgresql")
+    with store.transaction(claimed(store)) as run:
+        execute(store.alias, "SET LOCAL lock_timeout = 1234")
+        assert run.settle(state=State.COMPLETED, value=None, keep_ms=60_000)
+        assert rows(store.alias, "SHOW lock_timeout") == [("1234ms",)]
+    assert rows(store.alias, "SHOW lock_timeout") == [("0",)]
+    connections[store.alias].close()
+
+
+def test_a_lease_whose_row_is_held_costs_the_others_no_renewal(
+    server_store: DjangoStore, monkeypatch: pytest.MonkeyPatch
+):
+    """A session froze while it wrote one of them: all other claims of the process live on."""
+    store = server_store
+    keys = [Identity(namespace="charge", key=f"order-{n}") for n in range(5)]
+    records = [claimed(store, key) for key in keys]
+    leases = [
+        Lease(identity=key, token=record.token + (n == 4), lease_ms=600_000, keep_ms=1)
+        for n, (key, record) in enumerate(zip(keys, records, strict=True))
+    ]
+    make_impatient(store, monkeypatch)
+
+    def longer() -> list[bool]:
+        found = [store.get(key) for key in keys]
+        return [
+            new is not None and (new.deadline_ms or 0) > (old.deadline_ms or 0) + 100_000
+            for new, old in zip(found, records, strict=True)
+        ]
+
+    with transaction.atomic(using=store.alias):
+        execute(
+            store.alias,
+            "UPDATE celery_idempotent_lease SET version = version + 1 WHERE token = %s",
+            (records[2].token,),
+        )
         with pytest.raises(StoreUnavailable):
-            in_thread_raising(lambda: store.release(KEY, token=record.token))
-    assert settle(store, record)
+            in_thread_raising(lambda: store.renew(leases))
+        assert in_thread(longer) == [True, True, False, True, False]
+    assert store.renew(leases) == [True, True, True, True, False]
+    assert longer() == [True, True, True, True, False]
 
 
 def in_thread_raising(do: Callable[[], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,3 +194,34 @@ def test_every_vendor_is_tested():
     from celery_idempotent.django.dialects import DIALECTS
 
     assert len(databases.VENDORS) == len(DIALECTS)
+
+
+@pytest.mark.parametrize("vendor", databases.VENDORS)
+def test_counts_are_bounded_and_say_so(
+    open_store: Callable[..., DjangoStore], vendor: str, monkeypatch: pytest.MonkeyPatch
+):
+    store = open_store(vendor)
+    monkeypatch.setattr("celery_idempotent.django.browse.COUNTED", 3)
+
+    def make(number: int, **changes: Any) -> Record:
+        asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 900_000, **changes}
+        answer = store.claim(Identity(namespace="count", key=f"{number}"), **asked)
+        assert isinstance(answer, Claimed)
+        return answer.record
+
+    def said() -> tuple[str, str, str]:
+        stats = store.stats()
+        return stats.said("live"), stats.said("stale"), stats.said("failed")
+
+    records = [make(number) for number in range(3)]
+    assert said() == ("3", "0", "0")
+    make(3)
+    assert said() == ("3+", "0", "0")
+    shift(store, 60_001)
+    assert said() == ("0", "3+", "0")
+    for record in records:
+        assert store.settle(record, state=State.FAILED, value=None, keep_ms=900_000)
+    assert said() == ("0", "1", "3")
+    store.settle(make(4), state=State.FAILED, value=None, keep_ms=900_000)
+    # A reservation without a message may be among those that were not looked at.
+    assert said() == ("0+", "1+", "3+")

@@ -179,13 +179,13 @@ def test_a_forgotten_key_stays_forgotten_when_a_replica_that_missed_it_takes_ove
             lambda: replica.client.info("replication")["master_link_status"] == "up",
             what="the replica to follow",
         )
-        store = HybridStore(RedisCache(master.url), truth)
+        store = HybridStore(RedisCache(master.url, options={"socket_timeout": 5}), truth)
         record = ask(store, "first").record
         assert store.settle(record, state=State.COMPLETED, value=None, keep_ms=60_000)
         assert isinstance(store.cache.look(name), Cached)
         wait_for(lambda: replica.client.dbsize() == 2, what="the entry and its generation")
         # A replica is not believed, even while it follows.
-        following = HybridStore(RedisCache(replica.url), truth)
+        following = HybridStore(RedisCache(replica.url, options={"socket_timeout": 5}), truth)
         assert following.cache.look(name) is None
         assert following.cache.breaker.open
         following.close()
@@ -202,7 +202,7 @@ def test_a_forgotten_key_stays_forgotten_when_a_replica_that_missed_it_takes_ove
         (old,) = [each for each in replica.client.scan_iter() if each.endswith(b"k")]
         assert replica.client.get(old)[:1] == b"S"
 
-        store = HybridStore(RedisCache(replica.url), truth)
+        store = HybridStore(RedisCache(replica.url, options={"socket_timeout": 5}), truth)
         assert isinstance(store.cache.look(name), Ticket)
         answer = ask(store, "second")
         assert isinstance(answer, Claimed)

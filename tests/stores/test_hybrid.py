@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 
+from celery_idempotent import IdempotentTask
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.operations import Outcome, operate
 from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
 from celery_idempotent.stores import breaker, cache
-from celery_idempotent.stores.base import TransactionalStore
+from celery_idempotent.stores.base import TransactionalStore, forget_mark
 from celery_idempotent.stores.breaker import Breaker
 from celery_idempotent.stores.cache import Cached, RedisCache, Ticket
 from celery_idempotent.stores.hybrid import HybridStore
@@ -352,9 +356,9 @@ class TestForget:
         complete(store)
         forget = truth._truth.forget
 
-        def and_then_away(identity, *, token):
+        def and_then_away(identity, **only):
             link.mode = "away"
-            return forget(identity, token=token)
+            return forget(identity, **only)
 
         truth._truth.forget = and_then_away
         with pytest.raises(StoreUnavailable):
@@ -370,38 +374,107 @@ class TestForget:
         assert store.forget(KEY) is True
         assert isinstance(store.cache.look(KEY), Ticket)
 
+    @pytest.mark.parametrize("mode", ["away", "frozen", "deaf"])
+    @pytest.mark.parametrize("exactly", [False, True], ids=["token", "token-and-state"])
+    def test_a_forget_by_token_needs_the_cache_however_long_that_is_away(
+        self, store, link, mode, exactly
+    ):
+        complete(store)
+        record = store.get(KEY)
+        only = {"token": record.token, **({"state": record.state} if exactly else {})}
+        link.mode = mode
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable, match="nothing was forgotten"):
+                store.forget(KEY, **only)
+            assert store.cache.breaker.open
+        assert store.get(KEY) == record
+        link.mode = "well"
+        assert store.forget(KEY, **only) is True
+        assert isinstance(ask(store), Claimed)
+
+    def test_what_an_operator_forgot_while_his_own_way_to_the_cache_was_slow_runs_again(
+        self, store, truth, link
+    ):
+        """The worker reaches the cache all the time."""
+        admin = HybridStore(copy.copy(store.cache), truth)
+        admin.cache.breaker = Breaker()
+        admin.cache._link = BadLink(link._link)
+        apps = [Celery("desk", broker="memory://", set_as_current=False) for _ in range(2)]
+        for app, its in zip(apps, (store, admin), strict=True):
+            app.conf.idempotency_store = its
+        runs = []
+
+        def run(k):
+            runs.append(k)
+            return len(runs)
+
+        apps[0].task(run, base=IdempotentTask, name="run", idempotency_key="k", shared=False)
+        task = apps[0].tasks["run"]
+        assert task.apply(("a",)).result == 1
+        identity = Identity(namespace="run", key="a")
+        seen = admin.get(identity)
+
+        def forget():
+            return operate(apps[1], identity, "forget", token=seen.token, state=seen.state)
+
+        admin.cache._link.mode = "deaf"
+        with pytest.raises(StoreUnavailable):
+            forget()
+        admin.cache._link.mode = "well"
+        assert task.apply(("a",)).result == 1
+        assert forget() is Outcome.DONE
+        assert task.apply(("a",)).result == 2
+
     @pytest.mark.parametrize("when", ["before", "after"])
-    def test_a_forget_by_token_goes_without_a_dead_cache_and_forgets_a_copy_that_turns_up_again(
+    def test_a_mark_is_forgotten_without_a_dead_cache_and_so_is_a_copy_that_turns_up_again(
         self, store, link, truth, when
     ):
         token = complete(store).token
         forget = truth._truth.forget
 
-        def and_then_away(identity, *, token):
+        def and_then_away(identity, **only):
             link.mode = "away"
-            return forget(identity, token=token)
+            return forget(identity, **only)
 
         if when == "before":
             link.mode = "away"
         else:
             truth._truth.forget = and_then_away
-        assert store.forget(KEY, token=token) is True
+        forget_mark(store, KEY, token=token)
         assert store.get(KEY) is None
         link.mode = "well"
         truth._truth.forget = forget
         store.cache.breaker.succeeded()
         if when == "before":
             assert ask(store).record.token == token
-        assert store.forget(KEY, token=token) is False
+        forget_mark(store, KEY, token=token)
         assert isinstance(ask(store), Claimed)
 
-    def test_a_forget_by_another_token_leaves_the_record(self, store):
-        token = complete(store).token
-        assert store.forget(KEY, token=token + 1) is False
-        assert isinstance(ask(store), Settled)
-        assert isinstance(store.cache.look(KEY), Cached)
+    def test_a_task_without_retention_runs_each_time_also_while_the_cache_is_away(
+        self, store, link
+    ):
+        app = Celery("desk", broker="memory://", set_as_current=False)
+        app.conf.idempotency_store = store
+        runs = []
 
-    def test_a_forget_by_token_fails_where_the_copy_would_go_on_answering(
+        def run(k):
+            runs.append(k)
+
+        app.task(
+            run,
+            base=IdempotentTask,
+            name="run",
+            idempotency_key="k",
+            idempotency_retention=0,
+            shared=False,
+        )
+        task = app.tasks["run"]
+        for mode in ("well", "away", "away", "well", "deaf", "well"):
+            link.mode = mode
+            assert task.apply(("a",)).successful()
+        assert len(runs) == 6
+
+    def test_a_mark_is_not_forgotten_where_the_copy_would_go_on_answering(
         self, store, private_redis
     ):
         full = HybridStore(
@@ -412,13 +485,20 @@ class TestForget:
         direct.config_set("min-replicas-to-write", 1)
         try:
             with pytest.raises(StoreUnavailable):
-                full.forget(KEY, token=token)
+                forget_mark(full, KEY, token=token)
             assert isinstance(ask(full), Settled)
         finally:
             direct.config_set("min-replicas-to-write", 0)
             direct.close()
-        assert full.forget(KEY, token=token) is True
+        forget_mark(full, KEY, token=token)
+        assert isinstance(ask(full), Claimed)
         full.close()
+
+    def test_a_forget_by_another_token_leaves_the_record(self, store):
+        token = complete(store).token
+        assert store.forget(KEY, token=token + 1) is False
+        assert isinstance(ask(store), Settled)
+        assert isinstance(store.cache.look(KEY), Cached)
 
     def test_a_tombstone_stays_until_its_own_forget_lifts_it(self, store, truth):
         complete(store)
@@ -649,7 +729,9 @@ class TestTrouble:
             store.close()
 
     def test_a_restarted_server_s_data_are_not_believed(self, persistent_redis, truth):
-        store = HybridStore(RedisCache(persistent_redis.url()), truth)
+        store = HybridStore(
+            RedisCache(persistent_redis.url(), options={"socket_timeout": 5}), truth
+        )
         complete(store)
         assert isinstance(store.cache.look(KEY), Cached)
         persistent_redis.kill()

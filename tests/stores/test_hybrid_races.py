@@ -141,13 +141,13 @@ class Races(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.plain: Any = MemoryStore(self.clock)
         self.raw: Any = MemoryStore(self.clock)
-        cache: Any = RedisCache(self.url, prefix=prefix)
+        cache: Any = RedisCache(self.url, prefix=prefix, options={"socket_timeout": 5})
         self.match = f"{cache.prefix}:*"
         self.bad: Any = BadLink(cache._link)
         self.dated: Any = DatedLink(self.bad)
         self.link = FixedLink(self.dated, self.client, f"{prefix}-clock")
         self.link.set(self.clock() + OFFSET_US)
-        self.spy: Any = RedisCache(self.url, prefix=prefix)
+        self.spy: Any = RedisCache(self.url, prefix=prefix, options={"socket_timeout": 5})
         self.spy_dated: Any = DatedLink(self.spy._link)
         self.spy._link = FixedLink(self.spy_dated, self.client, f"{prefix}-clock")
         cache._link = self.link

@@ -411,6 +411,8 @@ class TestRefusals:
         try:
             with pytest.raises(StoreUnavailable, match=r"memory|OOM"):
                 ask(store, Identity(namespace="n", key="n"))
+            # There is no room for a note of it.
+            assert isinstance(ask(store, KEY), Held)
             lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
             assert store.renew([lease]) == [True]
             with pytest.raises(StoreUnavailable, match=r"memory|OOM"):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.checks import Finding, check, check_settings, check_store
 from celery_idempotent.reaper import SWEEP
+from celery_idempotent.stores import base
 from celery_idempotent.stores.redis_facts import ServerFacts
 from tests.support.admin import make_app
 
@@ -31,8 +36,8 @@ class Told:
     def facts(self) -> Any:
         return self.servers
 
-    def stats(self) -> None:
-        """Answer."""
+    def skews_ms(self) -> list[int]:
+        return []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -48,7 +53,7 @@ def app_with(store: Any = REDIS, broker: str = "redis://127.0.0.1:1/0", **settin
 
 def ids(found: list[Finding]) -> list[str]:
     for each in found:
-        assert each.problem.endswith((".", "…")) or each.id in {"E001", "E006"}, each
+        assert each.problem.endswith((".", "…")) or each.id in {"E001", "E006", "E013"}, each
         assert each.hint
         assert each.level == ("error" if each.id[0] == "E" else "warning")
     return [each.id for each in found]
@@ -106,6 +111,204 @@ def test_a_visibility_timeout_that_is_no_longer_than_a_lease_is_found(
     app = app_with(broker=broker)
     app.conf.broker_transport_options = options
     assert ids(check_settings(app)) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "wait"),
+    [
+        ({}, None),
+        ({"default_retry_delay": 3599}, None),
+        ({"default_retry_delay": 3600}, "3600 s"),
+        ({"autoretry_for": (OSError,)}, None),
+        ({"autoretry_for": (OSError,), "retry_kwargs": {"countdown": 7200}}, "7200 s"),
+        ({"autoretry_for": (OSError,), "retry_backoff": 900, "retry_backoff_max": 9000}, "3600 s"),
+        ({"autoretry_for": (OSError,), "retry_backoff": 899, "retry_backoff_max": 9000}, None),
+        ({"autoretry_for": (OSError,), "retry_backoff": True, "max_retries": 99}, None),
+        (
+            {
+                "autoretry_for": (OSError,),
+                "retry_backoff": True,
+                "retry_backoff_max": 9000,
+                "max_retries": None,
+            },
+            "9000 s",
+        ),
+        ({"retry_backoff": 9000, "retry_backoff_max": 9000}, None),
+    ],
+)
+def test_retries_that_wait_for_longer_than_the_broker_are_found(
+    options: dict[str, Any], wait: str | None
+) -> None:
+    app = app_with()
+    app.task(name="patient", base=IdempotentTask, shared=False, **options)(_nothing)
+    found = check_settings(app)
+    assert ids(found) == ([] if wait is None else ["W019"])
+    if wait:
+        assert f"patient (retries after up to {wait})" in found[0].problem
+    app.conf["broker_url"] = "amqp://h"
+    assert ids(check_settings(app)) == []
+
+
+def test_the_longest_retry_is_the_one_that_celery_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """900, 1800, 3600: with three retries the last is what the check says."""
+    app = Celery("retries", set_as_current=False, broker="memory://", backend="cache+memory://")
+    waits: list[float] = []
+
+    @app.task(
+        bind=True,
+        autoretry_for=(OSError,),
+        retry_backoff=900,
+        retry_backoff_max=9000,
+        retry_jitter=False,
+    )
+    def fail(self: Any) -> None:
+        raise OSError
+
+    def retry(countdown: float, **_: Any) -> Exception:
+        waits.append(countdown)
+        return ValueError()
+
+    task: Any = app.tasks[fail.name]
+    monkeypatch.setattr(task, "retry", retry)
+    for retries in range(task.max_retries):
+        with pytest.raises(ValueError):
+            task.apply(retries=retries, throw=True)
+    assert max(waits) == 3600
+
+
+def test_beat_entries_that_wait_for_longer_than_the_broker_are_found() -> None:
+    def entry(task: str, countdown: int) -> dict[str, Any]:
+        return {"task": task, "schedule": 60, "options": {"countdown": countdown}}
+
+    schedule = {
+        "soon": entry("shop.charge", 3599),
+        "late": entry("shop.charge", 7200),
+        "else": entry("not.ours", 7200),
+        "bare": {"task": "shop.charge", "schedule": timedelta(days=1)},
+    }
+    (found,) = check_settings(app_with(beat_schedule=schedule))
+    assert ids([found]) == ["W019"]
+    assert "the beat entry late (countdown 7200 s)." in found.problem
+
+
+def test_the_broker_that_messages_are_read_from_counts() -> None:
+    app = app_with(broker="amqp://h")
+    app.conf.broker_transport_options = {"visibility_timeout": 30}
+    app.conf["broker_read_url"] = ["redis://one", "redis://two"]
+    assert ids(check_settings(app)) == ["W004"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "found", "said"),
+    [
+        ({"task_serializer": "toml"}, ["E014"], "the serializer of shop.charge 'toml'"),
+        ({"result_serializer": "toml"}, ["E014"], "result_serializer 'toml'"),
+        ({"task_compression": "rar"}, ["E014"], "task_compression 'rar'"),
+        ({"result_compression": "rar"}, ["E014"], "result_compression 'rar'"),
+        ({"task_compression": "gzip", "result_compression": "bzip2"}, [], ""),
+        ({"task_serializer": "yaml"}, ["W015"], "shop.charge (yaml)"),
+        ({"task_serializer": "yaml", "accept_content": ["json", "yaml"]}, [], ""),
+        ({"task_serializer": "yaml", "accept_content": ["json", "application/x-yaml"]}, [], ""),
+        ({"result_serializer": "yaml"}, ["W016"], "written as yaml"),
+        ({"result_serializer": "yaml", "task_ignore_result": True}, ["W016"], ""),
+        ({"result_serializer": "yaml", "result_accept_content": ["yaml"]}, [], ""),
+        ({"result_accept_content": ["yaml"]}, ["W016"], "written as json"),
+        ({"accept_content": ["json", "pickle"]}, ["W017"], "Pickles"),
+        ({"accept_content": ["json", "application/x-python-serialize"]}, ["W017"], "Pickles"),
+        ({"result_accept_content": ["json", "pickle"]}, ["W017"], "Pickles"),
+    ],
+)
+def test_formats_that_cannot_be_written_or_read_are_found(
+    settings: dict[str, Any], found: list[str], said: str
+) -> None:
+    seen = check_settings(app_with(**settings))
+    assert ids(seen) == found
+    assert said in "".join(each.problem for each in seen)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"idempotency_serializer": "yaml"}, "'yaml' writes what this app does not accept"),
+        ({"idempotency_serializer": "toml"}, "'toml' is not installed"),
+        ({"idempotency_compression": "rar"}, "'rar' is not installed"),
+        ({"accept_content": ["json", "toml"]}, "accept_content names 'toml'"),
+        ({"idempotency_leese": 3}, "did you mean idempotency_lease?"),
+        ({"idempotency_sweep_interval": 0}, "at least 0.1 seconds"),
+        ({"idempotency_silenced_checks": "W009"}, "takes a list of ids"),
+        ({"idempotency_silenced_checks": [9]}, "takes a list of ids"),
+    ],
+)
+def test_an_option_that_is_bad_is_found_and_found_again(
+    settings: dict[str, Any], said: str
+) -> None:
+    app = Celery("bad", set_as_current=False, broker="redis://h")
+    app.conf.update(idempotency_store=REDIS, **settings)
+    app.task(name="charge", base=IdempotentTask, shared=False)(_nothing)
+    for _ in range(2):
+        (found,) = check(app)
+        assert ids([found]) == ["E013"]
+        assert said in found.problem
+
+
+def test_a_task_that_is_switched_off_is_not_looked_at() -> None:
+    app = app_with()
+    app.task(
+        name="off",
+        base=IdempotentTask,
+        idempotency_mode="off",
+        default_retry_delay=9000,
+        shared=False,
+    )(_nothing)
+    assert ids(check_settings(app)) == []
+
+
+def test_what_nobody_wants_to_hear_of_is_not_said() -> None:
+    app = app_with(Told(replace(GOOD, persistent=False, eviction="allkeys-lru")))
+    assert ids(check(app)) == ["W008", "W009"]
+    app.conf.idempotency_silenced_checks = ["W009"]
+    assert ids(check(app)) == ["W008"]
+
+
+@pytest.mark.parametrize(
+    ("skews", "said"),
+    [
+        ([0, 0], None),
+        ([5000, -5000], None),
+        ([0, 5600, 1], "6 s ahead of this machine's"),
+        ([-3_600_000, 9000], "3600 s behind this machine's"),
+    ],
+)
+def test_a_clock_that_is_seconds_off_is_found(skews: list[int], said: str | None) -> None:
+    told = Told(GOOD)
+    told.skews_ms = lambda: skews  # type: ignore[method-assign]
+    found = check_store(app_with(told))
+    assert ids(found) == ([] if said is None else ["W018"])
+    if said:
+        assert said in found[0].problem
+
+
+def test_what_fits_between_question_and_answer_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([1_000, 9_000] * 4)
+    clock = SimpleNamespace(time_ns=lambda: next(times) * 1_000_000)
+    monkeypatch.setattr(base, "time", clock)
+    for there, skew in ((1_000, 0), (9_000, 0), (9_001, 1), (400, -600)):
+        assert base.skew_ms(partial(int, there)) == skew
+
+
+@pytest.mark.redis
+def test_the_clock_of_a_real_server_is_read(
+    private_redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_with(private_redis.url(), idempotency_silenced_checks=["W008", "W009"])
+    assert ids(check_store(app)) == []
+    ahead = SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9)
+    monkeypatch.setattr(base, "time", ahead)
+    (found,) = check_store(app)
+    assert ids([found]) == ["W018"]
+    assert "60 s behind this machine's" in found.problem
 
 
 def test_the_memory_of_a_process_is_no_store_for_many() -> None:
@@ -181,6 +384,8 @@ def test_a_server_that_does_not_let_us_ask_is_said_to_be_unknown(
     try:
         host = private_redis.url().partition("://")[2]
         assert ids(check_store(app_with(f"redis://shy:x@{host}"))) == ["W011"]
+        told_redis.execute_command("ACL", "SETUSER", "shy", "-time", "+info")
+        assert "W018" not in ids(check_store(app_with(f"redis://shy:x@{host}")))
     finally:
         told_redis.execute_command("ACL", "DELUSER", "shy")
 

@@ -208,7 +208,7 @@ class TestSweep:
     def store(self, clock: FakeClock) -> MemoryStore:
         return MemoryStore(clock)
 
-    def hold(self, store: MemoryStore, key: str, lease_ms: int = 1000) -> Identity:
+    def hold(self, store: MemoryStore, key: str, lease_ms: int = 1000, **more: Any) -> Identity:
         identity = Identity(namespace="work", key=key)
         answer = store.claim(
             identity,
@@ -217,6 +217,7 @@ class TestSweep:
             keep_ms=100_000,
             task_id="t",
             worker="host:1",
+            **more,
         )
         assert isinstance(answer, Claimed)
         return identity
@@ -236,6 +237,24 @@ class TestSweep:
             "work key stale was stale and is interrupted: t@host:1 did not come back (crash 1)"
             in (caplog.text)
         )
+
+    def test_a_key_that_was_claimed_and_released_meanwhile_is_not_failed(
+        self, store, clock, monkeypatch
+    ):
+        self.hold(store, "kept", on_stale="fail")
+        stale = self.hold(store, "stale", on_stale="fail")
+        clock.advance(1000)
+        swept = store.sweep
+
+        def and_then(**asked: Any) -> Any:
+            report = swept(**asked)
+            self.hold(store, "stale")
+            assert store.release(stale, token=store.get(stale).token)
+            return report
+
+        monkeypatch.setattr(store, "sweep", and_then)
+        assert sweep(make_app(store))["failed"] == 1
+        assert store.get(stale) is None
 
     def test_prunes_what_is_past_its_retention(self, store, clock):
         self.hold(store, "old")

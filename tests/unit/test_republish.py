@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.republish import longest_wait_ms
+from celery_idempotent.republish import UNANSWERED_HEADER, longest_wait_ms, unanswered
 
 
 def task(visibility_timeout: int | None = None, **options: Any) -> Any:
@@ -40,3 +40,23 @@ def test_a_message_that_is_acknowledged_already_is_never_taken_for_lost():
 
 def test_nothing_waits_in_the_process_that_it_waits_for():
     assert longest_wait_ms(task(20), SimpleNamespace(is_eager=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "attempts"),
+    [
+        (None, 0),
+        ("0123456789abcdef", 1),
+        ("0123456789abcdef" * 8, 8),
+        ("0123456789abcdef" * 9, 0),
+        ("0123456789abcde", 0),
+        ("0123456789abcdeg", 0),
+        ("", 0),
+        (17, 0),
+        (["0123456789abcdef"], 0),
+    ],
+)
+def test_what_is_no_list_of_attempts_counts_for_nothing(header, attempts):
+    found = unanswered({UNANSWERED_HEADER: header})
+    assert len(found) == attempts
+    assert all(len(each) == 8 for each in found)

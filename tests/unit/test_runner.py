@@ -513,6 +513,59 @@ class TestPoison:
         assert isinstance(errors[0], TooManyCrashes)
         assert errors[0].crashes == 5
 
+    def test_where_a_person_is_to_look_the_first_crash_is_the_last(self, execute, memory):
+        self.crash(memory, 1)
+        answer = execute(never, on_stale="fail")
+        assert answer.record.state is State.FAILED
+        assert text_of(answer.record).startswith(b"ProcessingTimedOut(")
+
+    def test_where_a_person_is_to_look_a_failed_run_is_none_of_their_business(self, execute):
+        with pytest.raises(ValueError):
+            execute(raising(ValueError()), on_stale="fail")
+        assert execute(lambda: 1, on_stale="fail") == Ran(1)
+
+    def test_a_verdict_that_cannot_be_written_lets_the_message_come_back(
+        self, execute, memory, store, events, caplog
+    ):
+        self.crash(memory, 4)
+        store.fail("settle", StoreUnavailable)
+        assert isinstance(execute(never), StoreFailed)
+        assert names(events) == ["store_failed"]
+        assert "took effect" not in caplog.text
+
+
+class TestObserving:
+    def test_an_exception_of_a_run_that_lost_its_key_is_raised_all_the_same(
+        self, execute, memory, clock
+    ):
+        def body() -> None:
+            clock.advance(1001)
+            claim(memory)
+            raise ValueError("declined")
+
+        with pytest.raises(ValueError, match="declined"):
+            execute(body, mode="observe", lease_ms=1000)
+
+    def test_a_step_runs_each_time(self, execute):
+        ran = []
+
+        class Codec(TextCodec):
+            def dump_step(self, name: str, value: object) -> object:
+                return value
+
+            def load_value(self, stored: object) -> object:
+                return stored
+
+        def body(fails: bool) -> None:
+            current_claim().step("charge", lambda: ran.append(1))
+            if fails:
+                raise ValueError
+
+        with pytest.raises(ValueError):
+            execute(partial(body, True), mode="observe", codec=Codec())
+        execute(partial(body, False), mode="observe", codec=Codec())
+        assert len(ran) == 2
+
 
 class TestLostLease:
     def test_the_late_result_is_dropped_and_the_winner_answers(
@@ -602,6 +655,18 @@ class TestStoreFailures:
         store.fail("claim", StoreUnavailable, when="after")
         assert execute(lambda: current_claim().crashes) == Ran(0)
         assert memory.get(IDENTITY).attempts == 1
+
+    def test_a_claim_without_an_answer_is_told_so_that_the_next_round_may_take_it(
+        self, execute, store, memory, fake_time
+    ):
+        store.fail("claim", *[StoreUnavailable] * 50, when="after")
+        failed = execute(never)
+        assert isinstance(failed, StoreFailed)
+        assert set(store.attempts) == {failed.attempt}
+        store._plans.clear()
+        again = replace(a_call(), unanswered=(failed.attempt,))
+        assert execute(lambda: "ran", call=again) == Ran("ran")
+        assert memory.get(IDENTITY).crashes == 0
 
     def test_every_call_is_an_attempt_of_its_own(self, execute, store):
         for key in "ab":

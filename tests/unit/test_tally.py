@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from celery_idempotent.lease import Heartbeat
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.tally import Tally
 from tests.support.waiting import wait_for
+from tests.support.workers import child_environment
 from tests.unit.test_runner import FlakyStore, a_call, make_runner
 
 
@@ -101,3 +105,81 @@ def test_a_store_without_counters_is_not_asked(tally):
     tally.add(Plain(), "t", "idempotency_claimed")  # type: ignore[arg-type]
     tally.write()
     assert not tally._counts
+
+
+PUBLISHER = """
+import os, sys, time
+from celery import Celery
+from celery_idempotent import IdempotentTask
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.tally import tally
+
+class Told(MemoryStore):
+    def count(self, outcomes):
+        if "hang" in sys.argv:
+            time.sleep(3600)
+        print(*(f"{who} {task} {outcome} {n}" for (task, outcome), n in outcomes.items()), flush=True)
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+who = "parent"
+app = Celery("shop", broker="memory://", set_as_current=False)
+app.conf.idempotency_store = Told()
+
+@app.task(base=IdempotentTask, name="charge", idempotency_key="n", idempotency_publish_once=True)
+def charge(n):
+    pass
+
+charge.name
+before = threads()
+for n in range(3):
+    charge.delay(n)
+assert threads() == before + 1, "one thread writes"
+"""
+
+
+def publish(then: str = "", *args: str) -> subprocess.Popen[str]:
+    """Start a process that publishes, and never claims anything."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PUBLISHER + then, *args],
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_what_a_publisher_counts_is_written_when_it_ends():
+    with publish() as process:
+        out, _ = process.communicate(timeout=60)
+    assert (out, process.returncode) == ("parent charge reserved 3\n", 0)
+
+
+def test_what_a_publisher_counts_is_written_while_it_lives():
+    with publish("time.sleep(3600)") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "parent charge reserved 3\n"
+        process.kill()
+
+
+def test_a_fork_of_a_publisher_writes_its_own_counts_and_not_those_of_its_parent():
+    fork = """
+if not os.fork():
+    who = "child"
+    assert threads() == 1
+    charge.delay("other")
+    sys.exit()
+os.wait()
+"""
+    with publish(fork) as process:
+        out, _ = process.communicate(timeout=60)
+    assert sorted(out.splitlines()) == ["child charge reserved 1", "parent charge reserved 3"]
+
+
+def test_a_process_that_ends_does_not_wait_for_ever_for_a_store_that_counts_no_more():
+    with publish("print('over', flush=True)", "hang") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "over\n"
+        since = time.monotonic()
+        assert process.wait(timeout=60) == 0
+        assert time.monotonic() - since < 30

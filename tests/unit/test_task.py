@@ -33,6 +33,7 @@ from celery_idempotent import (
 )
 from celery_idempotent.records import Claimed, Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
 from tests.support.workers import child_environment
 
 Published = list[SimpleNamespace]
@@ -294,14 +295,6 @@ class TestCelerysStamps:
         steps.stamp(visitor=Keys())
         steps.apply_async()
         assert sorted(message.stamp["key"] for message in published) == ["key of a", "key of b"]
-
-    def test_a_key_for_a_group_is_distinct_for_each_member(self, published, charge):
-        group([charge.si("a"), charge.si("b")]).apply_async(idempotency_key="whole")
-        assert [message.stamp["key"] for message in published] == ['["whole",0]', '["whole",1]']
-
-    def test_the_same_for_the_header_of_a_chord(self, published, charge):
-        chord([charge.si("a"), charge.si("b")], charge.si("c")).apply_async(idempotency_key="whole")
-        assert [message.stamp["key"] for message in published[:2]] == ['["whole",0]', '["whole",1]']
 
     def test_members_with_a_key_of_their_own_keep_it(self, published, charge):
         group(charge.si(each).set(idempotency_key="one") for each in "ab").apply_async()
@@ -741,11 +734,113 @@ class TestRetries:
         assert record(store, "k", "t").state is State.COMPLETED
 
 
+class TestObserving:
+    """What would have been refused is said, and goes out as Celery would send it."""
+
+    def test_every_call_is_published(self, app, published):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_mode="observe",
+            idempotency_publish_once=True,
+            idempotency_key="key",
+        )
+        def task(key: str, amount: int = 1) -> None: ...
+
+        ids = {task.delay("k").id, task.delay("k").id, task.delay("k", 2).id}
+        assert len(ids) == len(published) == 3
+
+    @pytest.mark.parametrize(
+        ("options", "argument"),
+        [
+            ({"idempotency_key": "key"}, True),
+            ({"idempotency_key": "key"}, "x" * 256),
+            ({"idempotency_key": "key", "idempotency_require_key": True}, None),
+            ({"idempotency_key": ALL_ARGUMENTS}, object()),
+            ({"idempotency_key": "key", "idempotency_scope": "key"}, 1.5),
+        ],
+    )
+    def test_a_call_without_a_usable_key_goes_by_its_task_id(
+        self, app, store, published, caplog, options, argument
+    ):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_mode="observe",
+            serializer="pickle",
+            **options,
+        )
+        def task(key: Any) -> str:
+            return "ran"
+
+        message = send(published, task, argument)
+        assert "would have been refused" in caplog.text
+        deliver(app, message)
+        assert app.AsyncResult(message.id).result == "ran"
+        assert record(store, f"@{message.id}", "t").state is State.COMPLETED
+
+    def test_a_message_without_a_usable_stamp_runs(self, app, published, caplog):
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_mode="observe")
+        def task() -> str:
+            return "ran"
+
+        message = send(published, task)
+        message.headers["idempotency"] = {"id": message.id, "key": 17}
+        deliver(app, message)
+        assert app.AsyncResult(message.id).result == "ran"
+        assert "would have been refused" in caplog.text
+
+
+class TestPublishOnce:
+    def test_a_call_whose_worker_never_came_back_is_published_under_its_id(self, published):
+        clock = FakeClock()
+        store = MemoryStore(clock)
+        app = make_app(store)
+
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_publish_once=True,
+            idempotency_key="key",
+        )
+        def task(key: str) -> None: ...
+
+        first = task.delay("k")
+        reserved = record(store, "k", "t")
+        lost = store.claim(
+            reserved.identity,
+            attempt=os.urandom(8),
+            lease_ms=1000,
+            keep_ms=10_000,
+            fingerprint=reserved.fingerprint,
+            task_id=first.id,
+        )
+        assert isinstance(lost, Claimed)
+        assert task.delay("k").id == first.id
+        assert len(published) == 1
+        clock.advance(1001)
+        assert task.delay("k").id == first.id
+        assert [each.id for each in published] == [first.id] * 2
+        assert published[1].stamp == published[0].stamp
+
+
 class TestFunctionCalls:
     def test_a_direct_call_is_a_function_call(self, charge, store, runs):
         assert charge("o-1") == charge("o-1") == "receipt o-1"
         assert runs == ["o-1", "o-1"]
         assert record(store, "o-1") is None
+
+    def test_each_direct_call_has_provider_keys_of_its_own(self, app):
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True)
+        def task(self: Any, order: str) -> list[str]:
+            return [self.idempotency.derived_key("charge") for _ in range(2)]
+
+        (first, again), (other, _) = task("o-1"), task("o-2")
+        assert first == again != other
+        assert task.run("o-1") != task.run("o-2")
 
     def test_a_direct_call_in_a_run_is_a_function_call(self, app, published, charge, runs):
         @app.task(name="outer", base=IdempotentTask, shared=False)
@@ -1120,6 +1215,44 @@ class TestReplace:
         deliver(app, duplicate)
         assert app.AsyncResult(duplicate.id).result == "receipt o-1"
         assert runs == ["replaced", "o-1"]
+
+    @pytest.mark.parametrize(
+        ("retention", "expires", "age", "state"),
+        [
+            (1000, None, 499, "RETRY"),
+            (1000, None, 501, "FAILURE"),
+            (1000, 100, 99, "RETRY"),
+            (1000, 100, 101, "FAILURE"),
+        ],
+    )
+    def test_a_duplicate_does_not_wait_for_a_replacements_result_until_it_would_run_itself(
+        self, published, retention, expires, age, state
+    ):
+        clock = FakeClock()
+        app = make_app(MemoryStore(clock), result_expires=expires, result_extended=True)
+
+        @app.task(name="quiet", base=IdempotentTask, shared=False, ignore_result=True)
+        def quiet() -> None: ...
+
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            bind=True,
+            idempotency_key="key",
+            idempotency_retention=retention,
+        )
+        def task(self: Any, key: str) -> Any:
+            raise self.replace(quiet.si())
+
+        deliver(app, send(published, task, "k"))
+        clock.advance(age * 1000)
+        duplicate = send(published, task, "k")
+        deliver(app, duplicate)
+        answer = app.AsyncResult(duplicate.id)
+        assert answer.state == state
+        if state == "FAILURE":
+            assert isinstance(answer.result, ResultUnavailable)
 
     def test_a_replacement_that_cannot_be_published_gives_the_key_back(
         self, app, store, published, charge, monkeypatch

@@ -66,6 +66,11 @@ class Board:
     more: int
     findings: Sequence[Finding]
 
+    @property
+    def tiles(self) -> dict[str, str]:
+        """The counts as they are told."""
+        return {name: self.stats.said(name) for name in ("live", "stale", "failed")}
+
 
 def board(app: Celery, *, period: str, task: str) -> Board:
     """Return what there is to show; ``task``, if given, is the only one with a chart.

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 
 from celery_idempotent.operations import Operation, is_live, offered
 from celery_idempotent.records import Record, State
+from celery_idempotent.stores.refusals import KEPT
 
 __all__ = ["Detail", "Moment", "detail", "duration"]
 
@@ -16,10 +17,14 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Something that happened to a record, or will."""
+    """Something that happened to a record, or will; without ``at`` where nobody kept the time.
 
-    at: datetime
+    ``task_id`` is who it happened to, where that is not the record's own task.
+    """
+
     what: str
+    at: datetime | None = None
+    task_id: str = ""
     ahead: bool = False
 
 
@@ -39,6 +44,7 @@ class Detail:
     fingerprint: str
     operations: tuple[Operation, ...]
     timeline: Sequence[Moment]
+    unknown: str
     steps: Sequence[tuple[str, int]]
     now: datetime
 
@@ -64,6 +70,7 @@ def detail(record: Record, now_ms: int) -> Detail:
         fingerprint=record.fingerprint.hex() if record.fingerprint else "",
         operations=offered(record),
         timeline=_timeline(record, now_ms),
+        unknown=_unknown(record),
         steps=[(name, len(stored.body)) for name, stored in record.steps],
         now=_EPOCH + timedelta(milliseconds=now_ms),
     )
@@ -81,20 +88,20 @@ def duration(ms: int) -> str:
 
 
 def _timeline(record: Record, now_ms: int) -> list[Moment]:
-    """Return the moments that a record knows of, in their order."""
-    moments = [
-        Moment(
-            at=record.created_at,
-            what="Reserved: its message was about to be published"
-            if record.reserved
-            else "The key was first claimed",
-        ),
-        Moment(at=record.updated_at, what=_became(record)),
+    """Return what a record knows to have happened, in its order; what has no time comes where it must have been."""
+    dated = [
+        Moment(at=refusal.at, what=_REFUSED[refusal.kind], task_id=refusal.task_id)
+        for refusal in record.refusals
     ]
+    # Of what happened within a millisecond: no conflict comes before the claim, none after the settle.
+    conflicts = sum(refusal.kind == "conflict" for refusal in record.refusals)
+    place = conflicts if record.state.settled else 0
+    dated.sort(key=lambda moment: moment.what != _REFUSED["conflict"])
+    dated.insert(place, Moment(at=record.updated_at, what=_became(record)))
     if record.deadline is not None and record.deadline_ms is not None:
         ahead = record.deadline_ms > now_ms
         what = "lease" if record.state is State.PROCESSING else "reservation"
-        moments.append(
+        dated.append(
             Moment(
                 at=record.deadline,
                 what=f"Its {what} runs out, unless it is renewed"
@@ -103,17 +110,71 @@ def _timeline(record: Record, now_ms: int) -> list[Moment]:
                 ahead=ahead,
             )
         )
-    return sorted(moments, key=lambda moment: moment.at)
+    moments = [
+        Moment(at=record.created_at, what=_began(record)),
+        *_between(record),
+        *sorted(dated, key=lambda moment: moment.at or record.updated_at),
+    ]
+    if record.delivered:
+        moments.append(Moment(what="Its callbacks were sent on"))
+    return moments
+
+
+_REFUSED = {
+    "conflict": "Turned away: somebody else held the key",
+    "mismatch": "Turned away: its arguments are not those of the first call",
+}
+
+
+def _began(record: Record) -> str:
+    if record.reserved:
+        return "Reserved: its message was about to be published"
+    if record.state.settled:
+        return "The key was first claimed or reserved"  # a settled record no longer tells
+    return "The key was first claimed"
+
+
+def _between(record: Record) -> list[Moment]:
+    """Return what happened between the first claim and the present state, at times that nobody kept."""
+    earlier = record.attempts - (record.state is State.PROCESSING)
+    told = 1 if record.state is State.INTERRUPTED else 0
+    moments = []
+    if earlier > 1 or (earlier == 1 and record.state is State.PROCESSING):
+        before = " before" if record.state is State.PROCESSING else ""
+        moments.append(Moment(what=f"Claimed {_times(earlier)}{before}"))
+    if record.crashes > told:
+        before = " before" if told else ""
+        moments.append(Moment(what=f"Lost to a crash {_times(record.crashes - told)}{before}"))
+    return moments
+
+
+def _times(count: int) -> str:
+    # Redis counts in one byte.
+    return {1: "once", 255: "255 times or more"}.get(count, f"{count} times")
+
+
+def _unknown(record: Record) -> str:
+    """Say what the timeline cannot tell."""
+    missing = ["replays", "renewals", "sweeps that left it alone"]
+    if record.attempts > 1 or record.crashes:
+        missing.insert(0, "when earlier attempts began and ended")
+    if len(record.refusals) == KEPT:
+        missing.append("refusals before the last five")
+    return f"Not kept: {', '.join(missing)}."
 
 
 def _became(record: Record) -> str:
     match record.state:
+        case State.QUEUED if record.attempts:
+            return "Queued again: its message is on its way once more"
         case State.QUEUED:
             return "Queued: its message is on its way"
         case State.PROCESSING:
             return f"Claimed by {record.worker or 'a worker'} (attempt {record.attempts})"
-        case State.INTERRUPTED:
+        case State.INTERRUPTED if record.crashes:
             return f"Interrupted (crash {record.crashes}): the next delivery may run it"
+        case State.INTERRUPTED:
+            return "Given back with steps done: the next delivery may run the rest"
         case State.COMPLETED if record.replaced:
             return "Completed: another task took over its task id"
         case State.COMPLETED:

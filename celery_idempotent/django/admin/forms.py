@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
 from django import forms
 
-from celery_idempotent.keys import MAX_CHARS
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.keys import MAX_CHARS, canonical
 from celery_idempotent.operations import Operation
 from celery_idempotent.records import Selection, State
 
-__all__ = ["PERIODS", "FilterForm", "OperationForm", "PeriodForm"]
+__all__ = ["PERIODS", "BulkForm", "FilterForm", "OperationForm", "PeriodForm"]
 
 #: How long ago a record was made, for the filter.
 _AGES = {
@@ -31,6 +33,9 @@ _STATES = {
 #: Hours that the charts show, and hours that one bar of them stands for.
 PERIODS = {"24h": ("24 hours", 24, 1), "7d": ("7 days", 168, 6), "30d": ("30 days", 720, 24)}
 
+#: A primary key that is no text.
+_NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
+
 #: Tokens fit into 64 bits.
 _LARGEST_TOKEN = 2**63 - 1
 
@@ -48,7 +53,12 @@ class FilterForm(forms.Form):
         strip=True,
         widget=forms.TextInput(attrs={"list": "idempotency-tasks"}),
     )
-    scope = forms.CharField(required=False, max_length=MAX_CHARS, strip=True)
+    scope = forms.CharField(
+        required=False,
+        max_length=MAX_CHARS,
+        strip=True,
+        widget=forms.TextInput(attrs={"placeholder": "tenant-1, or user 17"}),
+    )
     age = forms.ChoiceField(
         required=False,
         label="First seen",
@@ -68,6 +78,19 @@ class FilterForm(forms.Form):
     looked_at = forms.IntegerField(
         required=False, min_value=0, max_value=10**12, widget=forms.HiddenInput
     )
+
+    def clean_scope(self) -> str:
+        """Return the scope as a record has it: ``user 17`` stands for what that user sent over HTTP."""
+        scope: str = self.cleaned_data["scope"]
+        word, _, pk = scope.partition(" ")
+        if word != "user" or not pk.strip():
+            return scope
+        pk = pk.strip()
+        user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
+        try:
+            return canonical(user, what="scope", task="search")
+        except InvalidKey:
+            raise forms.ValidationError("No user has such a primary key.") from None
 
     def selection(self, now_ms: int) -> Selection:
         """Return what was chosen, ``now_ms`` by the store's clock."""
@@ -126,3 +149,27 @@ class OperationForm(forms.Form):
             )
         else:
             del self.fields["force"]
+
+
+class BulkForm(forms.Form):
+    """An operation on several records, of which ``live`` have a live owner."""
+
+    force = forms.BooleanField(required=False)
+    reason = forms.CharField(
+        required=False, max_length=500, strip=True, widget=forms.Textarea(attrs={"rows": 3})
+    )
+
+    def __init__(self, *args: Any, operation: Operation, live: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields[
+            "force"
+        ].label = f"{operation.capitalize()} also those with a live owner ({live})"
+        if not live:
+            del self.fields["force"]
+
+    def clean(self) -> dict[str, Any]:
+        """Refuse to force without a reason."""
+        given: dict[str, Any] = super().clean() or {}
+        if given.get("force") and not given.get("reason") and not self.has_error("reason"):
+            self.add_error("reason", "To take a key away from a live owner, say why.")
+        return given

@@ -73,7 +73,7 @@ def search(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing
     """Return the records whose key is what was typed, or whose key is that task id.
 
     A key is found by its whole identity: in the task and the scope that are named, else in every task of the app, as
-    far as there are not too many, and without a scope.
+    far as there are not too many, and the namespaces of views, and without a scope.
     """
     text, task = form.cleaned_data["key"], form.cleaned_data["task"]
     known = [task] if task else list(namespaces)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
@@ -18,7 +16,7 @@ from celery_idempotent.operations import Operation, Outcome, clock_ms, is_live, 
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 
-__all__ = ["OperationPages"]
+__all__ = ["OperationPages", "carry_out"]
 
 
 class OperationPages(Pages):
@@ -63,28 +61,19 @@ class OperationPages(Pages):
         self, request: HttpRequest, identity: Identity, operation: Operation, form: OperationForm
     ) -> HttpResponse:
         given = form.cleaned_data
-        noting = functools.partial(
-            audit.note, request, identity, operation, given["reason"], given.get("force", False)
+        outcome = carry_out(
+            request,
+            identity,
+            operation,
+            seen=(given["token"], State(given["state"])),
+            reason=given["reason"],
+            force=given.get("force", False),
         )
-        try:
-            outcome = operate(
-                celery_app(),
-                identity,
-                operation,
-                token=given["token"],
-                state=State(given["state"]),
-                force=given.get("force", False),
-            )
-        except IdempotencyError:
-            noting("the store did not answer: it may have been done")
-            raise
         wording = WORDINGS[operation]
         match outcome:
             case Outcome.DONE:
-                noting("")
                 messages.success(request, f"{wording.done}: {identity}.")
             case Outcome.UNSENT:
-                noting("its message could not be published yet")
                 messages.warning(
                     request,
                     f"{identity} is queued, but its message could not be published: the next sweep after its"
@@ -124,3 +113,46 @@ class OperationPages(Pages):
             "back": self.address_of(record.identity),
         }
         return self.render(request, "operation", context, status=status)
+
+
+def carry_out(
+    request: HttpRequest,
+    identity: Identity,
+    operation: Operation,
+    *,
+    seen: tuple[int, State],
+    reason: str,
+    force: bool,
+) -> Outcome:
+    """Do an operation to the record with this token and state, and note it in the log.
+
+    Raises:
+        IdempotencyError: if the store did not answer; the note says what is known then.
+    """
+    note = audit.Note(request, identity, operation, reason=reason, forced=force)
+    try:
+        outcome = operate(
+            celery_app(), identity, operation, token=seen[0], state=seen[1], force=force
+        )
+    except IdempotencyError:
+        note.failed(_aftermath(identity, seen))
+        raise
+    match outcome:
+        case Outcome.DONE:
+            note.done()
+        case Outcome.UNSENT:
+            note.done("its message could not be published yet")
+        case Outcome.CHANGED | Outcome.LIVE:
+            note.withdraw()
+    return outcome
+
+
+def _aftermath(identity: Identity, seen: tuple[int, State]) -> str:
+    """Say what is known of an operation that the store did not confirm."""
+    try:
+        record = get_store(celery_app()).get(identity)
+    except IdempotencyError:
+        return "the store did not answer: it may have been done"
+    if record is not None and (record.token, record.state) == seen:
+        return "right after that the record was still there, unchanged"
+    return "right after that the record was gone, or another"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
+
+from django.db import connections
 
 from celery_idempotent.django.admin.values import Shown, text_of
 
@@ -15,6 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["Result", "result_of"]
 
 logger = logging.getLogger(__name__)
+
+#: How long a page waits for the result backend, in seconds. Its own limits are for workers: Celery lets Redis take two
+#: minutes, and tries again twenty times.
+PATIENCE = 3.0
+
+#: So many questions may be without an answer at a time: each keeps a thread until the backend's own limits end it.
+_asking = threading.BoundedSemaphore(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +41,39 @@ class Result:
 
 def result_of(app: Celery, task_id: str, *, may_see: bool) -> Result:
     """Ask the app's result backend, which reads only what the app accepts."""
-    backend: Any = app.backend
     try:
-        meta = backend.get_task_meta(task_id)
+        meta = _meta(app.backend, task_id)
     except (NotImplementedError, AttributeError):
         return Result(trouble="This app keeps no results.")
+    except NotYet:
+        logger.warning("idempotency: the result backend does not answer within %s s", PATIENCE)
+        return Result(trouble=f"The result backend does not answer within {PATIENCE:g} seconds.")
     except Exception as error:
         logger.warning("idempotency: the result backend does not answer", exc_info=True)
         return Result(trouble=f"The result backend does not answer ({type(error).__name__}).")
     state = str(meta.get("status"))
     value = text_of(meta.get("result")) if may_see and state in {"SUCCESS", "FAILURE"} else None
     return Result(state=state, done=meta.get("date_done"), value=value)
+
+
+def _meta(backend: Any, task_id: str) -> dict[str, Any]:
+    """Ask in a thread of its own: whatever the backend is, a page does not hang because it does."""
+    if not _asking.acquire(blocking=False):
+        raise NotYet
+    answer: Future[dict[str, Any]] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(backend.get_task_meta(task_id))
+        except BaseException as error:  # noqa: BLE001  the page's to judge
+            answer.set_exception(error)
+        finally:
+            _asking.release()
+            connections.close_all()  # this thread's, of a backend in the database
+
+    try:
+        threading.Thread(target=ask, name="idempotency-result", daemon=True).start()
+    except BaseException:
+        _asking.release()
+        raise
+    return answer.result(PATIENCE)

@@ -11,6 +11,7 @@ from django.utils.http import urlencode
 
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
+from celery_idempotent.django.admin.bulk import BulkPages, Mark
 from celery_idempotent.django.admin.dashboard import board
 from celery_idempotent.django.admin.detail import detail, duration
 from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
@@ -20,11 +21,13 @@ from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app, definitions
+from celery_idempotent.django.http.namespaces import view_namespaces
 from celery_idempotent.django.outbox import pending
 from celery_idempotent.operations import OPERATIONS, clock_ms
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
+    from celery import Celery
     from django.http import HttpRequest, HttpResponse
 
 __all__ = ["IdempotencyRecordAdmin"]
@@ -33,7 +36,7 @@ __all__ = ["IdempotencyRecordAdmin"]
 _STAGED, _SUGGESTED = 100, 200
 
 
-class IdempotencyRecordAdmin(OperationPages):
+class IdempotencyRecordAdmin(OperationPages, BulkPages):
     """Pages over the records of the app's store. None of them works for longer because there are more records."""
 
     # -- addresses
@@ -46,6 +49,7 @@ class IdempotencyRecordAdmin(OperationPages):
             path("", wrap(self.changelist_view), name=f"{name}_changelist"),
             path("dashboard/", wrap(self.dashboard_view), name=f"{name}_dashboard"),
             path("outbox/", wrap(self.outbox_view), name=f"{name}_outbox"),
+            path("bulk/", wrap(self.bulk_view), name=f"{name}_bulk"),
             path("<path:object_id>/result/", wrap(self.result_view), name=f"{name}_result"),
             *(
                 path(
@@ -69,7 +73,7 @@ class IdempotencyRecordAdmin(OperationPages):
     @guarded("GET")
     def _list(self, request: HttpRequest, extra: dict[str, Any]) -> HttpResponse:
         app = celery_app()
-        store, tasks = get_store(app), definitions(app)
+        store, tasks = get_store(app), _namespaces(app)
         form = FilterForm(request.GET)
         listing, rows, more = None, [], ""
         if form.is_valid():
@@ -80,17 +84,27 @@ class IdempotencyRecordAdmin(OperationPages):
             except ValueError:
                 form.add_error(None, "This place in the list is of another list: start again.")
         if listing is not None:
-            rows = [(each, stale, self.address_of(each.identity)) for each, stale in listing.rows()]
+            rows = [
+                (each, stale, self.address_of(each.identity), Mark.of(each))
+                for each, stale in listing.rows()
+            ]
             if listing.cursor:
                 place = {"cursor": listing.cursor, "looked_at": str(listing.looked_at)}
                 more = "?" + urlencode({**form.chosen(), **place})
+        query = request.GET.urlencode()
         context = {
             "title": "Idempotency records",
+            "operations": [
+                (each, WORDINGS[each].button)
+                for each in OPERATIONS
+                if rows and self.may(request, f"{each}_record")
+            ],
+            "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
             "form": form,
             "listing": listing,
             "rows": rows,
             "more": more,
-            "tasks": list(tasks)[:_SUGGESTED],
+            "tasks": tasks[:_SUGGESTED],
             "started": bool(request.GET.get("cursor")),
             "restart": "?" + urlencode(form.chosen()) if form.is_valid() else "?",
             "filtered": form.is_valid() and bool(form.chosen()),
@@ -133,6 +147,7 @@ class IdempotencyRecordAdmin(OperationPages):
             "record": record,
             "identity": identity,
             "known": definition is not None,
+            "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
             "value": shown(app, definition, record) if may_see and record.state.settled else None,
             "buttons": buttons,
@@ -212,6 +227,11 @@ class IdempotencyRecordAdmin(OperationPages):
             "outbox_url": self.address("outbox"),
         }
         return super().render(request, page, {**ways, **context}, status=status)
+
+
+def _namespaces(app: Celery) -> list[str]:
+    """Return what keys may be for: views, of which there are few, and tasks."""
+    return list(dict.fromkeys([*view_namespaces(), *definitions(app)]))
 
 
 def _outbox_alias() -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import pprint
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_idempotent.codec import TaskCodec
-from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.django.http.messages import CONTENT_TYPE, REPLAYED, read_response
+from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import Record, State, Stored
 
@@ -41,6 +43,8 @@ def shown(app: Celery, definition: Definition | None, record: Record) -> Shown:
         return Shown(trouble="It was not kept in the record.")
     if len(stored.body) > _limit(stored):
         return Shown(trouble=f"It is too large to be shown: {len(stored.body):,} bytes.")
+    if stored.content_type == CONTENT_TYPE:
+        return _response(stored)
     codec = (
         TaskCodec(app, record.identity.namespace, Policy())
         if definition is None
@@ -55,6 +59,24 @@ def shown(app: Celery, definition: Definition | None, record: Record) -> Shown:
         return Shown(trouble=str(error))
     except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
         return Shown(trouble=f"It cannot be read ({type(error).__name__}).")
+
+
+def _response(stored: Stored) -> Shown:
+    """Return the answer of a view: its status, its headers, and its body if that is a text."""
+    try:
+        response = read_response(stored)
+    except ResultUnavailable as unavailable:
+        return Shown(trouble=str(unavailable))
+    except Exception as error:  # noqa: BLE001  as in `shown`
+        return Shown(trouble=f"It cannot be read ({type(error).__name__}).")
+    del response[REPLAYED]
+    body = f"({len(response.content):,} bytes that are no text)"
+    if "Content-Encoding" not in response:
+        with contextlib.suppress(UnicodeDecodeError, LookupError):
+            body = response.content.decode(response.charset)
+    head = [f"{response.status_code} {response.reason_phrase}"]
+    head += [f"{name}: {value}" for name, value in response.items()]
+    return text_of("\n".join([*head, "", body]))
 
 
 def text_of(value: object) -> Shown:

@@ -1,8 +1,8 @@
 """The HTTP side: ``Idempotency-Key`` for Django views and Django REST framework, from the request to the task.
 
 * :func:`idempotent_view` guards a view that does its work in the request.
-* :func:`enqueue` hands the work to a task and answers 202 with the address of its status;
-  :func:`keyed_view` checks the header of such a view before anything else.
+* :func:`enqueue` (:func:`aenqueue` in a coroutine) hands the work to a task and answers 202 with the address of its
+  status; :func:`keyed_view` checks the header of such a view before anything else.
 * :mod:`celery_idempotent.django.http.urls` serves that status.
 """
 
@@ -10,8 +10,16 @@ from __future__ import annotations
 
 from celery_idempotent.django.http.decorators import idempotent_view, keyed_view
 from celery_idempotent.django.http.problems import problem
-from celery_idempotent.django.http.queueing import enqueue
+from celery_idempotent.django.http.queueing import aenqueue, enqueue
 from celery_idempotent.django.http.scopes import user_scope
 from celery_idempotent.django.http.status import status_url
 
-__all__ = ["enqueue", "idempotent_view", "keyed_view", "problem", "status_url", "user_scope"]
+__all__ = [
+    "aenqueue",
+    "enqueue",
+    "idempotent_view",
+    "keyed_view",
+    "problem",
+    "status_url",
+    "user_scope",
+]

@@ -5,17 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.core.signals import setting_changed
 from django.db import connections
 
+from celery_idempotent.django.http import namespaces
+from celery_idempotent.django.http.describing import note_shown
+from celery_idempotent.django.http.ending import to_the_end
 from celery_idempotent.django.http.guards import Guard, Guarded
 from celery_idempotent.django.http.headers import read_key
 from celery_idempotent.django.http.options import SETTING, HttpOptions, read_options
 from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.transactions import atomic_requests, left_alone
+from celery_idempotent.django.http.transactions import spared as spared_by
 from celery_idempotent.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -38,6 +43,10 @@ class Marks:
         self._guard: Guard | None = None
         # What does not depend on settings is checked now, with the view.
         read_options(given)
+        if "show_errors" in given:
+            note_shown(given["show_errors"])
+        if guards:
+            namespaces.note(given)
         setting_changed.connect(self._forget)
 
     def _forget(self, *, setting: str = "", **_: Any) -> None:
@@ -98,6 +107,10 @@ _KEYED = _QUEUEING | {
 
 
 def _decorator(view: Any, options: dict[str, Any], *, guards: bool) -> Any:
+    if "namespaces" in options:
+        raise InvalidOption(
+            f"namespaces is for the status resource, which all views share: put it into {SETTING}."
+        )
     idle = options.keys() & _QUEUEING if guards else options.keys() - _KEYED
     if idle & HttpOptions.__dataclass_fields__.keys():
         kind, other = ("idempotent", "keyed") if guards else ("keyed", "idempotent")
@@ -149,12 +162,17 @@ def _class(cls: Any, marks: Marks) -> Any:
 def _rest_class(cls: Any, marks: Marks) -> None:
     """Check the key before all else, and guard the handler alone: who calls, and how often, is seen to before it."""
     dispatch, initial = cls.dispatch, cls.initial
-    spared = _spared(dispatch)
+    spared = spared_by(dispatch)
 
     @wraps(dispatch)
     def checked(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         refused = _refusal(request, marks.options)
-        return refused if refused is not None else dispatch(self, request, *args, **kwargs)
+        if refused is not None:
+            return refused
+        # With a key, the transaction is within the claim.
+        within = not marks.guards or request.idempotency_key is not None  # type: ignore[attr-defined]  # ours
+        with atomic_requests(frozenset(connections) if within else spared):
+            return dispatch(self, request, *args, **kwargs)
 
     @wraps(initial)
     def begun(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -162,16 +180,18 @@ def _rest_class(cls: Any, marks: Marks) -> None:
         name = str(request.method).lower()
         handler = getattr(self, name, None)
         if handler is not None and marks.guards:
-            setattr(self, name, _function(handler, marks, spared=spared))
+            keyed = request._request.idempotency_key is not None  # noqa: SLF001  Django's own request
+            within = spared if keyed else frozenset(connections)
+            setattr(self, name, _function(handler, marks, spared=within))
 
-    cls.dispatch = _left_alone(checked) if marks.guards else checked
+    cls.dispatch = left_alone(checked) if marks.guards else checked
     cls.initial = begun
 
 
 def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) -> Any:
     """Wrap a function, a coroutine, or a method that takes a request first."""
     if spared is None:
-        spared = _spared(view)
+        spared = spared_by(view)
 
     def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guarded | HttpResponseBase | None:
         seen = args[0] if hasattr(args[0], "META") else args[1]
@@ -179,18 +199,20 @@ def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) 
         refused = _refusal(request, marks.options)
         if refused is not None:
             return refused
-        key = request.idempotency_key
-        if key is None or not marks.guards or getattr(request, "idempotency_guarded", False):
+        if not marks.guards or getattr(request, "idempotency_guarded", False):
             return None  # decorated twice, a view is guarded once
+        key = request.idempotency_key
         # Of a method Django knows nothing: ATOMIC_REQUESTS is around it, or was switched off for its view.
         lonely = seen is not args[0] and getattr(view, "__name__", "") != "dispatch"
-        return Guarded(
+        call = partial(view, *args, **kwargs)
+        guarded = Guarded(
             request=request,
             seen=seen,
             key=key,
-            run=lambda: _rendered(seen, view(*args, **kwargs), kwargs),
+            run=call if key is None else lambda: _rendered(seen, call(), kwargs),
             spared=frozenset(connections) if lonely else spared,
         )
+        return guarded if marks.guard.has_work(guarded) else None
 
     async def asynchronous(*args: Any, **kwargs: Any) -> Any:
         prepared = prepare(args, kwargs)
@@ -204,7 +226,8 @@ def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) 
 
         # The protocol in the thread of this request; the view itself goes back to the event loop.
         guarded = replace(prepared, run=async_to_sync(run))
-        return await sync_to_async(marks.guard.respond, thread_sensitive=True)(guarded)
+        respond = sync_to_async(marks.guard.respond, thread_sensitive=True)
+        return await to_the_end(respond(guarded), name=marks.name)
 
     @wraps(view)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -212,12 +235,12 @@ def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) 
             return asynchronous(*args, **kwargs)
         prepared = prepare(args, kwargs)
         if isinstance(prepared, Guarded):
-            return marks.guard.respond(prepared)
+            return _final(prepared, marks.guard.respond(prepared))
         return view(*args, **kwargs) if prepared is None else prepared
 
     made: Any = wraps(view)(asynchronous) if iscoroutinefunction(view) else wrapper
     made.idempotency = marks
-    return _left_alone(made) if marks.guards else made
+    return left_alone(made) if marks.guards else made
 
 
 def _refusal(request: Any, options: HttpOptions) -> HttpResponseBase | None:
@@ -249,20 +272,27 @@ def require_key(request: HttpRequest, options: HttpOptions) -> str | None:
     return key
 
 
+def _rest_view(seen: Any) -> Any:
+    """Return the view of Django REST framework that handles a request, ``None`` of any other kind."""
+    view = (getattr(seen, "parser_context", None) or {}).get("view")
+    return view if hasattr(view, "finalize_response") else None
+
+
 def _rendered(seen: Any, response: Any, kwargs: dict[str, Any]) -> Any:
     """Let Django REST framework finish its response now: its bytes are what is kept."""
-    view = (getattr(seen, "parser_context", None) or {}).get("view")
-    if view is not None and hasattr(view, "finalize_response"):
-        return view.finalize_response(seen, response, **kwargs)
+    view = _rest_view(seen)
+    return response if view is None else view.finalize_response(seen, response, **kwargs)
+
+
+def _final(guarded: Guarded, response: Any) -> Any:
+    """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
+    view = _rest_view(guarded.seen)
+    if view is None or guarded.key is None or not getattr(response, "is_rendered", True):
+        return response
+    finalize = view.finalize_response
+
+    def once(request: Any, made: Any, *args: Any, **kwargs: Any) -> Any:
+        return made if made is response else finalize(request, made, *args, **kwargs)
+
+    view.finalize_response = once
     return response
-
-
-def _spared(view: Any) -> frozenset[str]:
-    """Return the databases that ``non_atomic_requests`` named for this view."""
-    return frozenset(getattr(view, "_non_atomic_requests", ()))
-
-
-def _left_alone(view: Any) -> Any:
-    """Keep Django from putting ``ATOMIC_REQUESTS`` around the guard, which does so within."""
-    view._non_atomic_requests = set(connections)  # noqa: SLF001  what non_atomic_requests sets
-    return view

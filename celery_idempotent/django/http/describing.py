@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from django.core.serializers.json import DjangoJSONEncoder
+from kombu.exceptions import ContentDisallowed, SerializationError
 
+from celery_idempotent.django.applications import load_tasks
 from celery_idempotent.django.http.messages import CONTENT_TYPE, read_response
-from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.django.http.options import HttpOptions, ShowErrors
+from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.errors import (
+    FailedByOperator,
     IdempotencyError,
     ProcessingTimedOut,
     ResultUnavailable,
@@ -25,7 +30,30 @@ if TYPE_CHECKING:
     from celery_idempotent.definition import Definition
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["Failure", "describe", "failure_of", "task_of"]
+__all__ = ["Failure", "describe", "failure_of", "least_shown", "note_shown", "task_of"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN: tuple[ShowErrors, ...] = ("none", "permanent", "all")
+_views: set[ShowErrors] = set()
+
+
+def note_shown(show_errors: ShowErrors) -> None:
+    """Remember what a view says about the errors of its tasks."""
+    _views.add(show_errors)
+
+
+def least_shown(show_errors: ShowErrors) -> ShowErrors:
+    """Return what may be told by who does not know by which view a task was queued: what every view would tell."""
+    return min((show_errors, *_views), key=_SHOWN.index)
+
+
+#: Errors of the library's own that have a code for programs.
+_CODES: Final = {
+    "FailedByOperator": "failed_by_operator",
+    "ProcessingTimedOut": "timed_out",
+    "TooManyCrashes": "too_many_crashes",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +67,18 @@ class Failure:
 
 
 def task_of(app: Celery, namespace: str) -> IdempotentTask | None:
-    """Return the task whose records have this namespace, ``None`` if there is none."""
+    """Return the task whose records have this namespace, ``None`` if there is none.
+
+    A web process knows those tasks that its modules import; the others are looked for when somebody asks for them.
+    """
+    found = _task_of(app, namespace)
+    if found is None:
+        load_tasks(app)
+        found = _task_of(app, namespace)
+    return found
+
+
+def _task_of(app: Celery, namespace: str) -> IdempotentTask | None:
     for task in app.tasks.values():
         found = getattr(task, "idempotency_definition", None)
         definition: Definition | None = found() if found is not None else None
@@ -52,7 +91,7 @@ def describe(
     record: Record, *, key: str, task: IdempotentTask | None, options: HttpOptions
 ) -> dict[str, Any]:
     """Return what the status resource says: JSON, in an order for people."""
-    result, state = _result_of(record, task)
+    result, state = _result_of(record, task, options)
     told: dict[str, Any] = {
         "namespace": record.identity.namespace,
         "key": key,
@@ -86,9 +125,7 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
     if task is not None and error is not None:
         permanent = isinstance(error, task.idempotency_policy.permanent_errors)
     own = isinstance(error, IdempotencyError)
-    code = {"ProcessingTimedOut": "timed_out", "TooManyCrashes": "too_many_crashes"}.get(
-        kind, "task_failed"
-    )
+    code = _CODES.get(kind, "task_failed")
     shown = options.show_errors == "all" or (
         options.show_errors == "permanent" and (permanent or own)
     )
@@ -113,19 +150,25 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
     if record.value is not None and record.value.content_type == "application/json":
         told = json.loads(record.value.body)
     kind, message = str(told.get("exc_type", "")), str(told.get("exc_message", ""))
-    own = {each.__name__: each for each in (ProcessingTimedOut, TooManyCrashes)}
+    own = {each.__name__: each for each in (FailedByOperator, ProcessingTimedOut, TooManyCrashes)}
     return (own[kind](message) if kind in own else None), kind, message
 
 
-def _result_of(record: Record, task: IdempotentTask | None) -> tuple[dict[str, Any], State]:
-    """Return the members about the result, and the state: who replaced the task may still be at it."""
+def _result_of(
+    record: Record, task: IdempotentTask | None, options: HttpOptions
+) -> tuple[dict[str, Any], State]:
+    """Return the members about the result, and the state: who replaced the task may still be at it.
+
+    Raises:
+        Refusal: ``result_unavailable``, if the result backend does not answer.
+    """
     if record.state is not State.COMPLETED:
         return {}, record.state
     if record.value is not None and record.value.content_type == CONTENT_TYPE:
         return _response_of(record), record.state
     definition = None if task is None else task.idempotency_definition()
     if task is None or definition is None:
-        return {"result_kept": False}, record.state
+        return {}, record.state  # kept or not: who knows this task can say
     try:
         if record.value is not None:
             return _json({"result": definition.codec.load_value(record.value)}), record.state
@@ -136,6 +179,17 @@ def _result_of(record: Record, task: IdempotentTask | None) -> tuple[dict[str, A
             return {}, State.PROCESSING
     except (IdempotencyError, AttributeError, NotImplementedError):
         pass  # unreadable, or there is no result backend
+    except (SerializationError, ContentDisallowed):
+        pass  # in the backend, and unreadable
+    except Exception as error:
+        logger.warning(
+            "idempotency: the result of %s cannot be fetched", record.identity, exc_info=True
+        )
+        raise Refusal(
+            "result_unavailable",
+            "It is done, and its result cannot be fetched just now. Ask again later.",
+            retry_after=options.retry_after,
+        ) from error
     return {"result_kept": False}, record.state
 
 

@@ -19,10 +19,26 @@ from celery_idempotent.fingerprints import NoFormError, digest, form, quote
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
 
-__all__ = ["request_fingerprint"]
+__all__ = ["read_body", "request_fingerprint"]
 
 _FORM = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
+
+
+def read_body(request: HttpRequest, options: HttpOptions) -> None:
+    """Read the body, before anybody parses it: what Django REST framework takes from the stream is gone.
+
+    Not a form of POST: what was parsed of it is shared. Nor where it does not count.
+
+    Raises:
+        Refusal: ``request_too_large``.
+    """
+    _check_length(request.META.get("CONTENT_LENGTH"), options)
+    if options.fingerprint is None and not _is_upload(request):
+        try:
+            _check_length(len(request.body), options)
+        except RequestDataTooBig as error:
+            raise _too_large() from error
 
 
 def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -> bytes:
@@ -33,7 +49,6 @@ def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -
     Raises:
         Refusal: ``request_too_large`` or ``body_unreadable``.
     """
-    _check_length(request.META.get("CONTENT_LENGTH"), options)
     if options.fingerprint is not None:
         value = options.fingerprint(seen)
         try:
@@ -50,6 +65,8 @@ def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -
 def _body(request: HttpRequest, options: HttpOptions) -> str:
     content_type = (request.content_type or "").lower()
     try:
+        if content_type in (_FORM, _MULTIPART):
+            _check_charset(request)
         if content_type == _MULTIPART:
             return _multipart(request, options)
         raw = request.body
@@ -58,14 +75,22 @@ def _body(request: HttpRequest, options: HttpOptions) -> str:
             data = QueryDict(raw, encoding=request.encoding or "utf-8")
             return f"form {_fields(data)}"
     except (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent) as error:
-        raise Refusal("request_too_large", "It is larger than this service reads.") from error
-    except (MultiPartParserError, UnicodeDecodeError) as error:
+        raise _too_large() from error
+    except (MultiPartParserError, UnicodeError) as error:
         raise Refusal("body_unreadable", "The form in it is malformed.") from error
     if content_type == "application/json" or content_type.endswith("+json"):
         canonical = _json(raw)
         if canonical is not None:
             return f"json {canonical}"
     return f"raw {quote(content_type)} {hashlib.sha256(raw).hexdigest()}"
+
+
+def _check_charset(request: HttpRequest) -> None:
+    """Python knows ``base64`` by name as well, and Django believes the client."""
+    try:
+        "a".encode(request.encoding or "utf-8")
+    except (LookupError, UnicodeError) as error:
+        raise Refusal("body_unreadable", "Its charset is none.") from error
 
 
 def _json(raw: bytes) -> str | None:
@@ -83,10 +108,10 @@ def _fields(data: QueryDict) -> str:
 def _multipart(request: HttpRequest, options: HttpOptions) -> str:
     """Return the form of fields and files; the boundary between them is a new one with each attempt."""
     data: QueryDict
-    if request.method == "POST" and not hasattr(request, "_body"):
+    if _is_upload(request):
         data, files = request.POST, request.FILES
     else:
-        # Django parses the forms of POST only. What is read here as a whole stays readable for the view.
+        # What is read here as a whole stays readable for the view.
         raw = request.body
         _check_length(len(raw), options)
         upload: Any = request.upload_handlers
@@ -106,6 +131,16 @@ def _file(file: UploadedFile) -> str:
         whole.update(chunk)
     file.seek(0)
     return f"{quote(file.name or '')} {quote(file.content_type or '')} {whole.hexdigest()}"
+
+
+def _is_upload(request: HttpRequest) -> bool:
+    """Is this a form with files that Django parses by itself? It does so for POST only."""
+    multipart = (request.content_type or "").lower() == _MULTIPART
+    return multipart and request.method == "POST" and not hasattr(request, "_body")
+
+
+def _too_large() -> Refusal:
+    return Refusal("request_too_large", "It is larger than this service reads.")
 
 
 def _check_length(length: object, options: HttpOptions) -> None:

@@ -7,20 +7,22 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.core.exceptions import ImproperlyConfigured
-from django.db import connections, transaction
-
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, Result, StoreFailed
 from celery_idempotent.django.http.current import celery_app
-from celery_idempotent.django.http.fingerprints import request_fingerprint
-from celery_idempotent.django.http.messages import finished, pack_response, read_response
+from celery_idempotent.django.http.describing import failure_of
+from celery_idempotent.django.http.fingerprints import read_body, request_fingerprint
+from celery_idempotent.django.http.messages import awaited, finished, pack_response, read_response
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import Refusal, problem
 from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.django.http.transactions import (
+    atomic_aliases,
+    atomic_requests,
+    refuse_open_transactions,
+)
 from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
 from celery_idempotent.keys import canonical
 from celery_idempotent.records import Identity, Record, State, Stored
@@ -50,12 +52,13 @@ class _NotToKeepError(Exception):
 class Guarded:
     """One request: ``seen`` is what its view gets, ``run`` calls the view.
 
-    ``spared`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for this view.
+    Without a key nothing is claimed. ``spared`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for this
+    view.
     """
 
     request: HttpRequest
     seen: Any
-    key: str
+    key: str | None
     run: Callable[[], Any]
     spared: frozenset[str] = frozenset()
 
@@ -96,15 +99,18 @@ def http_identity(namespace: str, scope: object, key: str) -> Identity:
     """Return the identity of a key of a caller.
 
     Raises:
-        Refusal: if the key cannot be one.
+        Refusal: if the key cannot be one, or the scope, which often comes from the request as well.
     """
     try:
         text = canonical(key, task=namespace)
     except InvalidKey:
         raise Refusal("idempotency_key_invalid", "It is too long.") from None
-    return Identity(
-        namespace=namespace, scope=canonical(scope, what="scope", task=namespace), key=text
-    )
+    try:
+        whose = canonical(scope, what="scope", task=namespace)
+    except InvalidKey as error:
+        logger.warning("idempotency: a caller is refused: %s", error)
+        raise Refusal("caller_unknown", "What the request says of its sender is no name.") from None
+    return Identity(namespace=namespace, scope=whose, key=text)
 
 
 class Guard:
@@ -127,24 +133,40 @@ class Guard:
         Raises:
             Exception: what the view raises; the key is free then.
         """
-        options = self.options
-        for check in options.checks:
-            answer = check(guarded.seen)
-            if answer is not None:
-                return answer
+        options, key = self.options, guarded.key
         try:
+            if key is not None:
+                read_body(guarded.request, options)
+            refused = self._check(guarded)
+            if refused is not None:
+                return refused
+            if key is None:
+                with atomic_requests(guarded.spared):
+                    return awaited(guarded.run(), self._name)  # type: ignore[no-any-return]  # the view's
             call = Call(
-                identity=http_identity(
-                    options.namespace, caller_scope(guarded.seen, options), guarded.key
-                ),
+                identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
                 task_id=str(uuid.uuid4()),
                 worker=f"{_HOST}:{os.getpid()}",
             )
-            _refuse_open_transactions()
+            refuse_open_transactions()
             return self._answer(self._execute(call, guarded), call, guarded)
         except Refusal as refusal:
             return refusal.response(options.docs_url)
+
+    def has_work(self, guarded: Guarded) -> bool:
+        """Is there anything to do about this request but to call its view?"""
+        checked = self.options.checks and guarded.request.method in self.options.methods
+        return guarded.key is not None or bool(checked or atomic_aliases(guarded.spared))
+
+    def _check(self, guarded: Guarded) -> HttpResponseBase | None:
+        """Return the answer to a request that is refused whatever its key; also to one that needs none."""
+        if guarded.request.method in self.options.methods:
+            for check in self.options.checks:
+                answer = check(guarded.seen)
+                if answer is not None:
+                    return answer
+        return None
 
     def _execute(self, call: Call, guarded: Guarded) -> Result:
         try:
@@ -162,12 +184,10 @@ class Guard:
 
         They end before the key is settled: a record that says COMPLETED, and then a COMMIT that fails, would be a lie.
         """
-        with ExitStack() as stack:
-            for alias in _atomic_requests(guarded.spared):
-                stack.enter_context(transaction.atomic(using=alias))
+        with atomic_requests(guarded.spared):
             request: Any = guarded.request
             request.idempotency_guarded = True
-            response = finished(guarded.run(), self.options)
+            response = finished(awaited(guarded.run(), self._name), self.options)
             if not self.options.is_stored(response.status_code):
                 raise _NotToKeepError(response)
         return response
@@ -191,42 +211,29 @@ class Guard:
                         return self._runner.unguarded(call, lambda: self._run(guarded))  # type: ignore[no-any-return]
                     except _NotToKeepError as answered:
                         return answered.response
+                begun = getattr(guarded.request, "idempotency_guarded", False)
+                known = (
+                    "Nobody knows yet whether it was carried out." if begun else "Nothing was done."
+                )
                 raise Refusal(
                     "store_unavailable",
-                    "Nothing was done. Send the same request with the same key again.",
+                    f"{known} Send the same request with the same key again.",
                     retry_after=self.options.retry_after,
                 )
 
     def _replay(self, record: Record) -> HttpResponseBase:
         if record.state is State.FAILED:
-            return problem(
-                "too_many_crashes",
-                f"The process that worked on it died {record.crashes} times, and it is not tried again.",
-                docs_url=self.options.docs_url,
-            )
+            code = failure_of(record, None, self.options).code
+            told = {
+                "failed_by_operator": "An operator decided that it is not tried again.",
+                "too_many_crashes": f"The process that worked on it died {record.crashes} times, and it is not tried "
+                "again.",
+            }
+            detail = told.get(code, "It failed for good.")
+            return problem(code, detail, docs_url=self.options.docs_url)
         if record.value is None:
             raise Refusal("result_not_kept", "The response could not be kept.")
         try:
             return read_response(record.value)
         except ResultUnavailable as unavailable:
             raise Refusal("result_not_kept", str(unavailable)) from None
-
-
-def _atomic_requests(spared: frozenset[str]) -> list[str]:
-    """Return where to open a transaction: Django leaves ``ATOMIC_REQUESTS`` of a guarded view to its guard."""
-    return [
-        alias
-        for alias, database in connections.settings.items()
-        if database["ATOMIC_REQUESTS"] and alias not in spared
-    ]
-
-
-def _refuse_open_transactions() -> None:
-    for connection in connections.all(initialized_only=True):
-        blocks = getattr(connection, "atomic_blocks", ())
-        if any(not getattr(block, "_from_testcase", False) for block in blocks):
-            raise ImproperlyConfigured(
-                f"An idempotent view runs inside a transaction on {connection.alias!r}: its answer would be recorded "
-                "before the COMMIT, which may fail. Put the transaction inside of the view; with ATOMIC_REQUESTS, "
-                "decorate the view itself, or its class, and nothing within."
-            )

@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
+from django.core.exceptions import ImproperlyConfigured
 from django.http import FileResponse, HttpResponse, HttpResponseBase
 
 from celery_idempotent.django.http.options import KEPT_HEADERS, HttpOptions
@@ -23,7 +25,7 @@ from celery_idempotent.records import Stored
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CONTENT_TYPE", "REPLAYED", "finished", "pack_response", "read_response"]
+__all__ = ["CONTENT_TYPE", "REPLAYED", "awaited", "finished", "pack_response", "read_response"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,21 @@ REPLAYED: Final = "Idempotent-Replayed"
 #: In the record only: the response was sent whole, and its body is not kept.
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
 _MAX_HEAD: Final = 32 * 1024
+
+
+def awaited(response: Any, name: str) -> Any:
+    """Return the response of a view that was run, rather than begun.
+
+    Raises:
+        ImproperlyConfigured: if it is a coroutine, of which nothing was known when the view was decorated.
+    """
+    if not inspect.iscoroutine(response):
+        return response
+    response.close()
+    raise ImproperlyConfigured(
+        f"{name} returned a coroutine, and looks like no coroutine function. Decorate the class instead of its "
+        "dispatch(), or the coroutine function instead of what calls it."
+    )
 
 
 def finished(response: Any, options: HttpOptions) -> HttpResponseBase:

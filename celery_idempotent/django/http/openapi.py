@@ -112,7 +112,7 @@ class IdempotencySchemaMixin:
                 200: _status("The status.", page=True),
                 304: {"description": "It is as the ETag says."},
                 404: _problem("The caller has no such key."),
-                503: _problem("Ask again later."),
+                503: _problem("The store or the result backend does not answer; see Retry-After."),
             }
         # What the project says about a status of its own stays.
         return {**{str(status): told for status, told in own.items()}, **found}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from asgiref.sync import iscoroutinefunction
 from django.conf import settings
 from django.utils.module_loading import import_string
 
@@ -26,6 +27,7 @@ SETTING: Final = "IDEMPOTENCY_HTTP"
 KEPT_HEADERS: Final = (
     "Cache-Control",
     "Content-Disposition",
+    "Content-Encoding",
     "Content-Language",
     "Content-Location",
     "Content-Type",
@@ -33,6 +35,7 @@ KEPT_HEADERS: Final = (
     "Last-Modified",
     "Link",
     "Location",
+    "Retry-After",
     "Vary",
 )
 #: Headers that belong to one answer, or to one connection.
@@ -76,6 +79,7 @@ class HttpOptions:
     show_errors: ShowErrors = "permanent"
     docs_url: str | None = None
     app: str | None = None
+    namespaces: tuple[str, ...] | None = None
     atomic: bool = False
     mode: Mode = "enforce"
 
@@ -93,6 +97,10 @@ class HttpOptions:
             atomic=self.atomic,
             mode=self.mode,
         )
+
+    def shows(self, namespace: str) -> bool:
+        """Does the status resource tell of keys of this namespace?"""
+        return self.namespaces is None or namespace in self.namespaces
 
     def is_stored(self, status: int) -> bool:
         """Is an answer with this status one to repeat, rather than one to try again?"""
@@ -148,7 +156,7 @@ def _checked(name: str, value: Any) -> Any:
     elif name == "namespace":
         if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_CHARS:
             raise ValueError(f"is 1 to {MAX_CHARS} printable characters")
-    elif name in _SEQUENCES:
+    elif name in _SEQUENCES and not (name == "namespaces" and value is None):
         return _sequence(name, value)
     elif name in ("scope", "fingerprint"):
         value = import_string(value) if isinstance(value, str) else value
@@ -182,13 +190,15 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
 _SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
 _SEQUENCES: Final[dict[str, Callable[[Any], bool]]] = {
     "methods": lambda item: isinstance(item, str) and item.upper() not in _SAFE,
-    "checks": callable,
+    "checks": lambda item: callable(item) and not iscoroutinefunction(item),
+    "namespaces": lambda item: isinstance(item, str),
     "headers": lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
     "unstored": lambda item: isinstance(item, int) and 100 <= item < 500,
 }
 _ALLOWED: Final = {
     "methods": f"takes methods other than {', '.join(_SAFE)}, which are never guarded",
-    "checks": "takes functions of the request",
+    "checks": "takes functions of the request, none of them a coroutine",
+    "namespaces": "takes names of tasks, or what else is their idempotency_namespace",
     "headers": f"takes names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
     "unstored": "takes statuses below 500; those from 500 are never stored",
 }

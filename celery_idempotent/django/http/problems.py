@@ -21,9 +21,11 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "result_not_kept": (410, "The request was carried out, and its result was not kept", False),
     "request_too_large": (413, "The request is too large", False),
     "idempotency_key_reused": (422, "This key belongs to another request", False),
+    "failed_by_operator": (500, "An operator settled it as failed", False),
     "task_failed": (500, "The task failed", False),
     "too_many_crashes": (500, "The request took its process down too often", False),
     "store_unavailable": (503, "It cannot be checked whether this is a repetition", True),
+    "result_unavailable": (503, "The result cannot be fetched", True),
     "not_queued": (503, "The task could not be queued", True),
     "timed_out": (504, "The task never came back", False),
 }

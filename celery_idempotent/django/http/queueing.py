@@ -6,78 +6,55 @@
                     ├─ Held ──────▶ the same 202, or 409
                     ├─ Settled ───▶ 200 with the result │ 500, 504 with the error │ retryable: forgotten, reserved anew
                     └─ Mismatched ▶ 422
+
+A 202 is a promise, and outlives the process that gives it: whoever reserves leaves the message with the record, or in
+the outbox, and a sweep sends it should nobody else do so. A reservation of a transaction that may still be rolled back
+promises nothing, and its deadline is near.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from asgiref.sync import sync_to_async
+from django.core.exceptions import SynchronousOnlyOperation
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
+from django.db import DatabaseError, transaction
 from django.http import HttpResponse, JsonResponse
 from kombu.exceptions import OperationalError
 
-from celery_idempotent.django.http.decorators import require_key
 from celery_idempotent.django.http.describing import describe, failure_of
-from celery_idempotent.django.http.guards import http_identity
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.orders import Order, read_order
 from celery_idempotent.django.http.problems import Refusal, problem
-from celery_idempotent.django.http.scopes import caller_scope
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.hooks import KEEP_FAILURE_HEADER
-from celery_idempotent.keys import Identified
 from celery_idempotent.publishing import RESERVED_MS
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
-from celery_idempotent.stores import Store, get_store
 
-if TYPE_CHECKING:
-    from celery_idempotent.task import IdempotentTask
-
-__all__ = ["enqueue"]
+__all__ = ["aenqueue", "enqueue"]
 
 logger = logging.getLogger(__name__)
 
 #: A reservation inside a transaction, which may be rolled back without a word: how long it keeps others from theirs.
 UNCOMMITTED_MS = 10_000
 
-#: How long the store is given to answer, in seconds.
+#: How long the store is given to answer, and another request to commit, in seconds.
 PATIENCE = 3.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
-    """What is to be done, and how to say so."""
-
-    task: IdempotentTask
-    key: str
-    scope: object
-    identified: Identified
-    options: HttpOptions
-    keep_ms: int
-    send: Callable[[str], Any]
-    stage: Callable[[str, str], Any]
-    using: str | None
-
-    @property
-    def store(self) -> Store:
-        return get_store(self.task.app)
-
-    @property
-    def outbox(self) -> str | None:
-        """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
-        alias: str | None = getattr(self.store, "outbox_alias", None)
-        ours = alias == (self.using or DEFAULT_DB_ALIAS)
-        return alias if ours and not self.task.app.conf.task_always_eager else None
+#: What is true whenever something broke on the way: the request may have been received, and its answer lost.
+_UNSURE = (
+    "It may be queued or not. Send the same request with the same key again: it takes effect once."
+)
 
 
 def enqueue(
@@ -103,92 +80,68 @@ def enqueue(
 
     Raises:
         InvalidKey: if an argument has no canonical form (``idempotency_fingerprint`` says which of them count).
+        InvalidOption: for an option of ``apply_async`` that is not the caller's to choose.
+        SynchronousOnlyOperation: in a coroutine, which has :func:`aenqueue`.
     """
+    _refuse_event_loop()
     options: HttpOptions = getattr(request, "idempotency_options", None) or read_options()
     try:
-        order = _order(request, task, args, kwargs or {}, scope, using, publish, options)
-        return _answer(order) if isinstance(order, _Order) else order
+        order = read_order(
+            request,
+            task,
+            args,
+            kwargs or {},
+            scope=scope,
+            using=using,
+            publish=publish,
+            options=options,
+        )
+        if order is None:
+            return JsonResponse({"state": State.QUEUED.value}, status=202)
+        return _answer(order)
     except Refusal as refusal:
         return refusal.response(options.docs_url)
 
 
-def _order(
-    request: Any,
-    task: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    scope: object,
-    using: str | None,
-    publish: dict[str, Any],
-    options: HttpOptions,
-) -> _Order | HttpResponse:
-    plain = getattr(request, "_request", request)
-    key = require_key(plain, options) or str(uuid.uuid4())
-    if callable(scope):
-        scope = scope(request)
-    if scope is None:
-        scope = caller_scope(request, options)
-    definition = task.idempotency_definition()
-    if definition is None:  # switched off
-        task.apply_async(args, kwargs, **publish)
-        return JsonResponse({"state": State.QUEUED.value}, status=202)
-    http_identity(definition.identifier.namespace, scope, key)  # refuses what cannot be a key
-    publish |= {
-        "headers": {**(publish.get("headers") or {}), KEEP_FAILURE_HEADER: True},
-        "idempotency_key": key,
-        "idempotency_scope": scope,
-    }
-    identified = definition.identifier.identify(args, kwargs, task_id="", key=key, scope=scope)
-    return _Order(
-        task=task,
-        key=key,
-        scope=scope,
-        identified=identified,
-        options=options,
-        keep_ms=definition.policy.keep_ms,
-        send=lambda task_id: task.apply_async(args, kwargs, **publish, task_id=task_id),
-        stage=lambda task_id, alias: _stage(
-            task, args, kwargs, {**publish, "task_id": task_id}, alias
-        ),
-        using=using,
+#: :func:`enqueue` for coroutines: it works in the thread of the request, and the event loop goes on.
+aenqueue: Callable[..., Awaitable[HttpResponse]] = sync_to_async(enqueue, thread_sensitive=True)
+
+
+def _refuse_event_loop() -> None:
+    if os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE"):
+        return
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise SynchronousOnlyOperation(
+        "enqueue() asks the store and the broker, and would stop the event loop meanwhile: in a coroutine, "
+        "`await aenqueue(...)`."
     )
 
 
-def _stage(
-    task: IdempotentTask,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    publish: dict[str, Any],
-    alias: str,
-) -> None:
-    # Imported late: its tables are there only where the app is installed.
-    from celery_idempotent.django import outbox
-
-    outbox.stage(task, args, kwargs, publish, using=alias)
-
-
-def _answer(order: _Order) -> HttpResponse:
+def _answer(order: Order) -> HttpResponse:
     within = transaction.get_connection(order.using).in_atomic_block
     task_id = str(uuid.uuid4())
+    give_up, delay = time.monotonic() + PATIENCE, 0.02
     while True:
-        match _reserve(order, task_id, UNCOMMITTED_MS if within else RESERVED_MS):
+        match _reserve(order, task_id, promised=not within and order.outbox is None):
+            case Reserved(record) if record.task_id != task_id:
+                task_id = (
+                    record.task_id
+                )  # its sender is lost; our message is to be under its id, too
             case Reserved(record):
-                if within:
-                    transaction.on_commit(_Promise(order, record), using=order.using)
-                    if order.outbox is not None:
-                        order.stage(record.task_id, order.outbox)
-                else:
-                    _publish(order, record)
+                _queue(order, record, within=within)
                 return _pending(order, record, replayed=False)
             case Held(record, _):
                 if order.options.on_pending == "refuse":
-                    raise Refusal(
-                        "request_in_progress",
-                        "The first request with this key is still being worked on. Ask its status resource, or again "
-                        "later.",
-                        retry_after=order.options.retry_after,
-                    )
-                return _pending(order, record, replayed=True)
+                    raise _in_progress(order, "Ask its status resource, or again later.")
+                if not _uncommitted(record):
+                    return _pending(order, record, replayed=True)
+                if time.monotonic() + delay > give_up:
+                    raise _in_progress(order, "It is not queued yet. Ask again later.")
+                time.sleep(delay)
+                delay *= 2
             case Settled(record, _):
                 answer = _settled(order, record)
                 if answer is not None:
@@ -202,24 +155,44 @@ def _answer(order: _Order) -> HttpResponse:
                 )
 
 
-def _reserve(order: _Order, task_id: str, deadline_ms: int) -> Any:
+def _in_progress(order: Order, advice: str) -> Refusal:
+    return Refusal(
+        "request_in_progress",
+        f"The first request with this key is still being worked on. {advice}",
+        retry_after=order.options.retry_after,
+    )
+
+
+def _uncommitted(record: Record) -> bool:
+    """Is this a reservation that may be rolled back? It is the only one that is due so soon."""
+    return (
+        record.state is State.QUEUED
+        and record.deadline_ms is not None
+        and record.deadline_ms - record.updated_ms < RESERVED_MS
+    )
+
+
+def _reserve(order: Order, task_id: str, *, promised: bool) -> Any:
+    """Reserve the key; ``promised``: with the message, to be sent whatever becomes of this process."""
+    message = order.message(task_id) if promised else None
     return _patiently(
         order,
         lambda: order.store.reserve(
             order.identified.identity,
             task_id=task_id,
-            deadline_ms=deadline_ms,
-            keep_ms=order.keep_ms,
+            deadline_ms=order.patience_ms if promised else UNCOMMITTED_MS,
+            keep_ms=order.definition.policy.keep_ms,
             fingerprint=order.identified.fingerprint,
+            message=message,
         ),
     )
 
 
-def _forget(order: _Order, record: Record) -> bool:
-    return order.store.forget(record.identity, token=record.token)
+def _forget(order: Order, record: Record) -> bool:
+    return order.store.forget(record.identity, token=record.token, state=record.state)
 
 
-def _patiently(order: _Order, verb: Callable[[], Any]) -> Any:
+def _patiently(order: Order, verb: Callable[[], Any]) -> Any:
     """Ask the store, again and again for a while: each verb may be repeated."""
     give_up, delay = time.monotonic() + PATIENCE, 0.05
     while True:
@@ -230,31 +203,37 @@ def _patiently(order: _Order, verb: Callable[[], Any]) -> Any:
                 logger.warning("idempotency: a request is not queued: %s", error)
                 raise Refusal(
                     "store_unavailable",
-                    "Nothing was done. Send the same request with the same key again.",
+                    _UNSURE,
                     retry_after=order.options.retry_after,
                 ) from error
         time.sleep(delay)
         delay *= 2
 
 
-def _publish(order: _Order, record: Record) -> None:
+def _queue(order: Order, record: Record, *, within: bool) -> None:
+    """Send the message, now or after the COMMIT."""
+    if within:
+        _stage(order, record)
+        return
     try:
         if order.outbox is None:
             order.send(record.task_id)
             return
         # Kept in the database, it is sent now, or by a sweep when the broker is back.
         with transaction.atomic(using=order.outbox):
-            order.stage(record.task_id, order.outbox)
+            _stage(order, record)
     except BaseException as error:
         _give_back(order, record)
         if not isinstance(error, (OperationalError, DatabaseError, OSError)):
             raise
         logger.warning("idempotency: %s is not queued: %s", record.identity, type(error).__name__)
-        raise Refusal(
-            "not_queued",
-            "Nothing was done. Send the same request with the same key again.",
-            retry_after=order.options.retry_after,
-        ) from error
+        raise Refusal("not_queued", _UNSURE, retry_after=order.options.retry_after) from error
+
+
+def _stage(order: Order, record: Record) -> None:
+    transaction.on_commit(_Promise(order, record), using=order.using)
+    if order.outbox is not None:
+        order.stage(record.task_id, order.outbox)
 
 
 class _Promise:
@@ -264,7 +243,7 @@ class _Promise:
     the reservation's deadline is near, and a repetition publishes.
     """
 
-    def __init__(self, order: _Order, record: Record) -> None:
+    def __init__(self, order: Order, record: Record) -> None:
         self._order = order
         self._record = record
         self._kept = False
@@ -273,16 +252,20 @@ class _Promise:
         self._kept = True
         order, record = self._order, self._record
         # From now on it is the message that may be lost, not the transaction.
-        with suppress(Refusal):  # the reservation stands, with less time
-            _reserve(order, record.task_id, RESERVED_MS)
+        try:
+            _reserve(order, record.task_id, promised=True)
+            promised = True
+        except Refusal:  # the reservation stands, with less time
+            promised = False
         if order.outbox is not None:
             return  # the outbox sends it
         try:
             order.send(record.task_id)
         except Exception:
-            # Who polls finds the key unknown, and sends the request again.
             logger.exception("idempotency: %s is committed and not queued", record.identity)
-            _give_back(order, record)
+            if not promised or order.message(record.task_id) is None:
+                # Who polls finds the key unknown, and sends the request again.
+                _give_back(order, record)
 
     def __del__(self) -> None:
         if not self._kept:
@@ -290,19 +273,19 @@ class _Promise:
             threading.Thread(target=_give_back, args=(self._order, self._record)).start()
 
 
-def _give_back(order: _Order, record: Record) -> None:
+def _give_back(order: Order, record: Record) -> None:
     try:
         order.store.release(record.identity, token=record.token)
     except (StoreUnavailable, StoreMisconfigured) as trouble:
         logger.warning("idempotency: a reservation is left to its deadline: %s", trouble)
 
 
-def _pending(order: _Order, record: Record, *, replayed: bool) -> HttpResponse:
+def _pending(order: Order, record: Record, *, replayed: bool) -> HttpResponse:
     told = describe(record, key=order.key, task=order.task, options=order.options)
     return _respond(order, told, 202, replayed=replayed)
 
 
-def _settled(order: _Order, record: Record) -> HttpResponse | None:
+def _settled(order: Order, record: Record) -> HttpResponse | None:
     """Return the stored end, ``None`` if it is a failure that may be tried again."""
     told = describe(record, key=order.key, task=order.task, options=order.options)
     if record.state is State.COMPLETED:
@@ -322,8 +305,8 @@ def _settled(order: _Order, record: Record) -> HttpResponse | None:
     return answer
 
 
-def _respond(order: _Order, told: dict[str, Any], status: int, *, replayed: bool) -> HttpResponse:
-    url = status_url(order.identified.identity.namespace, order.key)
+def _respond(order: Order, told: dict[str, Any], status: int, *, replayed: bool) -> HttpResponse:
+    url = status_url(order.identified.identity.namespace, order.key) if order.shown else None
     response = JsonResponse({**told, "url": url}, status=status, encoder=DjangoJSONEncoder)
     response["Cache-Control"] = "no-store"
     if url:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rest_framework.exceptions import NotAuthenticated
 from rest_framework.negotiation import BaseContentNegotiation
 from rest_framework.permissions import IsAuthenticated
 from rest_framework.renderers import JSONRenderer
 from rest_framework.views import APIView
 
 from celery_idempotent.django.http.options import read_options
+from celery_idempotent.django.http.pages import for_people, login_redirect
 from celery_idempotent.django.http.status import respond
 
 if TYPE_CHECKING:
@@ -52,3 +54,11 @@ class StatusView(APIView):
     def get(self, request: Request, namespace: str, key: str) -> HttpResponseBase:
         """Show the status of a key of the caller."""
         return respond(request, namespace, key)
+
+    def handle_exception(self, exc: Exception) -> Any:
+        """Lead people to the login; programs get what the project answers."""
+        request: Any = self.request
+        found = None
+        if isinstance(exc, NotAuthenticated) and for_people(request):
+            found = login_redirect(request)
+        return found or super().handle_exception(exc)

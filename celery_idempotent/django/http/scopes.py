@@ -6,7 +6,11 @@ import hashlib
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from django.contrib.auth import get_user_model
+from django.core.exceptions import ImproperlyConfigured
+
 from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.errors import InvalidKey
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
@@ -20,11 +24,41 @@ def user_scope(user: Any) -> tuple[object, ...]:
     """Return the scope of a user's keys, for ``apply_async(..., idempotency_scope=user_scope(user))``.
 
     It says that it is a user's: the scopes that a project gives its tasks for reasons of its own (``tenant 5``) never
-    equal that of user 5, and are out of reach of the status resource.
+    equal that of user 5, and are out of reach of the status resource. Whoever is no user of ``AUTH_USER_MODEL`` (a
+    customer, a machine) has their class in it, so that customer 5 is not user 5.
+
+    Raises:
+        InvalidKey: if nothing tells this user from others, as with one that was never saved.
     """
-    pk = user.pk
+    kind: tuple[str, ...] = ()
+    model = _user_model()
+    if model is not None and isinstance(user, model):
+        # Of a model that extends the users' the number of the user counts.
+        pk = getattr(user, model._meta.pk.attname)  # noqa: SLF001  Django's name for what is public
+    else:
+        kind, pk = (_kind(user),), getattr(user, "pk", None)
+    if pk is None or pk == "":
+        raise InvalidKey(
+            "This user has no primary key: one scope for all such users would hand one the answers of another. "
+            "Save it, or give a scope."
+        )
     usable = isinstance(pk, (int, str, uuid.UUID)) and not isinstance(pk, bool)
-    return ("user", pk if usable else str(pk))
+    return ("user", *kind, pk if usable else str(pk))
+
+
+def _user_model() -> Any:
+    try:
+        return get_user_model()
+    except ImproperlyConfigured:  # the project does without django.contrib.auth
+        return None
+
+
+def _kind(user: Any) -> str:
+    options = getattr(user, "_meta", None)
+    if options is not None:
+        return str(options.concrete_model._meta.label_lower)  # noqa: SLF001  as above
+    cls = user.__class__  # not type(): the user of a request is a lazy object
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def caller_scope(request: Any, options: HttpOptions) -> object:
@@ -41,7 +75,10 @@ def caller_scope(request: Any, options: HttpOptions) -> object:
         raise _unknown("The request does not say who sends it.")
     user = getattr(request, "user", None)
     if user is not None and user.is_authenticated:
-        return user_scope(user)
+        try:
+            return user_scope(user)
+        except InvalidKey:
+            raise _unknown("The user has no identity of its own.") from None
     if options.anonymous == "session":
         return _session_scope(request)
     raise _unknown("Log in, or send credentials.")

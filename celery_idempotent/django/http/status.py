@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
-from django.shortcuts import render
 from django.urls import NoReverseMatch, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
 from celery_idempotent.django.http.current import celery_app
-from celery_idempotent.django.http.describing import describe, task_of
+from celery_idempotent.django.http.describing import describe, least_shown, task_of
 from celery_idempotent.django.http.guards import http_identity
 from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.pages import (
+    for_people,
+    login_redirect,
+    refusal_page,
+    status_page,
+)
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.django.http.scopes import caller_scope
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores import get_store
 
 __all__ = ["respond", "status", "status_url"]
+
+_VARY = ("Accept", "Authorization", "Cookie")
 
 
 def status_url(namespace: str, key: str) -> str | None:
@@ -59,25 +67,24 @@ def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
 def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
     """Answer a request for a status; ``request`` may be one of Django REST framework, which knows who asks."""
     options = read_options()
+    options = replace(options, show_errors=least_shown(options.show_errors))
+    plain: HttpRequest = getattr(request, "_request", request)
+    people = for_people(plain)
     try:
         told = _look_up(request, _text(namespace), _text(key), options)
     except Refusal as refusal:
-        return refusal.response(options.docs_url)
-    plain: HttpRequest = getattr(request, "_request", request)
-    for_people = _for_people(plain)
+        response = _refuse(plain, refusal, options, people=people)
+        patch_vary_headers(response, _VARY)
+        return response
     body = json.dumps(told, cls=DjangoJSONEncoder)
-    digest = hashlib.sha256(f"{for_people} {body}".encode()).hexdigest()[:32]
-    if for_people:
-        response = render(
-            plain,
-            "celery_idempotent/http/status.html",
-            {"told": told, "result": _pretty(told), "every": max(round(options.retry_after), 1)},
-        )
+    digest = hashlib.sha256(f"{people} {body}".encode()).hexdigest()[:32]
+    if people:
+        response = status_page(plain, told, every=max(round(options.retry_after), 1))
     else:
         response = HttpResponse(body, content_type="application/json")
     response["ETag"] = f'"{digest}"'
     response["Cache-Control"] = "private, no-cache"
-    patch_vary_headers(response, ("Accept", "Authorization", "Cookie"))
+    patch_vary_headers(response, _VARY)
     if not told["settled"]:
         response["Retry-After"] = str(max(round(options.retry_after), 1))
     found = get_conditional_response(plain, etag=response["ETag"], response=response)
@@ -85,12 +92,24 @@ def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
     return found
 
 
+def _refuse(
+    request: HttpRequest, refusal: Refusal, options: HttpOptions, *, people: bool
+) -> HttpResponse:
+    if not people:
+        return refusal.response(options.docs_url)
+    # A scope of the project's own is not known by a login.
+    unknown = refusal.code == "caller_unknown" and options.scope is None
+    return (login_redirect(request) if unknown else None) or refusal_page(
+        request, refusal, options.docs_url
+    )
+
+
 def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> dict[str, Any]:
     app = celery_app(options.app)
     scope = caller_scope(request, options)
     try:
         identity = http_identity(namespace, scope, key)
-        record = get_store(app).get(identity)
+        record = get_store(app).get(identity) if options.shows(namespace) else None
     except Refusal:
         record = None
     except (StoreUnavailable, StoreMisconfigured) as error:
@@ -101,14 +120,3 @@ def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> di
         # The same words for a key that never was, is forgotten, or is somebody else's.
         raise Refusal("unknown_key", "You have no such key here, or it was too long ago.")
     return describe(record, key=key, task=task_of(app, namespace), options=options)
-
-
-def _for_people(request: HttpRequest) -> bool:
-    """Does the client prefer a page? Whoever accepts anything gets JSON."""
-    accepted = request.headers.get("Accept", "")
-    return "text/html" in accepted and "application/json" not in accepted
-
-
-def _pretty(told: dict[str, Any]) -> str:
-    result = told.get("result")
-    return "" if result is None else json.dumps(result, cls=DjangoJSONEncoder, indent=2)

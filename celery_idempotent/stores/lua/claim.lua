@@ -1,15 +1,16 @@
--- Take the key if nobody holds it.
+-- Take the key if nobody holds it. Put after live.lua and refusals.lua.
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket)
 -- ARGV     1 attempt id, 8 bytes · 2 lease, ms · 3 life of the record, ms
 --          4 fingerprint, 16 bytes or '' · 5 owner and message, packed · 6 flags of on_stale
+--          7 attempts without an answer, one after the other
 -- returns  {'claimed', record}
 --          {'held', record, ms until its lease runs out}
 --          {'settled', record, ms since it was settled}
 --          {'mismatched', record}
 --          {'unreadable'}: written by a newer version
 --
--- A record is laid out as packed.py says.
+-- A record is laid out as packed.py says. Who is held or mismatched is noted in it.
 local attempt, lease, fingerprint = ARGV[1], tonumber(ARGV[2]), ARGV[4]
 local time = redis.call('TIME')
 local micros = time[1] * 1000000 + time[2]
@@ -22,9 +23,9 @@ if old then
   local state = old:sub(1, 1)
   local live = state == 'P' or state == 'I' or state == 'Q'
   local flags = old:byte(2)
-  -- 142 are the flags that no live record has, 31 all that a settled one may have.
+  -- 142 are the flags that no live record has, 63 all that a settled one may have.
   if live and bit.band(flags, 142) ~= 0
-    or not live and (state ~= 'C' and state ~= 'F' or flags > 31) then
+    or not live and (state ~= 'C' and state ~= 'F' or flags > 63) then
     return {'unreadable'}
   end
   local at = live and 38 or 24
@@ -33,6 +34,7 @@ if old then
     if fingerprint == '' then
       fingerprint = known
     elseif fingerprint ~= known then
+      refuse(KEYS[1], old, 'm', now, ARGV[5]:sub(3, 2 + struct.unpack('>I2', ARGV[5])))
       return {'mismatched', old}
     end
     at = at + 16
@@ -50,9 +52,16 @@ if old then
       redis.call('ZADD', KEYS[2], now + lease, KEYS[1])
       return {'claimed', again}
     end
+    local begun = true
+    for at = 1, #ARGV[7], 8 do
+      begun = begun and old:sub(30, 37) ~= ARGV[7]:sub(at, at + 7)
+    end
     local left = struct.unpack('>I6', old, 24) - now
-    if left > 0 then return {'held', old, left} end
-    crashes = math.min(crashes + 1, 255)
+    if begun and left > 0 then
+      refuse(KEYS[1], old, 'c', now, ARGV[5]:sub(3, 2 + struct.unpack('>I2', ARGV[5])))
+      return {'held', old, left}
+    end
+    if begun then crashes = math.min(crashes + 1, 255) end
   end
   attempts = math.min(attempts + 1, 255)
   created = struct.unpack('>I6', old, 10)

@@ -2,6 +2,7 @@
 --
 -- KEYS     1 record · 2 leases
 -- ARGV     1 until the deadline, ms · 2 attempt id, 8 bytes
+--          3 token that it must have, 7 bytes, and then need not be stale, or '' for any
 -- returns  {'requeued', record} | {'none'} | {'unreadable'}: written by a newer version
 local old = redis.call('GET', KEYS[1])
 if not old then return {'none'} end
@@ -10,10 +11,11 @@ if state == 'C' or state == 'F' then return {'none'} end
 if not state:find('[PIQ]') or foreign(old) then return {'unreadable'} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+if ARGV[3] ~= '' and old:sub(3, 9) ~= ARGV[3] then return {'none'} end
 if state == 'Q' then
   -- Maybe the answer to this very requeue was lost.
   return old:sub(30, 37) == ARGV[2] and {'requeued', old} or {'none'}
 end
-if state == 'P' and struct.unpack('>I6', old, 24) > now then return {'none'} end
+if state == 'P' and ARGV[3] == '' and struct.unpack('>I6', old, 24) > now then return {'none'} end
 local new = requeue(KEYS[2], KEYS[1], old, now, tonumber(ARGV[1]), false, ARGV[2])
 return new and {'requeued', new} or {'none'}

@@ -1,14 +1,16 @@
--- Take the key for a message that is about to be published. Put after live.lua.
+-- Take the key for a message that is about to be published. Put after live.lua and refusals.lua.
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket)
 -- ARGV     1 who reserves, 8 bytes · 2 until the deadline, ms · 3 life of the record, ms
---          4 fingerprint, 16 bytes or '' · 5 task id, packed
+--          4 fingerprint, 16 bytes or '' · 5 task id, packed · 6 message, packed, or ''
 -- returns  {'reserved', record}
 --          {'held', record, ms until its lease or its deadline}
 --          {'settled', record, ms since it was settled}
 --          {'mismatched', record}
 --          {'unreadable'}: written by a newer version
-local fingerprint, owner = ARGV[4], ARGV[5] .. '\0\0'
+--
+-- A mismatch is noted in the record. What is held is not: whoever asks is led to the first call.
+local fingerprint, owner = ARGV[4], ARGV[5] .. '\0\0' .. ARGV[6]
 local time = redis.call('TIME')
 local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
@@ -19,7 +21,7 @@ local old = redis.call('GET', KEYS[1])
 if old then
   local state = old:sub(1, 1)
   local settled = state == 'C' or state == 'F'
-  if not settled and (not state:find('[PIQ]') or foreign(old)) or settled and old:byte(2) > 31 then
+  if not settled and (not state:find('[PIQ]') or foreign(old)) or settled and old:byte(2) > 63 then
     return {'unreadable'}
   end
   local at = settled and 24 or 38
@@ -28,6 +30,7 @@ if old then
     if fingerprint == '' then
       fingerprint = known
     elseif fingerprint ~= known then
+      refuse(KEYS[1], old, 'm', now, ARGV[5]:sub(3))
       return {'mismatched', old}
     end
     at = at + 16
@@ -41,10 +44,18 @@ if old then
 
   flags = bit.bor(old:byte(2), 16)
   if state == 'Q' then
-    if old:sub(30, 37) == ARGV[1] or old:sub(at, at + #ARGV[5] - 1) == ARGV[5] then
+    local own = old:sub(at, at + #ARGV[5] - 1) == ARGV[5]
+    if own or old:sub(30, 37) == ARGV[1] then
       -- The answer to this very reservation was lost, or the first sender publishes again.
+      local rest = old:sub(38)
+      if own and ARGV[6] ~= '' then
+        at = extension(old)
+        rest = old:sub(38, at - 1) .. ARGV[6]
+        if old:sub(at, at) == 'M' then at = past(old, at) end
+        rest = rest .. old:sub(at)
+      end
       local again = 'Q' .. string.char(flags) .. old:sub(3, 23) .. struct.pack('>I6', deadline)
-        .. ARGV[1] .. old:sub(38)
+        .. ARGV[1] .. rest
       redis.call('SET', KEYS[1], again, 'PX', ARGV[3])
       redis.call('ZADD', KEYS[2], deadline, KEYS[1])
       return {'reserved', again}

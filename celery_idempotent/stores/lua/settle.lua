@@ -1,10 +1,11 @@
--- Write the end state, unless the key has another token by now.
+-- Write the end state, unless the key has another token by now. Put after live.lua and refusals.lua.
 --
 -- KEYS     1 record · 2 leases · 3 failures
 -- ARGV     1 the record as settled, with the claim's times and counts · 2 how long to keep it, ms
 --          3 '1' to write a settled record again, so that a WAIT waits for it, else ''
+--          4 '1' to leave it at that where the record is gone, else ''
 -- returns  'settled' (now, or before with this token: then the first value stays)
---          'lost' | 'unreadable'
+--          'lost' | 'none' (it is gone) | 'unreadable'
 local new = ARGV[1]
 local old = redis.call('GET', KEYS[1])
 local time = redis.call('TIME')
@@ -22,6 +23,10 @@ if old then
   end
   -- A sweep may have counted a crash since the claim.
   new = new:sub(1, 2) .. old:sub(3, 15) .. struct.pack('>I6', now) .. old:sub(22, 23) .. new:sub(24)
+  local at, rest = refusals_of(old)
+  if at then new = settled_with(new, old:sub(at + 5, rest - 1)) end
+elseif ARGV[4] == '1' then
+  return 'none'
 else
   -- Flushed or evicted, maybe with the index.
   new = new:sub(1, 15) .. struct.pack('>I6', now) .. new:sub(22)

@@ -10,6 +10,7 @@ pytest.register_assert_rewrite(
     "celery_idempotent.testing.contract.endings",
     "celery_idempotent.testing.contract.identities",
     "celery_idempotent.testing.contract.listing",
+    "celery_idempotent.testing.contract.refusals",
     "celery_idempotent.testing.contract.requeues",
     "celery_idempotent.testing.contract.reservations",
     "celery_idempotent.testing.contract.steps",
@@ -20,6 +21,7 @@ from celery_idempotent.testing.contract.claims import ClaimContract  # noqa: E40
 from celery_idempotent.testing.contract.endings import EndingContract  # noqa: E402
 from celery_idempotent.testing.contract.identities import IdentityContract  # noqa: E402
 from celery_idempotent.testing.contract.listing import ListingContract  # noqa: E402
+from celery_idempotent.testing.contract.refusals import RefusalContract  # noqa: E402
 from celery_idempotent.testing.contract.requeues import RequeueContract  # noqa: E402
 from celery_idempotent.testing.contract.reservations import ReservationContract  # noqa: E402
 from celery_idempotent.testing.contract.steps import StepContract  # noqa: E402
@@ -34,6 +36,7 @@ class StoreContract(
     ReservationContract,
     StepContract,
     RequeueContract,
+    RefusalContract,
     UpkeepContract,
     ListingContract,
     IdentityContract,

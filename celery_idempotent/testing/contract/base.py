@@ -74,6 +74,18 @@ class ContractBase:
         """Return a function that lets milliseconds pass by the store's clock."""
         return lambda ms: time.sleep(ms / 1000)
 
+    @pytest.fixture
+    def set_back(self, advance: Advance) -> Advance:
+        """Return a function that sets the store's clock back; skip where only time itself lets it advance."""
+
+        def set_back(ms: float) -> None:
+            try:
+                advance(-ms)
+            except ValueError:
+                pytest.skip("`advance` cannot set the store's clock back")
+
+        return set_back
+
     def claim(self, store: Store, identity: Identity = KEY, **changes: Any) -> Record:
         """Claim a key that is free; return the record."""
         answer = self.try_claim(store, identity, **changes)
@@ -133,7 +145,7 @@ class ContractBase:
     def bring_to(self, store: Store, advance: Advance, state: str, **changes: Any) -> Record:
         """Bring the key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
         if state == "QUEUED":
-            wanted = ("task_id", "fingerprint")
+            wanted = ("task_id", "fingerprint", "message")
             return self.reserve(store, **{n: v for n, v in changes.items() if n in wanted})
         record = self.claim(store, **changes)
         if state == "STALE":

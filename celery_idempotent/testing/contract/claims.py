@@ -114,6 +114,34 @@ class ClaimContract(ContractBase):
         assert again.token > first.token
         assert (again.crashes, again.attempts) == (1, 2)
 
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_claim_that_was_never_answered_is_nobodys(
+        self, store: Store, advance: Advance, late: bool
+    ) -> None:
+        lost = attempt()
+        first = self.claim(store, attempt=lost)
+        if late:
+            advance(self.lease_ms + 1)
+        again = self.claim(store, unanswered=(attempt(), lost))
+        assert again.token > first.token
+        assert (again.crashes, again.attempts) == (0, 2)
+        # Nor does another copy of the message take it from whoever runs now.
+        answer = self.try_claim(store, unanswered=(attempt(), lost))
+        assert isinstance(answer, Held)
+        assert answer.record.token == again.token
+        assert not store.release(KEY, token=first.token)
+
+    def test_no_other_attempt_without_an_answer_takes_a_claim(
+        self, store: Store, advance: Advance
+    ) -> None:
+        mine = attempt()
+        # Eight bytes from the end of one and the beginning of the next are no attempt.
+        others = (attempt()[:4] + mine[:4], mine[4:] + attempt()[4:])
+        self.claim(store, attempt=mine)
+        assert isinstance(self.try_claim(store, unanswered=others), Held)
+        advance(self.lease_ms + 1)
+        assert self.claim(store, unanswered=others).crashes == 1
+
     def test_a_lease_that_ran_out_is_claimed_and_counts_a_crash(
         self, store: Store, advance: Advance
     ) -> None:
@@ -211,6 +239,29 @@ class ClaimContract(ContractBase):
             tokens.append(record.token)
             store.release(KEY, token=record.token)
         assert tokens == sorted(set(tokens))
+
+    @pytest.mark.parametrize("end", ["release", "forget"])
+    def test_tokens_grow_though_the_clock_steps_back(
+        self, store: Store, set_back: Advance, end: str
+    ) -> None:
+        record = self.claim(store)
+        assert store.release(KEY, token=record.token) if end == "release" else store.forget(KEY)
+        set_back(3_600_000)
+        assert self.claim(store).token > record.token
+
+    @pytest.mark.parametrize("state", ["COMPLETED", "FAILED"])
+    def test_tokens_grow_after_a_late_settle_brought_back_an_older_one(
+        self, store: Store, set_back: Advance, state: str
+    ) -> None:
+        """A claim that was given back settles after a newer one was given back as well."""
+        late = self.claim(store)
+        assert store.release(KEY, token=late.token)
+        newer = self.claim(store)
+        assert store.release(KEY, token=newer.token)
+        assert self.settle(store, late, State[state])  # type: ignore[arg-type]
+        assert store.forget(KEY)
+        set_back(3_600_000)
+        assert self.claim(store).token > newer.token
 
     def test_a_claimed_record_outlives_its_lease_and_then_goes(
         self, store: Store, advance: Advance

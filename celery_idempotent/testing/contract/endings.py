@@ -121,6 +121,43 @@ class EndingContract(ContractBase):
         assert isinstance(self.try_claim(store), Settled)
 
     @pytest.mark.parametrize("state", END_STATES)
+    def test_who_did_not_run_it_does_not_bring_it_back(self, store: Store, state: EndState) -> None:
+        reserved = self.reserve(store)
+        claimed = self.claim(store)
+        assert self.settle(store, reserved, state, restore=False) is False
+        assert self.found(store) == claimed
+        store.release(KEY, token=claimed.token)
+        for record in (reserved, claimed):
+            assert self.settle(store, record, state, restore=False) is False
+            assert store.get(KEY) is None
+
+    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "STALE", "INTERRUPTED"])
+    def test_but_may_settle_what_is_there(self, store: Store, advance: Advance, state: str) -> None:
+        record = self.bring_to(store, advance, state)
+        assert self.settle(store, record, State.FAILED, restore=False) is True
+        found = self.found(store)
+        assert (found.state, found.value, found.token) == (State.FAILED, VALUE, record.token)
+        assert self.settle(store, record, value=ANOTHER_VALUE, restore=False) is True
+        assert self.found(store) == found
+
+    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "FAILED"])
+    def test_a_record_that_was_settled_meanwhile_is_not_forgotten(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        record = self.bring_to(store, advance, state)
+        self.settle(store, record)
+        found = self.found(store)
+        assert store.forget(KEY, token=record.token, state=record.state) is (
+            record.state is State.FAILED
+        )
+        assert store.get(KEY) == (None if record.state is State.FAILED else found)
+        assert store.forget(KEY, token=found.token, state=found.state) is (
+            record.state is not State.FAILED
+        )
+        assert store.get(KEY) is None
+        assert store.forget(KEY, state=State.COMPLETED) is False
+
+    @pytest.mark.parametrize("state", END_STATES)
     def test_an_end_keeps_nothing_of_the_run(self, store: Store, state: EndState) -> None:
         self.reserve(store)
         record = self.claim(store, on_stale="requeue", message=MESSAGE)

@@ -2,94 +2,177 @@
 (() => {
   "use strict";
   const $ = (id) => document.getElementById(id);
-  const url = $("order").dataset.url;
-  const token = document.querySelector("[name=csrfmiddlewaretoken]").value;
+  const { url, login } = $("order").dataset;
+  // Of the login that this page was loaded for: after another one in another tab the server refuses it, and nobody
+  // pays in somebody else's name.
+  const token = document.querySelector("#order [name=csrfmiddlewaretoken]").value;
+  const fields = ["key", "amount", "currency", "recipient"];
   let presses = 0;
+  let status = "";
+  let shown = "";
+  let out = false;
 
-  const setKey = (key) => {
-    $("key").value = key;
+  // -- the payment is in the address: for a reload, for the way back, for another tab
+
+  const keep = () => {
     const here = new URL(location.href);
-    here.searchParams.set("key", key);
+    for (const name of fields) here.searchParams.set(name, $(name).value);
     history.replaceState(null, "", here);
     $("tab").href = here;
+  };
+  const restore = () => {
+    const given = new URL(location.href).searchParams;
+    for (const name of fields) if (given.get(name)) $(name).value = given.get(name);
+    if (!$("key").value) $("key").value = fresh();
+    keep();
   };
   // Without a secure context there is no randomUUID().
   const fresh = () =>
     [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
-  const cell = (row, content, name) => {
-    const made = document.createElement("td");
-    made.append(content);
+  // -- words
+
+  const make = (tag, content, name) => {
+    const made = document.createElement(tag);
+    made.append(...[content].flat());
     if (name) made.className = name;
-    row.append(made);
+    return made;
   };
-  const trouble = (text) => {
-    $("trouble").textContent = text;
-    $("trouble").hidden = !text;
+  const say = (element, text) => {
+    if (element.textContent !== text) element.textContent = text;
+  };
+  const trouble = (...content) => {
+    $("trouble").replaceChildren(...content);
+    $("trouble").hidden = !content.length;
+  };
+  const loggedOut = () => {
+    out = true;
+    const link = make("a", "Log in again");
+    link.href = `${login}?next=${encodeURIComponent(location.pathname + location.search)}`;
+    trouble("You are not logged in any more. ", link, ": the key stays.");
+  };
+  const reasons = (told) =>
+    Object.entries(told.errors || {}).map(([name, texts]) => `${name}: ${[texts].flat().join(" ")}`).join(" ");
+
+  // -- asking
+
+  const ask = async (where, options = {}) => {
+    const answer = await fetch(where, {
+      ...options,
+      // So that the server does not make the browser ask for a password by itself.
+      headers: { Accept: "application/json", "X-Requested-With": "fetch", ...options.headers },
+    });
+    let told = {};
+    try {
+      told = await answer.json();
+    } catch {
+      // Not of the API: something between it and us. The status says enough.
+    }
+    return { answer, told };
   };
 
   const press = async () => {
-    const row = document.createElement("tr");
-    cell(row, String(++presses));
+    const row = make("tr", make("td", String(++presses), "number"));
+    const add = (...cells) => row.append(...cells.map((content) => make("td", content)));
+    const waiting = make("td", "…");
+    waiting.colSpan = 3;
+    row.append(waiting);
     $("none")?.remove();
     $("answers").append(row);
     const order = { amount: Number($("amount").value), currency: $("currency").value, recipient: $("recipient").value };
-    const key = $("key").value.replace(/[\\"]/g, "\\$&");
+    const key = $("key").value;
     try {
-      const answer = await fetch(url, {
+      const { answer, told } = await ask(url, {
         method: "POST",
-        headers: { "Content-Type": "application/json", "Idempotency-Key": `"${key}"`, "X-CSRFToken": token },
+        headers: {
+          "Content-Type": "application/json",
+          "Idempotency-Key": `"${key.replace(/[\\"]/g, "\\$&")}"`,
+          "X-CSRFToken": token,
+        },
         body: JSON.stringify(order),
       });
-      const told = await answer.json();
-      cell(row, `${answer.status} ${told.code || ""}`);
-      cell(row, told.state || told.title || "");
-      cell(row, answer.headers.get("Idempotent-Replayed") === "true" ? "yes" : "no");
-      const link = document.createElement("a");
+      waiting.remove();
       const where = answer.headers.get("Location") || answer.headers.get("Content-Location");
+      const link = make("a", "Status");
       link.href = where || "";
-      link.textContent = where ? "look" : "";
-      cell(row, where ? link : "");
-      trouble("");
+      const short = told.state || told.title || "";
+      const why = reasons(told) || told.detail || "";
+      add([`${answer.status} ${short}`, make("small", why === short ? "" : why)],
+        answer.headers.get("Idempotent-Replayed") === "true" ? "yes" : "no", where ? link : "–");
+      if (where && key === $("key").value) status = where;
+      if (told.code === "not_authenticated") loggedOut();
+      else if (told.code === "permission_denied") trouble("There was another login since this page was loaded. Reload the page.");
+      else trouble();
     } catch {
-      cell(row, "no answer");
+      waiting.remove();
+      add("No answer", "–", "–");
       trouble("The server did not answer. Press again: that is what the key is for.");
     }
     await look();
   };
 
+  // -- looking at what came of it
+
   const look = async () => {
-    const answer = await fetch(url, { headers: { Accept: "application/json" } });
+    try {
+      await Promise.all([lookAtPayments(), lookAtStatus()]);
+    } catch {
+      // The next look may have more luck; a press says so itself.
+    }
+  };
+  const lookAtPayments = async () => {
+    const { answer, told } = await ask(url);
+    if (answer.status === 401) return loggedOut();
     if (!answer.ok) return;
-    const made = await answer.json();
-    const mine = made.filter((payment) => payment.key === $("key").value);
-    $("count").textContent = String(mine.length);
-    $("state").textContent = mine.length === 1 ? "payment" : "payments";
-    $("ledger").replaceChildren(
-      ...made.map((payment) => {
-        const row = document.createElement("tr");
-        cell(row, String(payment.id));
-        cell(row, `${(payment.amount / 100).toFixed(2)} ${payment.currency}`, "number");
-        cell(row, payment.recipient);
-        cell(row, payment.key, "key");
-        return row;
-      }),
-    );
+    const mine = told.filter((payment) => payment.key === $("key").value).length;
+    say($("count"), String(mine));
+    say($("unit"), mine === 1 ? "payment" : "payments");
+    if (shown === JSON.stringify(told)) return;
+    shown = JSON.stringify(told);
+    const rows = told.map((payment) => make("tr", [
+      make("td", String(payment.id), "number"),
+      make("td", `${(payment.amount / 100).toFixed(2)} ${payment.currency}`, "number"),
+      make("td", payment.recipient),
+      make("td", payment.key, "key"),
+    ]));
+    if (rows.length) $("ledger").replaceChildren(...rows);
+  };
+  const lookAtStatus = async () => {
+    const asked = status;
+    const { answer, told } = asked ? await ask(asked) : { told: {} };
+    if (asked !== status || (answer && !answer.ok)) return;
+    say($("state"), told.error ? `${told.state}: ${told.error.detail}` : told.state || "");
+    $("state").hidden = !told.state;
+    $("state").classList.toggle("good", told.state === "COMPLETED");
+    $("state").classList.toggle("bad", Boolean(told.error));
   };
   const keepLooking = async () => {
-    await look().catch(() => {});
+    if (!out && !document.hidden) await look();
     setTimeout(keepLooking, 1000);
   };
 
+  const another = () => {
+    keep();
+    presses = 0;
+    status = "";
+    trouble();
+    const none = make("tr", make("td", "None yet.", "none"));
+    none.id = "none";
+    none.firstChild.colSpan = 4;
+    $("answers").replaceChildren(none);
+    look();
+  };
   $("order").addEventListener("submit", (event) => {
     event.preventDefault();
+    out = false;
     press();
   });
   $("new").addEventListener("click", () => {
-    setKey(fresh());
-    look().catch(() => {});
+    $("key").value = fresh();
+    another();
   });
-  $("key").addEventListener("change", () => setKey($("key").value));
-  setKey(new URL(location.href).searchParams.get("key") || fresh());
+  $("key").addEventListener("change", another);
+  for (const name of fields.slice(1)) $(name).addEventListener("change", keep);
+  restore();
   keepLooking();
 })();

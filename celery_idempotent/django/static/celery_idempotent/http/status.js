@@ -2,37 +2,56 @@
 (() => {
   "use strict";
   const page = () => document.getElementById("status");
-  const trouble = document.getElementById("trouble");
+  const tell = (id, told) => {
+    const notice = document.getElementById(id);
+    if (notice.hidden === told) notice.hidden = !told;
+  };
   let etag = null;
 
+  // Returns whether to ask again.
   const look = async () => {
     const headers = { Accept: "text/html" };
     if (etag) headers["If-None-Match"] = etag;
-    const answer = await fetch(location.href, { headers, cache: "no-store", credentials: "same-origin" });
-    if (answer.status === 304) return;
-    if (!answer.ok) throw new Error(String(answer.status));
-    etag = answer.headers.get("ETag");
+    const answer = await fetch(location.href, {
+      headers, cache: "no-store", credentials: "same-origin", redirect: "manual",
+    });
+    if (answer.status === 304) return true;
+    // To the login; nothing is followed by a page that nobody may see.
+    if (answer.type === "opaqueredirect" || answer.status === 401 || answer.status === 403) {
+      tell("logged-out", true);
+      return false;
+    }
+    if (!answer.ok && answer.status !== 404) throw new Error(String(answer.status));
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const other = fresh.getElementById("status");
+    if (!other) throw new Error("not a status page");
+    etag = answer.headers.get("ETag");
+    document.title = fresh.title;
+    if (answer.status === 404) {
+      page().replaceWith(document.adoptNode(other)); // given back, forgotten, or over
+      return false;
+    }
     const now = page().querySelectorAll("[data-live]");
-    fresh.querySelectorAll("[data-live]").forEach((part, at) => {
+    other.querySelectorAll("[data-live]").forEach((part, at) => {
       if (!now[at].isEqualNode(part)) {
         now[at].className = part.className;
         now[at].replaceChildren(...part.childNodes);
       }
     });
-    page().dataset.settled = fresh.getElementById("status").dataset.settled;
-    document.title = fresh.title;
+    page().dataset.settled = other.dataset.settled;
+    return page().dataset.settled !== "yes";
   };
 
+  const soon = () => setTimeout(again, Number(page().dataset.every) * 1000);
   const again = async () => {
-    if (page().dataset.settled === "yes") return;
+    let more = true;
     try {
-      await look();
-      trouble.hidden = true;
+      more = await look();
+      tell("trouble", false);
     } catch {
-      trouble.hidden = false;
+      tell("trouble", true);
     }
-    setTimeout(again, Number(page().dataset.every) * 1000);
+    if (more) soon();
   };
-  setTimeout(again, Number(page().dataset.every) * 1000);
+  if (page().dataset.settled !== "yes") soon();
 })();

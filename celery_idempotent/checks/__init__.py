@@ -1,0 +1,101 @@
+"""Looking for what may go wrong before it does: how an app, its store and its broker are set up for idempotent tasks.
+
+Each finding has an id that stays, says what can go wrong, and what to set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from celery_idempotent.checks import broker, formats, servers
+from celery_idempotent.checks.finding import Finding, Tasks
+from celery_idempotent.errors import IdempotencyError, InvalidOption
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["Finding", "check", "check_settings", "check_store"]
+
+_OF_SETTINGS = (
+    broker.acks_late,
+    broker.sweep,
+    broker.visibility,
+    broker.waits,
+    formats.known,
+    formats.accepted,
+    formats.pickled,
+)
+
+
+def check(app: Celery) -> list[Finding]:
+    """Return all findings about an app; it looks at the store and at the servers behind it."""
+    return [*check_settings(app), *check_store(app)]
+
+
+def check_settings(app: Celery) -> list[Finding]:
+    """Return what can be found without asking any server."""
+    try:
+        tasks = _tasks(app)
+        silenced = _silenced(app)
+    except InvalidOption as error:
+        hint = "Set it to what is allowed; a worker does not start like this."
+        return [Finding(id="E013", problem=str(error), hint=hint)]
+    if not tasks:
+        return []
+    try:
+        store = get_store(app)
+    except IdempotencyError as error:
+        hint = "Set idempotency_store to a URL or a store."
+        return _heard([Finding(id="E001", problem=str(error), hint=hint)], silenced)
+    found: list[Finding] = []
+    for each in _OF_SETTINGS:
+        found.extend(each(app, tasks))
+    found.extend(servers.memory(store))
+    found.extend(servers.unbounded(store))
+    return _heard(found, silenced)
+
+
+def check_store(app: Celery) -> list[Finding]:
+    """Return what the store and its servers say."""
+    try:
+        if not _tasks(app):
+            return []
+        store, silenced = get_store(app), _silenced(app)
+    except IdempotencyError:
+        return []  # E001 and E013 say it
+    return _heard(servers.answers(store), silenced)
+
+
+def _tasks(app: Celery) -> Tasks:
+    """Return the tasks that are looked at.
+
+    Raises:
+        InvalidOption: if an option of one is bad.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, task in sorted(app.tasks.items()):
+        if not hasattr(task, "idempotency_definition"):
+            continue
+        # Asked for, not looked up: a task whose options are bad was registered, and never defined.
+        definition = task.idempotency_definition()
+        if definition is not None:
+            found[str(name)] = (task, definition)
+    return found
+
+
+def _silenced(app: Celery) -> Collection[str]:
+    """Return the ids that nobody wants to hear of.
+
+    Raises:
+        InvalidOption: if the setting holds anything else.
+    """
+    given: Any = app.conf.get("idempotency_silenced_checks") or ()
+    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+        raise InvalidOption("idempotency_silenced_checks takes a list of ids, such as ['W009'].")
+    return frozenset(given)
+
+
+def _heard(found: Iterable[Finding], silenced: Collection[str]) -> list[Finding]:
+    return [each for each in found if each.id not in silenced]

@@ -1,0 +1,170 @@
+"""What a request asks a task to do: its key, its message, and the ways in which that can be sent."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.db import DEFAULT_DB_ALIAS
+
+from celery_idempotent.django.http.current import celery_app
+from celery_idempotent.django.http.decorators import require_key
+from celery_idempotent.django.http.guards import http_identity
+from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.django.outbox_payload import MEANS, absolute
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.hooks import KEEP_FAILURE_HEADER
+from celery_idempotent.keys import Identified
+from celery_idempotent.publishing import identify, until_lost
+from celery_idempotent.records import Identity
+from celery_idempotent.stores import Store, get_store
+
+if TYPE_CHECKING:
+    from celery_idempotent.definition import Definition
+    from celery_idempotent.task import IdempotentTask
+
+__all__ = ["Order", "read_order"]
+
+#: What ``enqueue()`` itself says about a message.
+_OURS = ("task_id", "idempotency_key", "idempotency_scope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be done, and how to say so.
+
+    ``publish`` are options of ``apply_async``; ``shown``: the status resource finds the record for this caller.
+    """
+
+    task: IdempotentTask
+    definition: Definition
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    publish: dict[str, Any]
+    key: str
+    scope: object
+    identified: Identified
+    options: HttpOptions
+    using: str | None
+    shown: bool
+
+    @property
+    def store(self) -> Store:
+        """Where the record is."""
+        return get_store(self.task.app)
+
+    @property
+    def eager(self) -> bool:
+        """Does the task run at once, here?"""
+        return bool(self.task.app.conf.task_always_eager)
+
+    @property
+    def outbox(self) -> str | None:
+        """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
+        alias: str | None = getattr(self.store, "outbox_alias", None)
+        ours = alias == (self.using or DEFAULT_DB_ALIAS)
+        return alias if ours and not self.eager else None
+
+    @property
+    def patience_ms(self) -> int:
+        """For how long the message, sent now, is not taken for lost."""
+        return until_lost(self.publish)
+
+    def message(self, task_id: str) -> bytes | None:
+        """Return what a sweep publishes should nobody else do so, ``None`` where that is not for the record.
+
+        An outbox has a message of its own. Without retention a second copy may find no trace of the first.
+        """
+        if self.eager or self.outbox is not None or not self.definition.policy.retention_ms:
+            return None
+        given = {"expires": self.task.expires, **self.publish}
+        options = absolute(
+            {name: value for name, value in given.items() if name not in MEANS},
+            task=str(self.task.name),
+        )
+        options["task_id"] = task_id
+        identify(self.definition, self.args, self.kwargs, options)
+        again = self.task.signature(tuple(self.args), dict(self.kwargs), options=options)
+        return self.definition.codec.dump_message(again)
+
+    def send(self, task_id: str) -> None:
+        """Publish."""
+        self.task.apply_async(self.args, self.kwargs, **self.publish, task_id=task_id)
+
+    def stage(self, task_id: str, alias: str) -> None:
+        """Let the outbox of a database publish."""
+        # Imported late: its tables are there only where the app is installed.
+        from celery_idempotent.django import outbox
+
+        publish = {**self.publish, "task_id": task_id}
+        outbox.stage(self.task, self.args, self.kwargs, publish, using=alias)
+
+
+def read_order(
+    request: Any,
+    task: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    scope: object,
+    using: str | None,
+    publish: Mapping[str, Any],
+    options: HttpOptions,
+) -> Order | None:
+    """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.
+
+    Raises:
+        Refusal: if its key or its caller cannot be told.
+        InvalidOption: for an option of the message that is not the caller's to choose.
+    """
+    if chosen := [name for name in _OURS if name in publish]:
+        raise InvalidOption(
+            f"enqueue() takes no {', '.join(chosen)}: the key is the request's, the scope is given as scope=…, and the "
+            "task id belongs to the key."
+        )
+    plain = getattr(request, "_request", request)
+    key = require_key(plain, options) or str(uuid.uuid4())
+    if callable(scope):
+        scope = scope(request)
+    if scope is None:
+        scope = caller_scope(request, options)
+    definition = task.idempotency_definition()
+    if definition is None:
+        task.apply_async(args, kwargs, **publish)
+        return None
+    namespace = definition.identifier.namespace
+    identity = http_identity(namespace, scope, key)
+    return Order(
+        task=task,
+        definition=definition,
+        args=args,
+        kwargs=kwargs,
+        publish={
+            **publish,
+            "headers": {**(publish.get("headers") or {}), KEEP_FAILURE_HEADER: True},
+            "idempotency_key": key,
+            "idempotency_scope": scope,
+        },
+        key=key,
+        scope=scope,
+        identified=definition.identifier.identify(args, kwargs, task_id="", key=key, scope=scope),
+        options=options,
+        using=using,
+        shown=_is_shown(request, task, identity, key),
+    )
+
+
+def _is_shown(request: Any, task: IdempotentTask, identity: Identity, key: str) -> bool:
+    """Does the status resource, which knows the setting alone, look for this key of this caller in this very place?"""
+    general = read_options()
+    if celery_app(general.app) is not task.app or not general.shows(identity.namespace):
+        return False
+    try:
+        scope = caller_scope(request, general)
+        return http_identity(identity.namespace, scope, key) == identity
+    except Refusal:
+        return False

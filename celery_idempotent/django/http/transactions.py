@@ -1,0 +1,57 @@
+"""``ATOMIC_REQUESTS`` of a guarded view: its guard opens the transaction, so that a record comes after the COMMIT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
+
+__all__ = ["atomic_aliases", "atomic_requests", "left_alone", "refuse_open_transactions", "spared"]
+
+
+def spared(view: Any) -> frozenset[str]:
+    """Return the databases that ``non_atomic_requests`` named for this view."""
+    return frozenset(getattr(view, "_non_atomic_requests", ()))
+
+
+def left_alone(view: Any) -> Any:
+    """Keep Django from putting ``ATOMIC_REQUESTS`` around the guard."""
+    view._non_atomic_requests = set(connections)  # noqa: SLF001  what non_atomic_requests sets
+    return view
+
+
+def atomic_aliases(without: frozenset[str]) -> list[str]:
+    """Return the databases where a request is a transaction, ``without`` those that the view is spared."""
+    return [
+        alias
+        for alias, database in connections.settings.items()
+        if database["ATOMIC_REQUESTS"] and alias not in without
+    ]
+
+
+@contextmanager
+def atomic_requests(without: frozenset[str]) -> Iterator[None]:
+    """Be in the transactions that ``ATOMIC_REQUESTS`` asks for."""
+    with ExitStack() as stack:
+        for alias in atomic_aliases(without):
+            stack.enter_context(transaction.atomic(using=alias))
+        yield
+
+
+def refuse_open_transactions() -> None:
+    """See to it that a record is settled after the COMMIT.
+
+    Raises:
+        ImproperlyConfigured: if there is a transaction around the guard.
+    """
+    for connection in connections.all(initialized_only=True):
+        blocks = getattr(connection, "atomic_blocks", ())
+        if any(not getattr(block, "_from_testcase", False) for block in blocks):
+            raise ImproperlyConfigured(
+                f"An idempotent view runs inside a transaction on {connection.alias!r}: its answer would be recorded "
+                "before the COMMIT, which may fail. Put the transaction inside of the view; with ATOMIC_REQUESTS, "
+                "decorate the view itself, or its class, and nothing within."
+            )

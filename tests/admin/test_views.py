@@ -1,0 +1,140 @@
+"""Records of views in the admin: their answers are shown, their keys found, their namespace and scopes offered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from celery_idempotent.errors import FailedByOperator
+from celery_idempotent.keys import canonical
+from celery_idempotent.records import Identity, State, Stored
+from celery_idempotent.stores import Store
+from tests.admin.pages import LIST, address, keys, text
+from tests.support.admin import claim, settle
+
+pytest.importorskip("django")
+
+if TYPE_CHECKING:
+    from django.test import Client
+
+Serve = Callable[..., Any]
+
+
+def of_user(key: str, pk: object) -> Identity:
+    """A key that a user sent to the test project's `POST /payments/now/`."""
+    return Identity(
+        namespace="http", scope=canonical(("user", pk), what="scope", task="t"), key=key
+    )
+
+
+def response(body: bytes, *, headers: str = "Content-Type: application/json") -> Stored:
+    head = f"HTTP/1.1 201 Created\r\n{headers}\r\n\r\n".encode()
+    return Stored(content_type="application/http", content_encoding="binary", body=head + body)
+
+
+def value_of(client: Client, about: Identity) -> str:
+    from html import unescape
+
+    page = client.get(address(about)).content.decode()
+    return unescape(
+        page.partition('<pre class="idem-value"')[2].partition(">")[2].partition("</pre>")[0]
+    )
+
+
+def test_the_answer_of_a_view_is_shown_as_it_was_sent(
+    memory: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+) -> None:
+    serve(memory)
+    about = of_user("a", 17)
+    kept = response(
+        '{"name": "Zoë <b>"}'.encode(), headers="Content-Type: application/json\r\nLocation: /p/1/"
+    )
+    settle(memory, claim(memory, about), stored=kept)
+    assert value_of(operator, about).splitlines() == [
+        "201 Created",
+        "Content-Type: application/json",
+        "Location: /p/1/",
+        "",
+        '{"name": "Zoë <b>"}',
+    ]
+    page = operator.get(address(about))
+    assert "View http (requests with an Idempotency-Key)" in text(page)
+    assert "no task of this app" not in text(page)
+    assert "<b>" not in page.content.decode()
+    stranger = log_in("view_idempotencyrecord").get(address(about))
+    assert "201 Created" not in text(stranger)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (
+            response(b"\xff\xd8\xff", headers="Content-Type: image/jpeg"),
+            "(3 bytes that are no text)",
+        ),
+        (
+            response(b"\x1f\x8b\x08", headers="Content-Type: text/plain\r\nContent-Encoding: gzip"),
+            "(3 bytes that are no text)",
+        ),
+        (response(b"x", headers="Content-Type: text/plain; charset=no-such"), "(1 bytes"),
+        (response(b"", headers="Idempotent-Body-Not-Kept: it is streamed"), "it is streamed"),
+        (
+            Stored(content_type="application/http", content_encoding="binary", body=b"nonsense"),
+            "It cannot be read",
+        ),
+    ],
+)
+def test_an_answer_that_is_no_text_is_told(
+    memory: Store, serve: Serve, operator: Client, kept: Stored, said: str
+) -> None:
+    serve(memory)
+    about = of_user("a", 17)
+    settle(memory, claim(memory, about), stored=kept)
+    assert said in text(operator.get(address(about)))
+
+
+def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
+    from celery_idempotent.django.http.guards import _ResponseCodec
+    from celery_idempotent.django.http.options import read_options
+
+    serve(memory)
+    about = of_user("a", 17)
+    error = _ResponseCodec(read_options(), "view").dump_error(FailedByOperator("given up"))
+    settle(memory, claim(memory, about), State.FAILED, error)
+    assert "FailedByOperator: given up" in text(operator.get(address(about)))
+
+
+@pytest.mark.parametrize(
+    ("pk", "typed"),
+    [(17, "user 17"), ("ab-1", "user ab-1"), (17, '["user",17]'), ("007", "user 007")],
+)
+def test_a_key_of_a_view_is_found_by_key_and_user(
+    memory: Store, serve: Serve, operator: Client, pk: object, typed: str
+) -> None:
+    serve(memory)
+    settle(memory, claim(memory, of_user("a", pk)), stored=response(b"1"))
+    settle(memory, claim(memory, of_user("b", "other")), stored=response(b"1"))
+    assert keys(operator.get(LIST, {"key": "a", "scope": typed})) == {"a"}
+    assert keys(operator.get(LIST, {"scope": typed})) == {"a"}
+    assert keys(operator.get(LIST, {"key": "a", "scope": typed, "task": "http"})) == {"a"}
+    told = operator.get(LIST, {"key": "a"})
+    assert keys(told) == set()
+    assert "has the scope user and the primary key of that user" in text(told)
+
+
+def test_the_namespace_of_views_is_suggested(memory: Store, serve: Serve, operator: Client) -> None:
+    serve(memory)
+    page = operator.get(LIST)
+    assert '<option value="http">' in page.content.decode()
+    assert 'placeholder="tenant-1, or user 17"' in page.content.decode()
+
+
+def test_a_scope_that_nobody_can_have_is_told(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    answer = operator.get(LIST, {"scope": "user " + "\u20ac" * 250})
+    assert answer.status_code == 400
+    assert "No user has such a primary key." in text(answer)

@@ -1,0 +1,359 @@
+"""A person who pays: presses twice, goes back, loses the connection, and has paid once. Counted in the bank's books."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("django")
+pytest.importorskip("playwright")
+
+from playwright.sync_api import expect
+
+from tests.browser.conftest import log_in
+from tests.http.sites import Site, new_key
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+OpenAs = Callable[..., "Page"]
+
+#: A payment takes a worker; CI's are slow.
+PAID_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def address(site: Site) -> str:
+    return f"http://127.0.0.1:{site.web.port}"
+
+
+@pytest.fixture(autouse=True)
+def bank(site: Site) -> Iterator[None]:
+    """The bank in its usual mood."""
+    site.mood(None)
+    yield
+    site.mood(None)
+
+
+def key_of(page: Page) -> str:
+    return page.get_by_label("Idempotency key").input_value()
+
+
+def press(page: Page) -> None:
+    page.get_by_role("button", name="Pay", exact=True).click()
+
+
+def answers(page: Page) -> Locator:
+    """The rows of the answers, without the one that says that there are none."""
+    return page.locator("#answers tr:not(#none)")
+
+
+def expect_answer(page: Page, number: int, answer: str, *, repeated: str) -> None:
+    cells = answers(page).nth(number - 1).get_by_role("cell")
+    expect(cells.nth(1)).to_contain_text(answer)
+    expect(cells.nth(2)).to_have_text(repeated)
+
+
+def expect_accepted_twice(page: Page) -> None:
+    """Both presses were accepted, as one: whichever came first is the payment, and the other repeats it."""
+    expect(answers(page)).to_contain_text(["202", "202"])
+    repeated = answers(page).locator("td:nth-child(3)").all_inner_texts()
+    assert sorted(repeated) == ["no", "yes"]
+
+
+def expect_paid(page: Page, site: Site, times: int = 1, *, user: str = "alice") -> None:
+    """The page says so, and the books do."""
+    expect(page.locator("#count")).to_have_text(str(times), timeout=PAID_MS)
+    assert site.payments(key_of(page), user) == times
+
+
+# Twice ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_double_click_pays_once(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    with site.bank("closed"):
+        page.get_by_role("button", name="Pay", exact=True).dblclick()
+        expect_accepted_twice(page)
+        expect(page.locator("#state")).to_have_text("PROCESSING", timeout=PAID_MS)
+        expect(page.locator("#count")).to_have_text("0")
+    expect_paid(page, site)
+    expect(page.locator("#state")).to_have_text("COMPLETED")
+    press(page)
+    expect_answer(page, 3, "200 COMPLETED", repeated="yes")
+    expect_paid(page, site)
+
+
+def test_enter_twice_pays_once(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    page.get_by_label("Recipient").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_have_count(2)
+    expect_paid(page, site)
+
+
+def test_two_tabs_pay_once(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    page.get_by_label("Amount").fill("4217")
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="second tab").click()
+    tab = opened.value
+    assert key_of(tab) == key_of(page)
+    expect(tab.get_by_label("Amount")).to_have_value("4217")
+    with site.bank("closed"):
+        press(page)
+        press(tab)
+        expect(answers(page)).to_contain_text(["202"])
+        expect(answers(tab)).to_contain_text(["202"])
+    expect_paid(page, site)
+    expect_paid(tab, site)
+    expect(page.locator("#ledger tr").first).to_contain_text("42.17 EUR")
+
+
+def test_the_way_back_and_a_reload_keep_the_payment(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    key = key_of(page)
+    page.get_by_label("Recipient").fill("acct_2")
+    press(page)
+    expect_paid(page, site)
+    page.get_by_role("link", name="Status").click()
+    expect(page.get_by_role("heading", name="Done")).to_be_visible()
+    for again in (page.go_back, page.reload):
+        again()
+        assert key_of(page) == key
+        expect(page.get_by_label("Recipient")).to_have_value("acct_2")
+        press(page)
+        expect_answer(page, 1, "200 COMPLETED", repeated="yes")
+        expect_paid(page, site)
+
+
+def test_a_new_key_pays_again(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    first = key_of(page)
+    press(page)
+    expect_paid(page, site)
+    page.get_by_role("button", name="New key").click()
+    assert key_of(page) != first
+    expect(page.locator("#count")).to_have_text("0")
+    expect(answers(page)).to_have_count(0)
+    press(page)
+    expect_answer(page, 1, "202", repeated="no")
+    expect_paid(page, site)
+    assert site.payments(first) == 1
+
+
+def test_another_amount_with_the_same_key_is_refused(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    press(page)
+    expect_paid(page, site)
+    page.get_by_label("Amount").fill("250")
+    press(page)
+    expect_answer(page, 2, "422 This key belongs to another request", repeated="no")
+    expect_paid(page, site)
+
+
+# Trouble --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_answer_is_asked_for_again(
+    open_as: OpenAs, site: Site, complaints: list[str]
+) -> None:
+    page = open_as("alice", "/pay/")
+
+    def lose(route: Any) -> None:
+        if route.request.method == "POST":
+            assert route.fetch().status == 202
+            route.abort()
+        else:
+            route.continue_()
+
+    page.route("**/payments/", lose)
+    press(page)
+    expect(page.get_by_role("alert")).to_contain_text("Press again")
+    expect(answers(page)).to_contain_text(["No answer"])
+    page.unroute("**/payments/")
+    press(page)
+    expect_answer(page, 2, "20", repeated="yes")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    expect_paid(page, site)
+    assert [each for each in complaints if "net::ERR_FAILED" not in each] == []
+    complaints.clear()
+
+
+def test_the_whole_server_may_be_away(open_as: OpenAs, site: Site, complaints: list[str]) -> None:
+    page = open_as("alice", "/pay/")
+    page.context.set_offline(True)
+    press(page)
+    expect(page.get_by_role("alert")).to_contain_text("Press again")
+    page.context.set_offline(False)
+    press(page)
+    expect_answer(page, 2, "202", repeated="no")
+    expect_paid(page, site)
+    assert [each for each in complaints if "ERR_INTERNET_DISCONNECTED" not in each] == []
+    complaints.clear()
+
+
+def test_a_payment_waits_for_a_worker(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    site.worker.kill()
+    try:
+        page.get_by_role("button", name="Pay", exact=True).dblclick()
+        expect_accepted_twice(page)
+        expect(page.locator("#state")).to_have_text("QUEUED")
+        expect(page.locator("#count")).to_have_text("0")
+    finally:
+        site.worker.start(timeout=60)
+    expect_paid(page, site)
+
+
+def test_what_the_bank_refuses_is_told_and_stays_refused(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    page.get_by_label("Recipient").fill("acct_closed")
+    press(page)
+    told = "FAILED: The account acct_closed is closed."
+    expect(page.locator("#state")).to_have_text(told, timeout=PAID_MS)
+    press(page)
+    expect_answer(page, 2, "500 FAILED", repeated="yes")
+    expect(answers(page).nth(1)).to_contain_text("The account acct_closed is closed.")
+    expect_paid(page, site, 0)
+
+
+def test_a_bank_that_comes_back_is_paid_by_the_next_press(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    page.get_by_label("Recipient").fill("acct_unreachable")
+    press(page)
+    expect(page.locator("#state")).to_contain_text("FAILED", timeout=PAID_MS)
+    with site.bank("back"):
+        press(page)
+        expect_answer(page, 2, "202", repeated="no")
+        expect_paid(page, site)
+
+
+@pytest.mark.parametrize(
+    ("label", "text", "reason"),
+    [
+        ("Amount", "0", "amount: Ensure this value is greater than or equal to 1."),
+        ("Recipient", "nobody", "recipient: This value does not match the required pattern."),
+        ("Idempotency key", "", "It is empty."),
+    ],
+)
+def test_wrong_input_is_stopped_by_the_page_and_by_the_server(
+    open_as: OpenAs, label: str, text: str, reason: str
+) -> None:
+    page = open_as("alice", "/pay/")
+    field = page.get_by_label(label)
+    field.fill(text)
+    press(page)
+    expect(field).to_be_focused()
+    assert field.evaluate("field => field.matches(':invalid')")
+    expect(answers(page)).to_have_count(0)
+    page.locator("#order").evaluate("form => { form.noValidate = true; }")
+    press(page)
+    expect_answer(page, 1, "400", repeated="no")
+    expect(answers(page).first).to_contain_text(reason)
+
+
+def test_a_key_that_no_header_can_carry_is_not_sent(open_as: OpenAs) -> None:
+    page = open_as("alice", "/pay/")
+    field = page.get_by_label("Idempotency key")
+    field.fill("Bestellung für Łukasz")
+    press(page)
+    expect(field).to_be_focused()
+    expect(answers(page)).to_have_count(0)
+
+
+# Who pays -------------------------------------------------------------------------------------------------------------
+
+
+def test_who_logged_out_elsewhere_is_led_to_the_login_and_back_to_the_payment(
+    open_as: OpenAs, site: Site
+) -> None:
+    page = open_as("alice", "/pay/", anew=True)
+    key = key_of(page)
+    elsewhere = page.context.new_page()
+    elsewhere.goto("/pay/")
+    elsewhere.get_by_role("button", name="Log out").click()
+    elsewhere.wait_for_url(re.compile(r"/$"))
+    press(page)
+    expect_answer(page, 1, "401", repeated="no")
+    page.get_by_role("link", name="Log in again").click()
+    log_in(page, "alice")
+    assert key_of(page) == key
+    press(page)
+    expect_paid(page, site)
+
+
+def test_nobody_pays_in_the_name_of_who_logged_in_elsewhere(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/", anew=True)
+    elsewhere = page.context.new_page()
+    elsewhere.goto("/pay/")
+    elsewhere.get_by_role("button", name="Log out").click()
+    elsewhere.wait_for_url(re.compile(r"/$"))
+    log_in(elsewhere, "bob")
+    press(page)
+    expect_answer(page, 1, "403", repeated="no")
+    expect(page.get_by_role("alert")).to_contain_text("another login")
+    assert site.payments(key_of(page), "alice") == site.payments(key_of(page), "bob") == 0
+
+
+def test_the_key_of_another_is_a_key_of_ones_own(open_as: OpenAs, site: Site) -> None:
+    alices = open_as("alice", f"/pay/?key={new_key()}")
+    key = key_of(alices)
+    press(alices)
+    expect_paid(alices, site)
+    bobs = open_as("bob", f"/pay/?key={key}")
+    expect(bobs.locator("#count")).to_have_text("0")
+    press(bobs)
+    expect_answer(bobs, 1, "202", repeated="no")
+    expect_paid(bobs, site, user="bob")
+    assert site.payments(key, "alice") == 1
+
+
+def test_without_a_login_there_is_nothing_to_press(open_as: OpenAs) -> None:
+    page = open_as(None, "/pay/?key=order-17")
+    expect(page.get_by_role("heading", name="Log in")).to_be_visible()
+    page.get_by_label("Name").fill("alice")
+    page.get_by_label("Password").fill("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_have_text("Name and password do not match.")
+    log_in(page, "alice")
+    assert key_of(page) == "order-17"
+
+
+# By keyboard ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_keyboard_is_enough(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    focused = (
+        "() => { const e = document.activeElement, style = getComputedStyle(e);"
+        " return [(e.labels?.[0] ?? e).innerText || e.getAttribute('aria-labelledby') || '',"
+        " style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2]; }"
+    )
+    order = []
+    for _ in range(13):
+        page.keyboard.press("Tab")
+        name, ring = page.evaluate(focused)
+        order.append(name.strip().splitlines()[0])
+        assert ring, f"{name} has the focus, and nothing shows it"
+    assert order == [
+        *("Webhook ledger", "Pay once", "Admin", "Log out"),
+        *("Amount in cents", "Currency", "Recipient", "Idempotency key"),
+        *("Pay", "New key", "Open the same payment in a second tab"),
+        # The tables, which scroll when they have to.
+        *("Press\tAnswer\tRepeated\tNow", "No.\tAmount\tRecipient\tKey"),
+    ]
+    key = key_of(page)
+    for _ in range(3):
+        page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")  # New key
+    assert key_of(page) != key
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Space")
+    page.keyboard.press("Space")
+    expect(answers(page)).to_have_count(2)
+    expect_paid(page, site)

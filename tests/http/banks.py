@@ -1,0 +1,135 @@
+"""The site with its records in a PostgreSQL database of the tests' own, alone or behind a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+
+from tests.http.sites import Site, Web, new_key, open_site
+from tests.support.proxy import Proxy
+from tests.support.servers import EmbeddedRedis, embedded_redis, need
+from tests.support.waiting import wait_for
+
+__all__ = ["Bank", "at_work", "made", "open_bank", "sweep_until"]
+
+_SERVER = os.environ.get("CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432")
+_SWEEP = """
+import django
+django.setup()
+from celery_idempotent.django.outbox import sweep
+from testproject.celery import app
+app.loader.import_default_modules()
+sweep(app)
+"""
+
+Rows = psycopg.Connection[Any]
+
+
+@dataclass(kw_only=True)
+class Bank(Site):
+    """A site whose records are in its database; ``rows`` looks at that from outside."""
+
+    rows: Rows
+    #: The cache of a hybrid store.
+    cache: EmbeddedRedis | None
+    #: The way to the database of those who reach it as ``records``, by :meth:`elsewhere`.
+    far: Proxy
+
+    @contextlib.contextmanager
+    def another(self, env: dict[str, str] | None = None) -> Iterator[Web]:
+        """Start another web server of the site, to be lost."""
+        command = [sys.executable, "-m", "testproject.web", "0"]
+        web = Web(command, self.directory, {**self.env, **(env or {})}, f"another-{new_key()}")
+        self.children.append(web)
+        try:
+            yield web.start()
+        finally:
+            self.mood(None)
+            web.kill()
+
+    def elsewhere(self) -> contextlib.AbstractContextManager[Web]:
+        """Start a web server that reaches its records, and nothing else, by way of ``far``."""
+        return self.another({"IDEMPOTENCY_STORE": _url(self.cache, "records")})
+
+
+@contextlib.contextmanager
+def open_bank(directory: Path, *, hybrid: bool = False) -> Iterator[Bank]:
+    """Start the site on a new database; each of its requests is a transaction there."""
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(_database())
+        server = urlsplit(_SERVER)
+        settings = {
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": name,
+            "HOST": server.hostname,
+            "PORT": server.port or 5432,
+            "USER": server.username or "postgres",
+            "PASSWORD": server.password or "",
+            "ATOMIC_REQUESTS": True,
+        }
+        far = stack.enter_context(Proxy(server.hostname or "127.0.0.1", server.port or 5432))
+        cache = stack.enter_context(embedded_redis()) if hybrid else None
+        env = {
+            "TEST_DATABASE": json.dumps(settings),
+            "TEST_RECORDS_PORT": str(far.port),
+            "IDEMPOTENCY_STORE": _url(cache, "default"),
+        }
+        redis = stack.enter_context(embedded_redis())
+        site = stack.enter_context(open_site(directory, redis, env=env))
+        rows = stack.enter_context(psycopg.connect(f"{_SERVER}/{name}", autocommit=True))
+        yield Bank(**vars(site), rows=rows, cache=cache, far=far)
+
+
+def _url(cache: EmbeddedRedis | None, alias: str) -> str:
+    return f"django://{alias}" if cache is None else f"hybrid+{cache.url()}?truth={alias}"
+
+
+@contextlib.contextmanager
+def _database() -> Iterator[str]:
+    try:
+        server = psycopg.connect(f"{_SERVER}/postgres", autocommit=True, connect_timeout=5)
+    except psycopg.OperationalError:
+        need(False, "PostgreSQL")
+        raise
+    name = f"test_idempotent_http_{uuid.uuid4().hex[:12]}"
+    server.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]  # a name of our own
+    try:
+        yield name
+    finally:
+        server.execute(f"DROP DATABASE {name} WITH (FORCE)")  # type: ignore[call-overload]  # as above
+        server.close()
+
+
+def made(rows: Rows, key: str) -> int:
+    """Count the payments that are committed with a key."""
+    found = rows.execute("SELECT count(*) FROM payments_payment WHERE key = %s", (key,)).fetchone()
+    return int(found[0]) if found else 0
+
+
+def at_work(rows: Rows) -> bool:
+    """Has a payment been entered, and not yet committed?"""
+    found = rows.execute(
+        "SELECT 1 FROM pg_locks WHERE relation = 'payments_payment'::regclass AND mode = 'RowExclusiveLock'"
+    )
+    return found.fetchone() is not None
+
+
+def sweep_until(bank: Site, done: Callable[[], bool]) -> None:
+    """Sweep the outbox in a process of its own until it is done."""
+
+    def sweep() -> bool:
+        subprocess.run((sys.executable, "-c", _SWEEP), env=bank.env, check=True, timeout=60)
+        return done()
+
+    wait_for(sweep, 60)

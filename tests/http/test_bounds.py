@@ -1,0 +1,181 @@
+"""What a guarded request asks of its store: the figures of docs/http.md, "What it costs"."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from celery_idempotent.keys import canonical
+from celery_idempotent.stores import open_store
+from celery_idempotent.stores.channel import Link
+from celery_idempotent.stores.scripts import Command
+from tests.http.sites import new_key
+from tests.sql import databases
+from tests.stores.hybrids import CountingLink
+from tests.support.admin import TASK, claim, identity, make_app, settle
+from tests.support.paths import ROOT
+from tests.support.servers import need
+from tests.support.statements import statements
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each was asked."""
+
+    statements: int = 0
+    trips: int = 0
+
+
+#: The columns of that table: statements and round trips.
+COLUMNS = ("redis", "sql", "hybrid")
+
+
+def stated() -> dict[str, dict[str, Counts]]:
+    """Return what the page says, by what is done and store."""
+    found = {}
+    _, _, section = (ROOT / "docs/http.md").read_text().partition("\n## What it costs\n")
+    for line in section.partition("\n## ")[0].splitlines():
+        what, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if len(cells) == len(COLUMNS) and any(cell[0].isdigit() for cell in cells):
+            numbers = [[int(number) for number in cell.split("+")] for cell in cells]
+            (redis,), (sql,), hybrid = numbers
+            counts = (Counts(0, redis), Counts(sql, 0), Counts(*hybrid))
+            found[what] = dict(zip(COLUMNS, counts, strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alias(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("bounds")
+    with databases.ready(directory):
+        need(databases.available("postgresql"), "a server of postgresql")
+        with databases.database("postgresql", directory) as settings:
+            alias = databases.add_alias("bounds", settings)
+            databases.migrate(alias)
+            yield alias
+            databases.drop_alias(alias)
+
+
+CALLER = SimpleNamespace(pk=1, is_authenticated=True)
+
+
+class OwnLink(CountingLink):
+    """Counts those of its thread: the heartbeat's writes the counters of operators now and then."""
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._ours = threading.current_thread()
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        if threading.current_thread() is self._ours:
+            return super().exchange(commands)
+        return self._link.exchange(commands)
+
+
+class Desk:
+    """Asks views of an app on one store, and counts."""
+
+    def __init__(self, store: Any, link: CountingLink | None, alias: str | None) -> None:
+        from django.test import RequestFactory
+
+        self.app = make_app(store)
+        self.store, self.alias = store, alias
+        self._link = link
+        self._factory = RequestFactory()
+
+    def _request(self, method: str, key: str) -> Any:
+        request = getattr(self._factory, method)("/pay/", {"a": "1"}, HTTP_IDEMPOTENCY_KEY=key)
+        request.user = CALLER
+        return request
+
+    def view(self, key: str) -> bool:
+        from django.http import HttpResponse
+
+        from celery_idempotent.django.http import idempotent_view
+
+        view = idempotent_view(lambda _: HttpResponse("paid", status=201))
+        answer = view(self._request("post", key))
+        assert answer.status_code == 201, answer.content
+        return bool(answer.get("Idempotent-Replayed") == "true")
+
+    def enqueue(self, key: str) -> bool:
+        from django.db import transaction
+
+        from celery_idempotent.django.http import enqueue, keyed_view
+
+        task = self.app.tasks[TASK]
+        using = self.alias or "default"
+        send = lambda request: enqueue(request, task, (key,), using=using)  # noqa: E731
+        within = transaction.atomic(using=self.alias) if self.alias else contextlib.nullcontext()
+        with within:
+            answer = keyed_view(send)(self._request("post", key))
+        assert answer.status_code in {200, 202}, answer.content
+        return bool(answer.get("Idempotent-Replayed") == "true")
+
+    def finish(self, key: str) -> None:
+        """Do what a worker does."""
+        from celery_idempotent.django.http import user_scope
+
+        scope = canonical(user_scope(CALLER), what="scope", task=TASK)
+        settle(self.store, claim(self.store, identity(key, scope=scope), fingerprint=None))
+
+    def status(self, key: str) -> None:
+        from celery_idempotent.django.http.status import respond
+
+        assert respond(self._request("get", key), TASK, key).status_code == 200
+
+    def count(self, work: Callable[[str], Any], key: str) -> tuple[Counts, Any]:
+        """What a piece of work asks, and what comes of it."""
+        trips = self._link.trips if self._link else 0
+        with statements() as asked:
+            done = work(key)
+        return Counts(len(asked), (self._link.trips if self._link else 0) - trips), done
+
+
+@pytest.fixture(params=["redis", "sql", "hybrid"])
+def desk(
+    request: pytest.FixtureRequest, alias: str, redis_url: str, prefix: str
+) -> Iterator[tuple[str, Desk]]:
+    kind = request.param
+    url = {
+        "redis": f"{redis_url}?prefix={prefix}",
+        "sql": f"django://{alias}",
+        "hybrid": f"hybrid+{redis_url}?prefix={prefix}&socket_timeout=5&truth={alias}",
+    }[kind]
+    store: Any = open_store(url)
+    link = None
+    if kind != "sql":
+        target = store if kind == "redis" else store.cache
+        link = target._link = OwnLink(target._link)
+    state: Any = importlib.import_module("celery._state")
+    before = state._tls.current_app
+    made = Desk(store, link, None if kind == "redis" else alias)
+    state._tls.current_app = made.app
+    try:
+        yield kind, made
+    finally:
+        state._tls.current_app = before
+        store.close()
+
+
+def test_a_request_asks_no_more_of_its_store_than_stated(desk: tuple[str, Desk]) -> None:
+    kind, asking = desk
+    found: dict[str, Counts] = {}
+    for name, work in (("view", asking.view), ("`enqueue()`", asking.enqueue)):
+        work(new_key())  # what is looked up once a process
+        key = new_key()
+        for which in ("first request", "repetition"):
+            counts, replayed = asking.count(work, key)
+            assert replayed is (which == "repetition")
+            found[f"{name}, {which}"] = counts
+    asking.finish(key)
+    found["`enqueue()`, when it is done"], _ = asking.count(asking.enqueue, key)
+    found["status"], _ = asking.count(asking.status, key)
+    assert found == {what: counts[kind] for what, counts in stated().items()}

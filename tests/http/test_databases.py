@@ -1,0 +1,256 @@
+"""The site with its records in PostgreSQL, alone and behind a cache: the important rows of the table, and what is lost.
+
+The rows are those of test_ietf.py, word for word; here they meet the stores that it does not run on.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from celery_idempotent.records import Identity
+from celery_idempotent.stores.cache import Cached, RedisCache
+from tests.http.banks import Bank, at_work, made, open_bank, sweep_until
+from tests.http.sites import ORDER, Answer, Site, Web, in_background, new_key
+from tests.http.test_ietf import (  # noqa: F401  collected here, with the sites of this module
+    test_another_body_is_422_while_the_first_is_at_work_and_afterwards,
+    test_of_fifty_simultaneous_posts_one_is_queued_and_all_are_202,
+    test_of_fifty_simultaneous_posts_one_pays_and_the_others_are_409_or_replays,
+    test_the_first_post_is_202_with_its_status_and_the_last_one_200_with_the_result,
+    test_the_same_key_of_somebody_else_is_another_key,
+    test_while_a_view_works_the_second_request_is_409_and_then_a_replay_byte_for_byte,
+    test_while_no_worker_works_it_is_202_and_the_status_says_queued,
+)
+from tests.support.servers import EmbeddedRedis
+from tests.support.waiting import wait_for
+
+NOW, LATER, AT_ONCE = "/payments/now/", "/payments/", "/t/at-once/"
+PAY = "testproject.payments.tasks.pay"
+
+
+@pytest.fixture(scope="module", params=["sql", "hybrid"])
+def bank(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bank]:
+    hybrid = request.param == "hybrid"
+    with open_bank(tmp_path_factory.mktemp("bank"), hybrid=hybrid) as bank:
+        yield bank
+
+
+@pytest.fixture
+def site(bank: Bank) -> Iterator[Site]:
+    """What the rows of the table call it."""
+    yield bank
+    bank.mood(None)
+
+
+@pytest.fixture
+def doomed(bank: Bank) -> Iterator[Web]:
+    """Another web server of the site, to be lost."""
+    with bank.another() as web:
+        yield web
+
+
+def paid(bank: Bank, key: str) -> bool:
+    return made(bank.rows, key) == 1
+
+
+def state_of(bank: Bank, answer: Answer) -> str:
+    return str(bank.status(answer).json["state"])
+
+
+# The store is down ---------------------------------------------------------------------------------------------------
+
+
+def test_while_the_records_are_out_of_reach_it_is_503_and_nothing_is_done(bank: Bank) -> None:
+    """They alone: with the project's own database away, its login fails first."""
+    keys = {path: new_key() for path in (NOW, LATER)}
+    with bank.elsewhere() as web:
+        warm = web.ask("POST", NOW, ORDER, key=new_key())
+        assert (warm.status, bank.far.connections > 0) == (201, True)
+        bank.far.refuse()
+        try:
+            for path, key in keys.items():
+                answer = web.ask("POST", path, ORDER, key=key)
+                assert answer.problem() == (503, "store_unavailable")
+                assert answer.json["retryable"] is True
+                assert int(answer.headers["Retry-After"]) >= 1
+                told = web.ask("GET", f"/idempotency/{PAY}/{key}")
+                assert told.problem() == (503, "store_unavailable")
+        finally:
+            bank.far.heal()
+        for path, key in keys.items():
+            assert made(bank.rows, key) == 0
+            answer = web.ask("POST", path, ORDER, key=key)
+            assert (answer.status, answer.replayed) == (201 if path == NOW else 202, False)
+            wait_for(partial(paid, bank, key), 30)
+
+
+# Killed --------------------------------------------------------------------------------------------------------------
+
+
+def staged(bank: Bank, key: str) -> int:
+    """Count the messages that are committed and not sent."""
+    found = bank.rows.execute(
+        "SELECT count(*) FROM celery_idempotent_outbox WHERE key = %s", (key,)
+    )
+    row = found.fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def later(bank: Bank, key: str) -> None:
+    """Let the minute pass for which a sweep leaves a message to who staged it."""
+    bank.rows.execute(
+        "UPDATE celery_idempotent_outbox SET due_ms = due_ms - 60000 WHERE key = %s", (key,)
+    )
+
+
+def lose(doomed: Web, lost: Any) -> None:
+    doomed.kill()
+    assert isinstance(lost.exception(30), (OSError, http.client.HTTPException))
+
+
+@pytest.mark.parametrize("path", [LATER, AT_ONCE, "/t/announcing/"])
+def test_a_process_that_is_killed_between_its_commit_and_the_sending_loses_no_message(
+    bank: Bank, doomed: Web, path: str
+) -> None:
+    """In `enqueue` within the request's transaction and without one, and in an atomic view."""
+    key = new_key()
+    atomic = path == "/t/announcing/"
+    follow = f"after-{key}" if atomic else key
+    held = bank.proxy.held
+    bank.proxy.hold_requests(b"LPUSH", times=None)
+    try:
+        lost = in_background(lambda: doomed.ask("POST", path, ORDER, key=key, X_Caller="c"))
+        wait_for(lambda: bank.proxy.held > held and staged(bank, follow) == 1, 30)
+        assert made(bank.rows, key) == atomic
+        lose(doomed, lost)
+        # The message itself is lost with the process.
+        bank.proxy.cut()
+    finally:
+        bank.proxy.heal()
+    again = bank.ask("POST", path, ORDER, key=key, X_Caller="c")
+    assert (again.status, again.replayed) == (201 if atomic else 202, True)
+    assert made(bank.rows, follow) == 0
+    if not atomic:
+        assert state_of(bank, again) == "QUEUED"
+    later(bank, follow)
+    sweep_until(bank, lambda: made(bank.rows, follow) == 1)
+    assert staged(bank, follow) == 0
+    assert made(bank.rows, key) == 1
+    if not atomic:
+        assert bank.settled(again)["state"] == "COMPLETED"
+
+
+def test_a_process_that_is_killed_before_its_commit_has_sent_nothing_and_a_repeat_runs_anew(
+    bank: Bank, doomed: Web
+) -> None:
+    key = new_key()
+    ask = ("POST", "/t/announcing/", ORDER)
+    with bank.bank("slow"):
+        lost = in_background(lambda: doomed.ask(*ask, key=key, X_Caller="c"))
+        wait_for(lambda: at_work(bank.rows), 30)
+        lose(doomed, lost)
+    assert made(bank.rows, key) == staged(bank, f"after-{key}") == 0
+    again = bank.until(lambda: bank.ask(*ask, key=key, X_Caller="c"), other_than=409)
+    assert (again.status, again.replayed) == (201, False)
+    wait_for(lambda: made(bank.rows, f"after-{key}") == 1, 30)
+    assert made(bank.rows, key) == 1
+
+
+@pytest.mark.parametrize("bank", ["sql"], indirect=True)
+def test_a_request_that_is_killed_before_its_commit_has_queued_nothing_and_a_repeat_does(
+    bank: Bank, doomed: Web
+) -> None:
+    """Its reservation outlives the transaction by ten seconds, and is no 202 for a payment that nobody makes."""
+    key = new_key()
+    ask = ("POST", "/t/hesitating/", ORDER)
+    with bank.bank("slow"):
+        lost = in_background(lambda: doomed.ask(*ask, key=key))
+        wait_for(lambda: bank.ask("GET", f"/idempotency/{PAY}/{key}").status == 200, 30)
+        lose(doomed, lost)
+    assert staged(bank, key) == 0
+
+    def queued() -> bool:
+        answer = bank.ask(*ask, key=key)
+        if answer.status == 409:
+            assert answer.problem() == (409, "request_in_progress")
+            return False
+        assert (answer.status, answer.replayed) == (202, False)
+        return True
+
+    wait_for(queued, 30, "the end of the reservation")
+    wait_for(lambda: made(bank.rows, key) == 1, 30)
+    done = bank.until(lambda: bank.ask(*ask, key=key), other_than=202)
+    assert (done.status, done.replayed) == (200, True)
+    assert made(bank.rows, key) == 1
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+
+def cached(bank: Bank, key: str, namespace: str = "http") -> bool:
+    """Does the cache answer for a key of alice's?"""
+    assert bank.cache is not None
+    row = bank.rows.execute("SELECT id FROM auth_user WHERE username = 'alice'").fetchone()
+    assert row is not None
+    cache = RedisCache(bank.cache.url(), options={"socket_timeout": 5})
+    try:
+        scope = f'["user",{row[0]}]'
+        return isinstance(cache.look(Identity(namespace=namespace, scope=scope, key=key)), Cached)
+    finally:
+        cache.close()
+
+
+def break_cache(cache: EmbeddedRedis, how: str) -> None:
+    cache.freeze() if how == "frozen" else cache.kill()
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+@pytest.mark.parametrize("bank", ["hybrid"], indirect=True)
+def test_a_cache_that_dies_costs_no_second_payment_and_is_used_again_when_it_is_back(
+    bank: Bank, how: str
+) -> None:
+    assert bank.cache is not None
+    before, during, queued, failed = (new_key() for _ in range(4))
+    unreachable = {**ORDER, "recipient": "acct_unreachable"}
+    first = bank.pay(path=NOW, key=before)
+    assert (first.status, cached(bank, before)) == (201, True)
+    assert bank.settled(bank.pay(unreachable, key=failed))["state"] == "FAILED"
+    break_cache(bank.cache, how)
+    try:
+        second = bank.pay(path=NOW, key=during)
+        assert (second.status, second.replayed) == (201, False)
+        for key, kept in ((before, first), (during, second)):
+            again = bank.pay(path=NOW, key=key)
+            assert (again.status, again.replayed, again.body) == (201, True, kept.body)
+            other = bank.pay({**ORDER, "amount": 101}, path=NOW, key=key)
+            assert other.problem() == (422, "idempotency_key_reused")
+            assert bank.ask("GET", f"/idempotency/http/{key}").json["state"] == "COMPLETED"
+        answer = bank.pay(key=queued)
+        assert bank.settled(answer)["state"] == "COMPLETED"
+        assert bank.pay(key=queued).status == 200
+        # To try again is to forget, and that needs the cache: the failure might come back with it.
+        refused = bank.pay(unreachable, key=failed)
+        assert refused.problem() == (503, "store_unavailable")
+    finally:
+        bank.cache.thaw() if how == "frozen" else bank.cache.start()
+
+    def answered_by_the_cache() -> bool:
+        again = bank.pay(path=NOW, key=during)
+        assert (again.status, again.replayed, again.body) == (201, True, second.body)
+        return cached(bank, during)
+
+    wait_for(answered_by_the_cache, 30, "the cache to be filled again")
+    again = bank.pay(path=NOW, key=before)
+    assert (again.status, again.replayed, again.body) == (201, True, first.body)
+    with bank.bank("back"):
+        retried = bank.pay(unreachable, key=failed)
+        assert (retried.status, retried.replayed) == (202, False)
+        assert bank.settled(retried)["state"] == "COMPLETED"
+    assert [made(bank.rows, key) for key in (before, during, queued, failed)] == [1, 1, 1, 1]

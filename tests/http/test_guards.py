@@ -1,0 +1,407 @@
+"""What a guard does around a view of any kind, under ``ATOMIC_REQUESTS`` and without, seen by a client of Django's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent.calls import StoreFailed
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.operations import Outcome, operate
+from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.stores import get_store
+from tests.http.sites import new_key
+from tests.sql.databases import add_alias, database, drop_alias, execute, ready, rows
+from tests.support.waiting import wait_for
+
+ALIAS = "atomic_requests"
+KINDS = ("plain", "coroutine", "classy", "async-classy", "rest", "rest-function", "rest-set")
+
+app = Celery("guards", broker="memory://", set_as_current=False)
+app.conf.idempotency_store = "memory://"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    directory: Path = tmp_path_factory.mktemp("guards")
+    with ready(directory), database("sqlite", directory) as settings:
+        add_alias(ALIAS, {**settings, "ATOMIC_REQUESTS": True})
+        execute(ALIAS, "CREATE TABLE note (text TEXT)")
+        try:
+            yield
+        finally:
+            drop_alias(ALIAS)
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    """What the views are guarded with."""
+    return {"app": f"{__name__}.app", "scope": lambda _: "caller"}
+
+
+def written(text: str) -> int:
+    return len(rows(ALIAS, "SELECT 1 FROM note WHERE text = %s", (text,)))
+
+
+def write(request: Any) -> tuple[int, dict[str, int]]:
+    """Write what the query says, and do what it says."""
+    from django.db import connections
+
+    execute(ALIAS, "INSERT INTO note VALUES (%s)", (request.GET["note"],))
+    if "raise" in request.GET:
+        raise ValueError("after writing")
+    depth = len(connections[ALIAS].atomic_blocks)
+    return int(request.GET.get("status", "200")), {"transactions": depth}
+
+
+class Site:
+    """Views of every kind with the same options, and a client."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from django.test import Client
+
+        self.module = ModuleType("guarded_urls")
+        self.module.__dict__["urlpatterns"] = _patterns(options)
+        self._client = Client(raise_request_exception=False, HTTP_HOST="localhost")
+
+    def ask(
+        self, path: str, key: str | None = None, *, method: str = "POST", body: Any = None
+    ) -> Any:
+        from django.test import override_settings
+
+        headers: dict[str, Any] = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
+        with override_settings(ROOT_URLCONF=self.module):
+            return self._client.generic(
+                method, path, json.dumps(body or {}), content_type="application/json", **headers
+            )
+
+
+def _patterns(options: dict[str, Any]) -> list[Any]:
+    from asgiref.sync import sync_to_async
+    from django.db.transaction import non_atomic_requests
+    from django.http import JsonResponse
+    from django.urls import path
+    from django.views import View
+    from rest_framework.decorators import api_view, authentication_classes, permission_classes
+    from rest_framework.exceptions import ValidationError
+    from rest_framework.response import Response
+    from rest_framework.views import APIView
+    from rest_framework.viewsets import ViewSet
+
+    from celery_idempotent.django.http import idempotent_view
+
+    guarded = idempotent_view(**options)
+
+    def plain(request: Any) -> Any:
+        status, told = write(request)
+        return JsonResponse(told, status=status)
+
+    async def coroutine(request: Any) -> Any:
+        status, told = await sync_to_async(write)(request)
+        return JsonResponse(told, status=status)
+
+    class Classy(View):
+        def post(self, request: Any) -> Any:
+            return plain(request)
+
+        get = post
+
+    class AsyncClassy(View):
+        async def post(self, request: Any) -> Any:
+            return await coroutine(request)
+
+        get = post
+
+    class Rest(APIView):
+        authentication_classes = ()
+        permission_classes = ()
+
+        def post(self, request: Any) -> Any:
+            status, told = write(request)
+            if "invalid" in request.GET:
+                raise ValidationError
+            return Response(told, status=status)
+
+        get = post
+
+    class RestSet(ViewSet):
+        authentication_classes = ()
+        permission_classes = ()
+
+        def create(self, request: Any) -> Any:
+            status, told = write(request)
+            return Response(told, status=status)
+
+    @api_view(["GET", "POST"])
+    @authentication_classes([])
+    @permission_classes([])
+    def rest_function(request: Any) -> Any:
+        status, told = write(request)
+        return Response(told, status=status)
+
+    return [
+        path("plain", guarded(plain)),
+        path("coroutine", guarded(coroutine)),
+        path("classy", guarded(Classy).as_view()),
+        path("async-classy", guarded(AsyncClassy).as_view()),
+        path("rest", guarded(Rest).as_view()),
+        path("rest-function", guarded(rest_function)),
+        path("rest-set", guarded(RestSet.as_view({"post": "create", "get": "create"}))),
+        path("spared", guarded(non_atomic_requests(ALIAS)(plain))),
+    ]
+
+
+# ATOMIC_REQUESTS -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [("POST", {"required": False}), ("GET", {}), ("POST", {"mode": "off"})],
+    ids=["no key", "safe method", "off"],
+)
+def test_a_request_that_is_not_guarded_is_a_transaction_too(
+    options: dict[str, Any], kind: str, method: str, given: dict[str, Any]
+) -> None:
+    site, note = Site(options | given), new_key()
+    assert site.ask(f"/{kind}?note={note}&raise", method=method).status_code == 500
+    assert written(note) == 0
+    answer = site.ask(f"/{kind}?note={note}", method=method)
+    assert (answer.status_code, answer.json()) == (200, {"transactions": 1})
+    assert written(note) == 1
+    # As in Django without a guard.
+    assert site.ask(f"/{kind}?note={note}&status=400", method=method).status_code == 400
+    assert written(note) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_request_wrote_is_undone_where_its_key_is_given_back(
+    options: dict[str, Any], kind: str
+) -> None:
+    site, note, key = Site(options), new_key(), new_key()
+    for end, status in (("raise", 500), ("status=400", 400), ("status=503", 503)):
+        assert site.ask(f"/{kind}?note={note}&{end}", key).status_code == status
+        assert written(note) == 0
+    for _ in range(2):
+        answer = site.ask(f"/{kind}?note={note}&status=402", key)
+        assert (answer.status_code, answer.json()) == (402, {"transactions": 1})
+    assert written(note) == 1
+
+
+def test_what_the_rest_framework_turns_into_an_answer_is_undone(options: dict[str, Any]) -> None:
+    site, note = Site({**options, "required": False}), new_key()
+    for key in (None, new_key()):
+        assert site.ask(f"/rest?note={note}&invalid", key).status_code == 400
+        assert written(note) == 0
+
+
+def test_a_view_without_transactions_of_its_requests_keeps_what_it_wrote(
+    options: dict[str, Any],
+) -> None:
+    site, note = Site({**options, "required": False}), new_key()
+    for number, key in enumerate((None, new_key()), start=1):
+        assert site.ask(f"/spared?note={note}&raise", key).status_code == 500
+        assert written(note) == number
+
+
+# Records -------------------------------------------------------------------------------------------------------------
+
+
+def new_identity() -> Identity:
+    return Identity(namespace="http", scope="caller", key=new_key())
+
+
+def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> None:
+    from celery_idempotent.django.http.describing import describe
+    from celery_idempotent.django.http.options import read_options
+
+    site, note, identity = Site(options), new_key(), new_identity()
+    store = get_store(app)
+    claimed = store.claim(identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+    assert isinstance(claimed, Claimed)
+
+    def fail() -> bool:
+        token = claimed.record.token
+        done = operate(app, identity, "fail", token=token, state=State.PROCESSING)
+        return done is Outcome.DONE
+
+    wait_for(fail)
+    answer = site.ask(f"/plain?note={note}", identity.key)
+    assert (answer.status_code, answer.json()["code"]) == (500, "failed_by_operator")
+    assert "operator" in answer.json()["detail"]
+    assert answer.json()["retryable"] is False
+    assert written(note) == 0
+    record = store.get(identity)
+    assert record is not None
+    told = describe(record, key=identity.key, task=None, options=read_options())
+    assert told["error"]["code"] == "failed_by_operator"
+    assert told["error"]["type"] == "FailedByOperator"
+    assert told["retryable"] is False
+
+
+def test_only_what_was_not_begun_is_told_to_be_undone(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is lost before the view, or with the answer of the COMMIT that decides."""
+    from celery_idempotent.runner import Runner
+
+    def lost(self: Any, call: Any, body: Any) -> StoreFailed:
+        body()
+        return StoreFailed(StoreUnavailable("nobody knows whether it is committed"))
+
+    def down(self: Any, call: Any, body: Any) -> StoreFailed:
+        return StoreFailed(StoreUnavailable("it is down"))
+
+    site = Site(options)
+    for execute_, said in ((lost, "Nobody knows"), (down, "Nothing was done")):
+        monkeypatch.setattr(Runner, "execute", execute_)
+        answer = site.ask(f"/plain?note={new_key()}", new_key())
+        assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+        assert answer.json()["detail"].startswith(said)
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_comes_before_the_key_and_reads_the_body(
+    options: dict[str, Any], kind: str
+) -> None:
+    """Also of a request without a key, and nowhere but where a key is asked for."""
+    from django.http import HttpResponse
+
+    def valid(request: Any) -> Any:
+        data = request.data if hasattr(request, "data") else json.loads(request.body)
+        return None if "amount" in data else HttpResponse(status=400)
+
+    site, note, key = Site({**options, "required": False, "checks": [valid]}), new_key(), new_key()
+    address = f"/{kind}?note={note}"
+    assert site.ask(address, key, body={"amount": 1}).status_code == 200
+    assert site.ask(address, key, body={"amount": 2}).status_code == 422
+    assert site.ask(address, key, body={"price": 2}).status_code == 400
+    assert site.ask(address, key, body={"amount": 1})["Idempotent-Replayed"] == "true"
+    assert site.ask(address, body={"price": 2}).status_code == 400
+    assert written(note) == 1
+    assert site.ask(address, body={"amount": 1}).status_code == 200
+    assert site.ask(address, method="GET").status_code == 200
+    assert written(note) == 3
+
+
+def test_a_form_that_a_check_parsed_still_counts(options: dict[str, Any], factory: Any) -> None:
+    """The framework parses it from the stream, which can be read once."""
+    from django.test.client import encode_multipart
+    from rest_framework.parsers import MultiPartParser
+    from rest_framework.response import Response
+    from rest_framework.views import APIView
+
+    from celery_idempotent.django.http import idempotent_view
+
+    def valid(request: Any) -> None:
+        assert request.data["amount"]
+
+    @idempotent_view(**options, checks=[valid])
+    class Upload(APIView):
+        authentication_classes = ()
+        permission_classes = ()
+        parser_classes = (MultiPartParser,)
+
+        def put(self, request: Any) -> Any:
+            return Response(request.data["amount"])
+
+        post = put
+
+    view = Upload.as_view()
+    for method in ("PUT", "POST"):
+        key = new_key()
+        for boundary, amount, status in (("a", "1", 200), ("b", "1", 200), ("c", "2", 422)):
+            body = encode_multipart(boundary, {"amount": amount})
+            kind = f"multipart/form-data; boundary={boundary}"
+            request = factory.generic(method, "/", body, kind, HTTP_IDEMPOTENCY_KEY=key)
+            assert view(request).status_code == status
+
+
+# Views that cannot be guarded, and views with habits -----------------------------------------------------------------
+
+
+def test_a_coroutine_that_nobody_awaits_is_told_of(options: dict[str, Any], factory: Any) -> None:
+    from django.core.exceptions import ImproperlyConfigured
+    from django.http import HttpResponse
+    from django.utils.decorators import method_decorator
+    from django.views import View
+
+    from celery_idempotent.django.http import idempotent_view
+
+    @method_decorator(idempotent_view(**options), name="dispatch")
+    class Late(View):
+        async def post(self, request: Any) -> Any:
+            return HttpResponse(request.idempotency_key)
+
+    view: Any = Late.as_view()
+    key = new_key()
+    for _ in range(2):  # and the key is free
+        with pytest.raises(ImproperlyConfigured, match="Decorate the class"):
+            view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)).send(None)
+
+
+def test_an_answer_is_finished_once_and_a_replay_never(
+    options: dict[str, Any], factory: Any
+) -> None:
+    """A project's own ``finalize_response()`` reads and wraps the data, which a replay has no more."""
+    from rest_framework.response import Response
+    from rest_framework.views import APIView
+
+    from celery_idempotent.django.http import idempotent_view
+
+    finished = []
+
+    @idempotent_view(**options)
+    class Wrapped(APIView):
+        authentication_classes = ()
+        permission_classes = ()
+
+        def post(self, request: Any) -> Any:
+            return Response({"a": 1})
+
+        def finalize_response(self, request: Any, response: Any, *args: Any, **kwargs: Any) -> Any:
+            finished.append(response)
+            wrapped = Response({"data": response.data}, status=response.status_code)
+            return super().finalize_response(request, wrapped, *args, **kwargs)
+
+    view, key = Wrapped.as_view(), new_key()
+    answers = [view(factory.post(path, HTTP_IDEMPOTENCY_KEY=key)) for path in ("/", "/", "/other")]
+    assert [answer.status_code for answer in answers] == [200, 200, 422]
+    assert [answer.content for answer in answers[:2]] == [b'{"data":{"a":1}}'] * 2
+    assert len(finished) == 1
+
+
+def test_a_compressed_answer_is_repeated_as_one(options: dict[str, Any], factory: Any) -> None:
+    from django.http import HttpResponse
+    from django.views.decorators.gzip import gzip_page
+
+    from celery_idempotent.django.http import idempotent_view
+
+    @idempotent_view(**options)
+    @gzip_page
+    def long(request: Any) -> Any:
+        return HttpResponse("long " * 1000)
+
+    headers = {"HTTP_IDEMPOTENCY_KEY": new_key(), "HTTP_ACCEPT_ENCODING": "gzip"}
+    first, again = (long(factory.post("/", **headers)) for _ in range(2))
+    assert gzip.decompress(first.content) == b"long " * 1000
+    assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
+    assert again["Content-Encoding"] == first["Content-Encoding"] == "gzip"
+
+
+@pytest.fixture
+def factory() -> Any:
+    from django.test import RequestFactory
+
+    return RequestFactory()

@@ -1,0 +1,120 @@
+"""A client that hangs up does not stop what it asked for: the next attempt gets the first answer."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import pytest
+
+from celery_idempotent.django.http.ending import to_the_end
+from tests.http.sites import Site, Web, new_key
+from tests.support.waiting import wait_for
+
+language = ContextVar("language", default="en")
+
+
+@pytest.fixture(scope="module")
+def asgi(running: Site) -> Web:
+    command = [sys.executable, "-m", "tests.http.asgi"]
+    web = Web(command, running.directory, running.env, "asgi-hanging-up")
+    running.children.append(web)
+    return web.start()
+
+
+def hang_up(web: Web, path: str, key: str, *, when: Callable[[], bool]) -> None:
+    """Send a request, and leave without its answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=60)
+    # Basic auth of alice, for Django REST framework.
+    headers = {"Idempotency-Key": key, "X-Caller": "c", "Authorization": "Basic YWxpY2U6YWxpY2U="}
+    connection.request("POST", path, b"", headers)
+    wait_for(when, 30)
+    connection.close()
+
+
+@pytest.mark.parametrize("name", ["aheld", "async-held", "held", "rest_held"])
+def test_a_view_whose_client_hangs_up_is_not_run_again(site: Site, asgi: Web, name: str) -> None:
+    key, path = new_key(), f"/t/{name}/"
+    runs = site.directory / f"runs-{key}"
+
+    def again(web: Web) -> int:
+        return web.ask("POST", path, b"", key=key, X_Caller="c").status
+
+    hang_up(asgi, path, key, when=runs.exists)
+    # Long enough for the server to hear of it, and to give the key back if it were so minded.
+    assert [again(asgi) for _ in range(20)] == [409] * 20
+    (site.directory / f"go-{key}").touch()
+    wait_for(lambda: again(asgi) != 409, 30)
+    answer = asgi.ask("POST", path, b"", key=key, X_Caller="c")
+    assert (answer.status, answer.replayed, answer.json) == (200, True, {"run": 1})
+    assert runs.stat().st_size == 1
+
+
+def cancelled_twice(work: Callable[[], object]) -> tuple[list[str], str]:
+    """Cancel what awaits a piece of work, twice; return what happened, and the language that it left behind."""
+    told: list[str] = []
+
+    async def main() -> str:
+        go = asyncio.Event()
+
+        async def effect() -> None:
+            told.append("begun")
+            await go.wait()
+            language.set("fr")
+            told.append("done")
+            work()
+
+        async def view() -> str:
+            try:
+                await to_the_end(effect(), name="the view")
+            except asyncio.CancelledError:
+                told.append("cancelled")
+            return language.get()
+
+        task = asyncio.ensure_future(view())
+        for _ in range(2):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        return await task
+
+    return told, asyncio.run(main())
+
+
+def test_a_cancellation_is_passed_on_when_the_work_is_done() -> None:
+    assert cancelled_twice(lambda: None) == (["begun", "done", "cancelled"], "fr")
+
+
+def test_what_fails_after_its_client_has_gone_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise ValueError("no money")
+
+    with caplog.at_level(logging.ERROR):
+        assert cancelled_twice(fail)[0] == ["begun", "done", "cancelled"]
+    assert "the view failed, and its client has gone" in caplog.text
+    assert "no money" in caplog.text
+
+
+def test_without_a_cancellation_it_is_as_if_it_were_awaited() -> None:
+    async def effect() -> str:
+        language.set("de")
+        return "made"
+
+    async def fail() -> None:
+        raise ValueError("no money")
+
+    async def main() -> None:
+        assert await to_the_end(effect(), name="the view") == "made"
+        assert language.get() == "de"
+        with pytest.raises(ValueError, match="no money"):
+            await to_the_end(fail(), name="the view")
+
+    asyncio.run(main())

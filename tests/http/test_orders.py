@@ -1,0 +1,391 @@
+"""What ``enqueue()`` promises, and what the status resource makes of it: records in memory, no server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.records import Claimed, State, Stored
+from tests.sql.databases import ready
+from tests.support.waiting import wait_for
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with ready(tmp_path_factory.mktemp("orders")):
+        yield
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    made = Celery("orders", broker="memory://", backend="cache+memory://", set_as_current=False)
+    made.conf.idempotency_store = "memory://"
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def charge(app: Celery, settings: Callable[..., None]) -> Any:
+    """A task of the app that all views work with."""
+    from celery_idempotent import IdempotentTask
+
+    @app.task(base=IdempotentTask, name="orders.charge", shared=False)
+    def charge(amount: int) -> int:
+        return amount
+
+    settings(CELERY_IDEMPOTENT_APP=app)
+    return charge
+
+
+@pytest.fixture
+def settings() -> Iterator[Callable[..., None]]:
+    """Change Django's settings for one test."""
+    from contextlib import ExitStack
+
+    from django.test import override_settings
+
+    with ExitStack() as stack:
+
+        def change(**changes: Any) -> None:
+            stack.enter_context(override_settings(**changes))
+
+        yield change
+
+
+def request(method: str = "post", path: str = "/", **headers: str) -> Any:
+    from django.contrib.auth.models import User
+    from django.test import RequestFactory
+
+    made = getattr(RequestFactory(), method)(path, headers={"Idempotency-Key": "k", **headers})
+    made.user = User(pk=7, username="ann")
+    return made
+
+
+def by(asked: Any) -> str:
+    return str(asked.headers.get("X-Tenant"))
+
+
+def queue(charge: Any, asked: Any = None, **options: Any) -> Any:
+    from celery_idempotent.django.http import enqueue
+
+    return enqueue(asked or request(), charge, kwargs={"amount": 1}, **options)
+
+
+def look(address: str, **headers: str) -> Any:
+    """Ask the status resource, as the user of :func:`request`."""
+    from urllib.parse import unquote
+
+    from celery_idempotent.django.http.status import status
+
+    _, _, namespace, key = address.split("/")
+    return status(request("get", address, **headers), unquote(namespace), unquote(key))
+
+
+def end(charge: Any, *, error: Exception | None = None, value: Stored | None = None) -> None:
+    """Do what a worker does."""
+    store, definition = _store(charge), charge.idempotency_definition()
+    identity = definition.identifier.identity("k", ("user", 7))
+    claimed = store.claim(identity, attempt=b"12345678", lease_ms=1000, keep_ms=60_000, task_id="t")
+    assert isinstance(claimed, Claimed)
+    if error is not None:
+        value = definition.codec.dump_error(error)
+    state: Any = State.COMPLETED if error is None else State.FAILED
+    assert store.settle(claimed.record, state=state, value=value, keep_ms=60_000)
+
+
+def _store(charge: Any) -> Any:
+    from celery_idempotent import get_store
+
+    return get_store(charge.app)
+
+
+# Addresses -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_location_is_one_that_the_caller_can_ask(charge: Any) -> None:
+    answer = queue(charge)
+    assert look(answer["Location"]).status_code == 200
+    assert json.loads(answer.content)["url"] == answer["Location"]
+
+
+@pytest.mark.parametrize("how", ["scope of the call", "scope of the view", "app", "namespaces"])
+def test_where_the_status_resource_would_not_find_the_key_there_is_no_location(
+    charge: Any, settings: Callable[..., None], how: str
+) -> None:
+    from celery_idempotent.django.http import keyed_view
+
+    options: dict[str, Any] = {}
+    if how == "app":
+        settings(CELERY_IDEMPOTENT_APP=Celery("other", set_as_current=False))
+    elif how == "namespaces":
+        settings(IDEMPOTENCY_HTTP={"namespaces": ["orders.refund"]})
+    elif how == "scope of the call":
+        options["scope"] = ("tenant", 5)
+    view = keyed_view(**({"scope": by} if how == "scope of the view" else {}))(
+        lambda asked: queue(charge, asked, **options)
+    )
+    for replayed in (False, True):
+        answer = view(request(x_tenant="acme"))
+        assert (answer.status_code, "Idempotent-Replayed" in answer) == (202, replayed)
+        assert "Location" not in answer
+        assert json.loads(answer.content)["url"] is None
+
+
+def test_with_the_scope_of_the_setting_there_is_one_again(
+    charge: Any, settings: Callable[..., None]
+) -> None:
+    settings(IDEMPOTENCY_HTTP={"scope": by, "namespaces": ["orders.charge"]})
+    answer = queue(charge, request(x_tenant="acme"))
+    assert look(answer["Location"], x_tenant="acme").status_code == 200
+    assert look(answer["Location"], x_tenant="umbrella").status_code == 404
+    assert "Location" in queue(charge, request(x_tenant="acme"), scope=by)
+
+
+def test_only_the_namespaces_of_the_setting_are_shown(
+    charge: Any, settings: Callable[..., None]
+) -> None:
+    where = queue(charge)["Location"]
+    settings(IDEMPOTENCY_HTTP={"namespaces": ["orders.refund"]})
+    assert look(where).status_code == 404
+    settings(IDEMPOTENCY_HTTP={"namespaces": ["orders.charge"]})
+    assert look(where).status_code == 200
+
+
+# What is told --------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_resource_tells_no_more_of_an_error_than_the_strictest_view(
+    charge: Any, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., None]
+) -> None:
+    from celery_idempotent.django.http import describing, keyed_view
+
+    monkeypatch.setattr(describing, "_views", set())
+    settings(IDEMPOTENCY_HTTP={"show_errors": "all"})
+    where = queue(charge)["Location"]
+    end(charge, error=ValueError("secret"))
+    assert b"secret" in look(where).content
+    keyed_view(show_errors="all")(queue)
+    assert b"secret" in look(where).content
+    keyed_view(show_errors="none")(queue)
+    told = look(where).content
+    assert b"secret" not in told
+    assert b"ValueError" not in told
+
+
+def test_a_result_backend_that_is_down_is_503_for_who_asks_and_for_who_posts_again(
+    charge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = queue(charge)["Location"]
+    end(charge)
+
+    def down(*_: Any, **__: Any) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(charge.app.backend, "get_task_meta", down)
+    for answer in (look(where), queue(charge)):
+        assert (answer.status_code, json.loads(answer.content)["code"]) == (
+            503,
+            "result_unavailable",
+        )
+        assert json.loads(answer.content)["retryable"] is True
+        assert "Retry-After" in answer
+    monkeypatch.undo()
+    # The backend knows nothing of it: that is an answer.
+    assert json.loads(look(where).content)["result_kept"] is False
+
+
+def test_a_result_that_cannot_be_read_from_the_backend_is_not_kept(
+    charge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kombu.exceptions import ContentDisallowed, DecodeError
+
+    where = queue(charge)["Location"]
+    end(charge)
+    for error in (DecodeError("x"), ContentDisallowed("y")):
+
+        def unreadable(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(charge.app.backend, "get_task_meta", unreadable)
+        assert json.loads(look(where).content)["result_kept"] is False
+
+
+KEPT = Stored(content_type="application/json", content_encoding="utf-8", body=b'{"paid": 1}')
+
+
+def test_tasks_are_loaded_for_the_status_resource_as_by_a_worker(
+    charge: Any, app: Celery, settings: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent import IdempotentTask
+
+    where = queue(charge)["Location"]
+    end(charge, value=KEPT)
+    web = Celery("orders", broker="memory://", set_as_current=False)
+    web.conf.idempotency_store = app.conf.idempotency_store = _store(charge)
+    settings(CELERY_IDEMPOTENT_APP=web)
+    unknown = json.loads(look(where).content)
+    assert unknown["state"] == "COMPLETED"
+    assert not {"result", "result_kept"} & unknown.keys(), "who does not know the task cannot say"
+
+    again = Celery("orders", broker="memory://", set_as_current=False)
+    again.conf.idempotency_store = _store(charge)
+    settings(CELERY_IDEMPOTENT_APP=again)
+
+    def modules() -> None:
+        @again.task(base=IdempotentTask, name="orders.charge", shared=False)
+        def charge(amount: int) -> int:
+            return amount
+
+    monkeypatch.setattr(again.loader, "import_default_modules", modules)
+    assert json.loads(look(where).content)["result"] == {"paid": 1}
+
+
+def test_who_is_told_that_there_is_no_such_key_is_a_person_or_a_program(charge: Any) -> None:
+    where = queue(charge)["Location"] + "x"
+    page, told = look(where, accept="text/html"), look(where)
+    assert page.status_code == told.status_code == 404
+    assert page["Content-Type"].startswith("text/html")
+    assert b"There is no such key" in page.content
+    assert b"refresh" not in page.content, "nothing will come of asking again"
+    assert told["Content-Type"] == "application/problem+json"
+    assert "Accept" in page["Vary"]
+    assert "Accept" in told["Vary"]
+
+
+def test_a_person_who_comes_while_the_store_is_down_gets_a_page_that_tries_again(
+    charge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent.errors import StoreUnavailable
+    from celery_idempotent.stores.memory import MemoryStore
+
+    def down(*_: Any) -> None:
+        raise StoreUnavailable("nobody there")
+
+    where = queue(charge)["Location"]
+    monkeypatch.setattr(MemoryStore, "get", down)
+    page = look(where, accept="text/html")
+    assert (page.status_code, "Retry-After" in page) == (503, True)
+    assert b'http-equiv="refresh"' in page.content
+
+
+# Which app -----------------------------------------------------------------------------------------------------------
+
+
+def test_views_and_admin_work_with_the_same_app(settings: Callable[..., None]) -> None:
+    from celery_idempotent.django import applications
+    from celery_idempotent.django.http.current import celery_app
+
+    one, two = (Celery(name, set_as_current=False) for name in ("one", "two"))
+    settings(CELERY_IDEMPOTENT_APP=one)
+    assert celery_app(None) is applications.celery_app() is one
+    settings(CELERY_IDEMPOTENT_APP=None, IDEMPOTENCY_HTTP={"app": "testproject.celery:app"})
+    project = applications.celery_app()
+    assert project.main == "testproject"
+    assert celery_app("testproject.celery.app") is project
+    settings(CELERY_IDEMPOTENT_APP=two)
+    assert applications.celery_app() is two
+
+
+# In a coroutine, and what may be said -------------------------------------------------------------------------------
+
+
+def test_in_a_coroutine_there_is_an_enqueue_that_is_awaited(charge: Any) -> None:
+    from celery_idempotent.django.http import aenqueue
+
+    async def view() -> Any:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        answer = await aenqueue(request(), charge, kwargs={"amount": 1}, countdown=5)
+        ticking.cancel()
+        assert ticks, "the event loop goes on"
+        return answer
+
+    first, second = asyncio.run(view()), asyncio.run(view())
+    assert (first.status_code, second.status_code) == (202, 202)
+    assert second["Idempotent-Replayed"] == "true"
+
+
+def test_the_other_one_says_so(charge: Any) -> None:
+    from django.core.exceptions import SynchronousOnlyOperation
+
+    async def view() -> Any:
+        return queue(charge)
+
+    with pytest.raises(SynchronousOnlyOperation, match="await aenqueue"):
+        asyncio.run(view())
+    assert charge.idempotency_record("k", scope=("user", 7)) is None
+
+
+@pytest.mark.parametrize("option", ["task_id", "idempotency_key", "idempotency_scope"])
+def test_what_belongs_to_the_key_is_not_the_callers_to_say(charge: Any, option: str) -> None:
+    with pytest.raises(InvalidOption, match=option):
+        queue(charge, **{option: "mine"})
+    assert charge.idempotency_record("k", scope=("user", 7)) is None
+
+
+# Records in the database ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sql(charge: Any) -> Iterator[Any]:
+    """The task, with its records in the database that the views write to."""
+    from tests.sql import databases
+
+    databases.migrate("default")
+    charge.app.conf.update(idempotency_store="django://", task_default_queue="orders-in-sql")
+    yield charge
+    _store(charge).forget(charge.idempotency_definition().identifier.identity("k", ("user", 7)))
+
+
+def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
+    sql: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent.django import outbox
+    from celery_idempotent.django.http import queueing
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(queueing, "UNCOMMITTED_MS", 1500)
+    monkeypatch.setattr(queueing, "PATIENCE", 0.1)
+    # Between the reservation and the message, with nobody left to give the key back.
+    with monkeypatch.context() as patch:
+        patch.setattr(queueing, "_queue", kill)
+        with pytest.raises(Killed):
+            queue(sql)
+    reserved = sql.idempotency_record("k", scope=("user", 7))
+    assert (reserved.state, reserved.message) == (State.QUEUED, None)
+    assert queue(sql).status_code == 409
+    again = wait_for(lambda: _other_than(409, queue(sql)), 30)
+    assert (again.status_code, "Idempotent-Replayed" in again) == (202, False)
+    promised = sql.idempotency_record("k", scope=("user", 7))
+    assert promised.task_id == reserved.task_id
+    assert promised.message is None, "the outbox has it"
+    assert promised.deadline_ms - promised.updated_ms >= 60_000
+    assert queue(sql)["Idempotent-Replayed"] == "true"
+    assert outbox.pending() == [], "it was sent"
+    with sql.app.connection_for_write() as connection:
+        sent = connection.default_channel._get("orders-in-sql")
+    assert sent["headers"]["id"] == reserved.task_id
+
+
+def _other_than(status: int, answer: Any) -> Any:
+    return answer if answer.status_code != status else None

@@ -1,0 +1,113 @@
+"""A server that accepts connections and then stays silent is waited for as long as its options say, and no longer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from django.db import connections
+
+from celery_idempotent.checks import check_settings
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import Claimed, Identity, Lease
+from celery_idempotent.stores import open_store
+from tests.sql.outbox_support import make_app
+from tests.support.proxy import Proxy
+
+KEY = Identity(namespace="charge", key="order-17")
+BOUNDS = {
+    "postgresql": {"connect_timeout": 2, "keepalives_idle": 10, "tcp_user_timeout": 20_000},
+    "mariadb": {"connect_timeout": 1, "read_timeout": 1, "write_timeout": 1},
+}
+
+
+def claim(store: DjangoStore) -> Any:
+    return store.claim(KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that accepts, and that is all."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(50)
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("vendor", list(BOUNDS))
+def test_a_claim_at_a_silent_server_ends_with_the_bound_for_connecting(
+    use_database: Callable[..., str], silent: int, vendor: str
+):
+    alias = use_database(vendor)
+    connections[alias].close()
+    settings = connections.databases[alias]
+    settings.update(PORT=str(silent), OPTIONS={**settings["OPTIONS"], **BOUNDS[vendor]})
+    del connections[alias]
+    store = DjangoStore(alias)
+    since = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        claim(store)
+    assert time.monotonic() - since < 60
+
+
+def test_a_renewal_on_an_open_connection_ends_with_the_bound_for_an_answer(
+    use_database: Callable[..., str],
+):
+    alias = use_database("mariadb")
+    connections[alias].close()
+    settings = connections.databases[alias]
+    with Proxy(settings["HOST"], int(settings["PORT"])) as proxy:
+        settings.update(PORT=str(proxy.port))
+        settings["OPTIONS"] = {**settings["OPTIONS"], **BOUNDS["mariadb"]}
+        del connections[alias]
+        store = DjangoStore(alias)
+        answer = claim(store)
+        assert isinstance(answer, Claimed)
+        lease = Lease(identity=KEY, token=answer.record.token, lease_ms=60_000, keep_ms=1)
+        proxy.swallow_replies(b"UPDATE celery_idempotent_lease", times=None, silent=True)
+        with pytest.raises(StoreUnavailable):
+            store.renew([lease])
+        assert proxy.swallowed == 2, "done again on another connection"
+        proxy.heal()
+        assert store.renew([lease]) == [True]
+        store.close()
+        connections[alias].close()
+
+
+@pytest.mark.parametrize("vendor", list(BOUNDS))
+@pytest.mark.parametrize("cached", [False, True], ids=["database", "hybrid"])
+def test_a_check_tells_what_is_not_set(
+    use_database: Callable[..., str], monkeypatch: pytest.MonkeyPatch, vendor: str, cached: bool
+):
+    alias = use_database(vendor)
+    options = connections.databases[alias]["OPTIONS"]
+    with closing(make_app(alias)) as app:
+        if cached:
+            app.conf.idempotency_store = open_store(f"hybrid+redis://127.0.0.1:1?truth={alias}")
+
+        def told() -> list[str]:
+            return [each.problem for each in check_settings(app) if each.id == "W020"]
+
+        (problem,) = told()
+        assert all(name in problem for name in BOUNDS[vendor] if name != "connect_timeout")
+        monkeypatch.setenv("PGCONNECT_TIMEOUT", "5")
+        (problem,) = told()
+        assert "connect_timeout" not in problem
+        options.update(BOUNDS[vendor])
+        assert told() == []
+        options.clear()
+        connections.databases[alias]["HOST"] = "/run/socket"
+        assert told() == []
+
+
+def test_a_file_is_not_waited_for(use_database: Callable[..., str]):
+    assert DjangoStore(use_database("sqlite")).missing_bounds() == ()

@@ -1,0 +1,32 @@
+"""What a piece of work asks of the databases."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+__all__ = ["statements"]
+
+
+@contextlib.contextmanager
+def statements() -> Iterator[list[str]]:
+    """Note every statement of this thread on every connection of Django's: a store has some of its own."""
+    from django.db.backends.utils import CursorWrapper
+
+    asked: list[str] = []
+    ours = threading.current_thread()
+    wrapper: Any = CursorWrapper
+    execute = wrapper._execute_with_wrappers
+
+    def noting(self: Any, sql: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is ours:
+            asked.append(str(sql))
+        return execute(self, sql, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapper, "_execute_with_wrappers", noting)
+        yield asked

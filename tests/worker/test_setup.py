@@ -1,0 +1,103 @@
+"""A worker says at its start what may go wrong, and works all the same."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_idempotent.checks import worker as checks
+from tests.stores.servers import Server, redis_binary, running
+from tests.support.admin import make_app
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker
+
+pytestmark = [pytest.mark.redis, pytest.mark.worker]
+
+#: What the app of these tests does on purpose.
+EARLY = ("WARNING", "W002")
+
+LINE = re.compile(r"\[.*: (WARNING|ERROR)/MainProcess\] idempotency: ([EW]\d+) (.+)")
+
+
+def findings(worker: Worker) -> list[tuple[str, str]]:
+    """Level and id of each line."""
+    return [(level, name) for level, name, _ in LINE.findall(worker.log)]
+
+
+@pytest.fixture(scope="module")
+def evicting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Redis that evicts, and saves nothing."""
+    directory = tmp_path_factory.mktemp("evicting")
+    with running(redis_binary(), directory, "--maxmemory-policy", "allkeys-lru") as server:
+        yield server
+
+
+@pytest.fixture
+def open_site(open_site: Callable[..., Any]) -> Callable[..., Any]:
+    """A site whose store is another Redis than its broker."""
+
+    def open_(server: Server, **settings: Any) -> Any:
+        return open_site("redis", **{"idempotency_store": server.url, **settings})
+
+    return open_
+
+
+@pytest.mark.parametrize("pool", ["prefork", "solo"])
+def test_each_finding_is_a_line_in_the_log(
+    open_site: Callable[..., Any], evicting: Server, key: str, pool: str
+) -> None:
+    site = open_site(evicting)
+    worker = site.worker(pool=pool)
+    wait_for(lambda: len(findings(worker)) >= 3, what="three findings")
+    assert findings(worker) == [EARLY, ("WARNING", "W008"), ("WARNING", "W009")]
+    assert "maxmemory-policy allkeys-lru" in worker.log
+    assert "Set appendonly yes" in worker.log
+    assert site.app.tasks["keyed"].delay(key).get(timeout=30)
+
+
+def test_silenced_findings_are_not_said(open_site: Callable[..., Any], evicting: Server) -> None:
+    worker = open_site(evicting, idempotency_silenced_checks=["W002", "W008"]).worker()
+    wait_for(lambda: findings(worker), what="the finding after the silenced ones")
+    assert findings(worker) == [("WARNING", "W009")]
+
+
+def test_nothing_is_said_where_nobody_wants_it(
+    open_site: Callable[..., Any], evicting: Server, key: str
+) -> None:
+    site = open_site(evicting, idempotency_check_at_start=False)
+    worker = site.worker()
+    assert site.app.tasks["keyed"].delay(key).get(timeout=30)
+    worker.stop()
+    assert findings(worker) == []
+
+
+def test_a_store_that_hangs_keeps_no_worker_from_its_start_nor_from_its_end(
+    open_site: Callable[..., Any], tmp_path: Path
+) -> None:
+    with running(redis_binary(), tmp_path) as server:
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            site = open_site(server, idempotency_store=f"{server.url}?socket_timeout=2")
+            worker = site.worker()
+            assert site.app.tasks["plain"].delay("free").get(timeout=30)
+            wait_for(lambda: "E006" in worker.log, what="the store's silence to be noticed")
+            assert findings(worker) == [EARLY, ("ERROR", "E006")]
+            assert " ready." in worker.log.partition("E006")[0]
+            again = site.worker(name="stopped")
+            again.send_signal(signal.SIGTERM)
+            assert again.wait(timeout=30) == 0
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+
+
+def test_a_check_that_fails_is_no_more_than_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checks, "check_settings", lambda _: 1 / 0)
+    checks.begin(make_app("memory://"))
+    wait_for(lambda: "the checks themselves failed" in caplog.text, what="the line")
