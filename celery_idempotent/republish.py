@@ -63,7 +63,7 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
         _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
     options: dict[str, Any] = {"expires": None} if same else {}
-    count, delay, again = _again(task, request, CONFLICTS_HEADER, left, options)
+    count, delay, again = _again(task, request, CONFLICTS_HEADER, left, options, {})
     logger.info(
         "idempotency: %s[%s] found %s held by %s (conflict %d), and comes back in %.1f s",
         task.name,
@@ -99,8 +99,11 @@ def store_failed(
     """The store cannot say whether this call may run: nothing runs, and this copy comes back."""
     if request.is_eager:
         raise error
-    attempts = [*unanswered(request.headers), attempt] if attempt else unanswered(request.headers)
-    known = {UNANSWERED_HEADER: b"".join(attempts[-_MOST_UNANSWERED:]).hex()} if attempts else {}
+    # Without a new one, those that it came with are among its headers.
+    known = {}
+    if attempt:
+        attempts = (*unanswered(request.headers), attempt)[-_MOST_UNANSWERED:]
+        known[UNANSWERED_HEADER] = b"".join(attempts).hex()
     count, delay, again = _again(task, request, STORE_FAILURES_HEADER, None, {}, known)
     logger.error(
         "idempotency: %s[%s] did not run, its store failed (%d times now), and comes back in "
@@ -130,7 +133,7 @@ def _again(
     counter: str,
     left: float | None,
     options: dict[str, Any],
-    known: Mapping[str, Any] | None = None,
+    known: Mapping[str, Any],
 ) -> tuple[int, float, Signature[Any]]:
     """Return how often this message went round, in how many seconds it comes back, and itself.
 
@@ -153,7 +156,7 @@ def _again(
         request,
         countdown=delay,
         retries=request.retries,
-        headers={**headers, **(known or {}), counter: count},
+        headers={**headers, **known, counter: count},
         add_to_parent=False,
         **options,
     )

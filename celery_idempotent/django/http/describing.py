@@ -48,12 +48,13 @@ def least_shown(show_errors: ShowErrors) -> ShowErrors:
     return min((show_errors, *_views), key=_SHOWN.index)
 
 
-#: Errors of the library's own that have a code for programs.
-_CODES: Final = {
-    "FailedByOperator": "failed_by_operator",
-    "ProcessingTimedOut": "timed_out",
-    "TooManyCrashes": "too_many_crashes",
+#: Errors of the library's own that have a code for programs, and the same by their names, as records have them.
+_CODES: Final[dict[type[IdempotencyError], str]] = {
+    FailedByOperator: "failed_by_operator",
+    ProcessingTimedOut: "timed_out",
+    TooManyCrashes: "too_many_crashes",
 }
+_OWN: Final = {each.__name__: each for each in _CODES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
     if task is not None and error is not None:
         permanent = isinstance(error, task.idempotency_policy.permanent_errors)
     own = isinstance(error, IdempotencyError)
-    code = _CODES.get(kind, "task_failed")
+    code = _CODES[_OWN[kind]] if kind in _OWN else "task_failed"
     shown = options.show_errors == "all" or (
         options.show_errors == "permanent" and (permanent or own)
     )
@@ -150,8 +151,7 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
     if record.value is not None and record.value.content_type == "application/json":
         told = json.loads(record.value.body)
     kind, message = str(told.get("exc_type", "")), str(told.get("exc_message", ""))
-    own = {each.__name__: each for each in (FailedByOperator, ProcessingTimedOut, TooManyCrashes)}
-    return (own[kind](message) if kind in own else None), kind, message
+    return (_OWN[kind](message) if kind in _OWN else None), kind, message
 
 
 def _result_of(

@@ -127,9 +127,8 @@ def _answer(order: Order) -> HttpResponse:
     while True:
         match _reserve(order, task_id, promised=not within and order.outbox is None):
             case Reserved(record) if record.task_id != task_id:
-                task_id = (
-                    record.task_id
-                )  # its sender is lost; our message is to be under its id, too
+                # Its sender is lost, and our message is to be under its id, too.
+                task_id = record.task_id
             case Reserved(record):
                 _queue(order, record, within=within)
                 return _pending(order, record, replayed=False)
