@@ -49,6 +49,14 @@ def make_app(broker: str, backend: str | None, conf: dict[str, Any]) -> Celery:
     def early(self: Any, key: str, how: str = "", gate: str = "") -> str:
         return play(self, key, how, gate)
 
+    for name, late in (("sent_again", True), ("sent_again_early", False)):
+
+        @app.task(
+            name=name, acks_late=late, retry_on_worker_lost=True, default_retry_delay=1, **keyed
+        )
+        def sent_again(self: Any, key: str, how: str = "", gate: str = "") -> str:
+            return play(self, key, how, gate)
+
     @app.task(name="never_retried", max_retries=0, **keyed)
     def never_retried(self: Any, key: str, how: str = "", gate: str = "") -> str:
         return play(self, key, how, gate)

@@ -270,6 +270,23 @@ class TestShutdown:
         assert stage.starts("k") == (1 if in_time else 2)
 
 
+@pytest.mark.skipif(celery.VERSION[:2] < (5, 7), reason="Celery 5.7 brought it")
+@pytest.mark.parametrize("task", ["sent_again", "sent_again_early"])
+def test_a_retry_that_celery_sends_for_a_lost_child_runs_under_the_same_key(
+    set_stage: SetStage, task: str
+):
+    """``task_retry_on_worker_lost``"""
+    stage = set_stage()
+    worker = stage.worker()
+    result = stage.send(task, "k", "hangs once")
+    worker.kill_child(stage.started("k"))
+    stage.ran_once("k", result, task=task)
+    assert stage.starts("k") == 2
+    assert stage.ledger.count("retries 1", "k") == 1, "a retry, and no redelivery"
+    assert stage.record("k", task).crashes == 1
+    assert stage.queued() == 0
+
+
 class TestPoison:
     def test_a_task_that_kills_its_process_each_time_is_failed(self, set_stage: SetStage):
         stage = set_stage(idempotency_max_crashes=1)
