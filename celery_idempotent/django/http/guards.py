@@ -131,7 +131,7 @@ class Guard:
         """Answer the request, from the view or from the record.
 
         Raises:
-            Exception: what the view raises; the key is free then.
+            Exception: what the view raises, or the reading of the body; the key is free then.
         """
         options, key = self.options, guarded.key
         try:

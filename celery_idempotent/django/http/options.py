@@ -73,7 +73,7 @@ class HttpOptions:
     on_store_error: StoreErrorPolicy = "closed"
     retry_after: float = 1
     headers: tuple[str, ...] = ()
-    unstored: tuple[int, ...] = (400, 401, 403, 405, 406, 408, 413, 415, 425, 429)
+    unstored: tuple[int, ...] = (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429)
     max_request_bytes: int = 10 * 1024 * 1024
     max_response_bytes: int = 1024 * 1024
     show_errors: ShowErrors = "permanent"
