@@ -145,7 +145,7 @@ def _taken(stream: Any) -> int | None:
 def _broken_off() -> Refusal:
     return Refusal(
         "body_incomplete",
-        "Less of it arrived than the request declares, and nothing was done about it. Send it again.",
+        "Less of it arrived than the request declares. Send the same request with the same key again.",
     )
 
 

@@ -213,7 +213,9 @@ class Guard:
                         return answered.response
                 begun = getattr(guarded.request, "idempotency_guarded", False)
                 known = (
-                    "Nobody knows yet whether it was carried out." if begun else "Nothing was done."
+                    "Nobody knows yet whether it was carried out."
+                    if begun
+                    else "Whether an earlier request with this key was carried out is not known; this one was not."
                 )
                 raise Refusal(
                     "store_unavailable",
