@@ -219,6 +219,8 @@ def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) 
             request=request,
             seen=seen,
             key=key,
+            args=args[1:] if seen is args[0] else args[2:],
+            kwargs=kwargs,
             run=call if key is None else lambda: _rendered(seen, call(), kwargs),
             spared=frozenset(connections) if lonely else spared,
         )

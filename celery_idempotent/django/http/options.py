@@ -63,6 +63,7 @@ class HttpOptions:
     namespace: str = "http"
     methods: tuple[str, ...] = ("POST", "PUT", "PATCH", "DELETE")
     checks: tuple[Check, ...] = ()
+    authorize: Callable[..., object] | None = None
     fingerprint: Callable[[Any], object] | None = None
     lease: Any = 30
     retention: Any = 24 * 3600
@@ -158,10 +159,10 @@ def _checked(name: str, value: Any) -> Any:
             raise ValueError(f"is 1 to {MAX_CHARS} printable characters")
     elif name in _SEQUENCES and not (name == "namespaces" and value is None):
         return _sequence(name, value)
-    elif name in ("scope", "fingerprint"):
+    elif name in ("authorize", "scope", "fingerprint"):
         value = import_string(value) if isinstance(value, str) else value
-        if value is not None and not callable(value):
-            raise ValueError("takes a function of the request, or its dotted path")
+        if value is not None and (not callable(value) or iscoroutinefunction(value)):
+            raise ValueError("takes a function of the request, no coroutine, or its dotted path")
     elif value is not None and not isinstance(value, str):
         raise ValueError("takes a text")
     return value
