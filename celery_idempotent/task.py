@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
 from celery_idempotent import canvas, delivery, publishing, reaper, republish
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
 from celery_idempotent.errors import IdempotencyError, InvalidKey
@@ -48,8 +47,6 @@ else:
 __all__ = ["IdempotentTask"]
 
 logger = logging.getLogger(__name__)
-
-_HOST = socket.gethostname()
 
 canvas.install()
 
@@ -230,7 +227,7 @@ class IdempotentTask(TaskBase):
             identity=identity,
             fingerprint=identified.fingerprint,
             task_id=task_id,
-            worker=self.worker_name(os.getpid()),
+            worker=worker_name(os.getpid()),
             longest_wait_ms=republish.longest_wait_ms(self, request),
             on_settled=noted,
             message=self._message(definition, request),
@@ -288,11 +285,6 @@ class IdempotentTask(TaskBase):
             key=headers.get(KEY_HEADER),
             scope=headers.get(SCOPE_HEADER),
         )
-
-    @staticmethod
-    def worker_name(pid: int) -> str:
-        """Return how records name the process ``pid`` of this machine."""
-        return f"{_HOST}:{pid}"
 
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
