@@ -420,7 +420,8 @@ class TestWhoseClaim:
 
         def read(identity: Identity) -> Record | None:
             monkeypatch.setattr(request, "gone", lambda _: False)
-            return get(identity)
+            found: Record | None = get(identity)
+            return found
 
         monkeypatch.setattr(store, "get", read)
         self.lose(make(dead))
