@@ -152,7 +152,8 @@ class AtomicRun:
         if claim.afterwards is not None and patient:
             endings.follow(claim)
         elif self.trouble is not None and patient:
-            endings.release(claim)
+            # Its message goes out once more, and may be all that there is of it.
+            endings.release(claim, requeue_ms=claim.lease.lease_ms)
             endings.failed(call, claim, self.trouble)
             return StoreFailed(self.trouble)
         else:

@@ -112,7 +112,7 @@ class Record:
     settled; the id tells machines that share a name apart. ``value`` is the result of a COMPLETED and the exception of
     a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task ended with ``self.replace``:
     another task carries the task id on; ``delivered`` that the callbacks of the settled task were sent; ``reserved``
-    that the key was reserved before its message was published, so that a retry makes it QUEUED again. ``steps`` are the
+    that the key was reserved before its message was published. ``steps`` are the
     results of the steps that an unfinished run recorded, in their order; ``message`` what to publish when it is
     requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 

@@ -94,12 +94,14 @@ class Request(CeleryRequest):
         return super().on_timeout(soft, timeout)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """Free the key of a task that was revoked, or expired, before it ran (``idempotency_publish_once``)."""
+        """Free the key of a task that was revoked, or expired, before it ran: it was reserved, or waits for a retry."""
         super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
         task: Any = self.task
         try:
             definition = task.idempotency_definition()
-            if not terminated and definition and definition.policy.publish_once:
+            policy = definition.policy if definition else None
+            queued = policy and (policy.publish_once or policy.on_stale == "requeue")
+            if queued and not terminated:
                 identity, store = _identity_of(self), get_store(task.app)
                 threading.Thread(
                     target=_unreserve,

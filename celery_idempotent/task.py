@@ -292,14 +292,17 @@ class IdempotentTask(TaskBase):
         if claim is None or claim.record.task_id != self.request.id:
             return super().replace(sig)
         definition = self._ours()
-        if any(self._is_about(part, claim.record.identity) for part in leaves(sig)):
+        parts = list(leaves(sig))
+        if any(self._is_about(part, claim.record.identity) for part in parts):
             # A replacement with our own key must find it free.
             if claim.transaction is not None:
                 raise IdempotencyError(
                     f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
                     "before its transaction is committed: give the replacement a key of its own."
                 )
-            definition.runner.release(claim)
+            # Of a canvas nobody knows when its turn comes: until then its message must not be taken for lost.
+            lost_ms = publishing.until_lost(sig.options) if parts == [sig] else None
+            definition.runner.release(claim, requeue_ms=lost_ms)
         if claim.given_back or self.request.is_eager:
             return super().replace(sig)
         claim.replaced = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,6 +332,16 @@ class TestTrouble:
         assert result.error is database.at_begin
         assert database.get(IDENTITY) is None
         assert names(events) == ["claimed", "released", "store_failed"]
+
+    def test_a_message_that_is_kept_outlives_that_until_it_comes_round_again(self, database):
+        run = make_runner(database, atomic=True, on_stale="requeue")
+        database.at_begin = StoreUnavailable("gone")
+        result = run.execute(replace(a_call(), message=b"again"), writing(database))
+        assert isinstance(result, StoreFailed)
+        record = database.get(IDENTITY)
+        assert (record.state, record.message) == (State.QUEUED, b"again")
+        database.at_begin = None
+        assert run.execute(a_call(), writing(database)) == Ran(42)
 
     def test_without_a_settle_nothing_is_committed(self, execute, database):
         database.at_settle = StoreUnavailable("gone")

@@ -1217,6 +1217,39 @@ class TestReplace:
         assert app.AsyncResult(duplicate.id).result == "receipt o-1"
         assert runs == ["replaced", "o-1"]
 
+    @pytest.mark.parametrize("alone", [True, False])
+    def test_the_message_is_kept_until_a_replacement_with_its_own_key_is_there(
+        self, app, store, published, charge, alone
+    ):
+        """As for a retry. In a canvas its turn may come much later: nobody could say when it is lost."""
+
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            bind=True,
+            idempotency_key="key",
+            idempotency_on_stale="requeue",
+        )
+        def task(self: Any, key: str) -> Any:
+            if self.request.replaced_task_nesting:
+                return "replaced"
+            sig = task.si(key).set(countdown=100)
+            raise self.replace(sig if alone else charge.si("o-1") | sig)
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        (replacement,) = published[1:]
+        found = store.get(Identity(namespace="t", key="k"))
+        if not alone:
+            assert found is None
+            return
+        assert (found.state, found.task_id) == (State.QUEUED, message.id)
+        assert found.deadline_ms - found.updated_ms == pytest.approx(160_000, abs=5000)
+        assert found.message
+        deliver(app, replacement)
+        assert app.AsyncResult(message.id).result == "replaced"
+
     @pytest.mark.parametrize(
         ("retention", "expires", "age", "state"),
         [
