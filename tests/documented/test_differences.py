@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain
 
-from celery_idempotent import InvalidKey
+from celery_idempotent import InvalidKey, InvalidOption
 from tests.documented.announced import announced
 from tests.documented.app import OURS, PLAIN
 from tests.documented.scenario import everything
@@ -78,6 +78,21 @@ def binds(side: Side) -> bool:
     return False
 
 
+def refuses_coroutines(side: Side) -> bool:
+    app = make(side)
+    app.finalize()
+    try:
+        app.task(name="awaited", shared=False)(awaited)
+    except InvalidOption:
+        return True
+    finally:
+        app.close()
+    return False
+
+
+async def awaited() -> None: ...
+
+
 def numbered(x: float) -> float:
     return x
 
@@ -105,6 +120,7 @@ UNSEEN: dict[str, Check] = {
     "own-log-lines": logs_more,
     "frames-in-tracebacks": shows_frames,
     "calls-of-bases": calls_bases_for_runs_only,
+    "unfinished-bodies": refuses_coroutines,
     "sweep-task": sweeps,
     "binding-of-arguments": binds,
 }
