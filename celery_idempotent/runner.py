@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from celery_idempotent import signals
+from celery_idempotent import signals, unfinished
 from celery_idempotent.atomic import AtomicRun, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
@@ -332,10 +332,11 @@ class Runner:
             running.set(claim)
             heartbeat.add(claim)
             self._reporter.tell(signals.claimed, call, record)
-            outcome[None]
+            if self._refuses(outcome[None]):
+                raise unfinished.close(self.name, outcome.pop(None))
             return self._returned(call, claim, outcome, None)
         except BaseException as error:
-            if None in outcome:
+            if None in outcome and not self._refuses(outcome[None]):
                 return self._returned(call, claim, outcome, error)
             if atomic is not None:
                 return atomic.undone(error)
@@ -346,6 +347,9 @@ class Runner:
             claim.over = True
             running.set(before)
             heartbeat.remove(claim)
+
+    def _refuses(self, value: object) -> bool:
+        return unfinished.is_unfinished(value) and self.policy.mode != "observe"
 
     def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
         return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from celery_idempotent import canvas, delivery, publishing, reaper, republish
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
+from celery_idempotent.entering import Entry, entry_of, put_claim_first
 from celery_idempotent.errors import IdempotencyError, InvalidKey
 from celery_idempotent.hooks import (
     KEEP_FAILURE_HEADER,
@@ -98,6 +99,7 @@ class IdempotentTask(TaskBase):
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
             reaper.install(app)
+            put_claim_first(cls, vars(IdempotentTask)["__call__"], IdempotentTask._enter)
             cls._definition = define(cls, IdempotentTask, app)
         return bound
 
@@ -174,17 +176,38 @@ class IdempotentTask(TaskBase):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: RET503
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
+        entry = entry_of(self.request)
+        if entry is None:
+            return self._enter(None, args, kwargs)
+        # After the bases in front of this one; or the body calls its own task.
+        way = super().__call__ if entry.arrived else self._last_step(entry)
+        return way(*args, **kwargs)
+
+    def _enter(self, way: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        """Go ``way`` to ``run`` (``None``: no base is in front of this one), under a claim if this is a delivery."""
         request: Any = self.request
         definition = self.idempotency_definition()
-        if definition is None or request.called_directly or request._protected:  # noqa: SLF001
-            return super().__call__(*args, **kwargs)
+        if definition is None or request.called_directly or entry_of(request):
+            return (way or super().__call__)(*args, **kwargs)
+        with Entry(request) as entry:
+            body = partial(way or self._last_step(entry), *args, **kwargs)
+            call = self._call(definition, request, args, kwargs)
+            return self._run_once(definition, request, call, body)
+
+    def _last_step(self, entry: Entry) -> Callable[..., Any]:
+        """Return what is behind this class: ``run``, or another base on the way to it."""
+        entry.arrived = True
+        if self._ours().overridden:
+            return super().__call__
         # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
-        request._protected = 1  # noqa: SLF001
-        way = super().__call__ if definition.overridden else self.run
-        body = partial(way, *args, **kwargs)
-        call = self._call(definition, request, args, kwargs)
+        self.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
+        return self.run
+
+    def _run_once(  # noqa: RET503
+        self, definition: Definition, request: Any, call: Call, body: Callable[[], Any]
+    ) -> Any:
         match definition.runner.execute(call, body):
             case Ran(value):
                 return value

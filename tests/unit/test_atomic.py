@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from celery import Celery
 
+from celery_idempotent import IdempotencyError, endings, lease, runner
 from celery_idempotent import claim as claim_module
-from celery_idempotent import endings, lease, runner
 from celery_idempotent.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.hooks import open_store
@@ -191,6 +191,14 @@ class TestEnds:
             execute(writing(database, ValueError()), permanent_errors=(ValueError,))
         assert not database.effect
         assert database.get(IDENTITY).state is State.FAILED
+
+    def test_a_coroutine_that_nobody_ran_rolls_back_and_frees_the_key(self, execute, database):
+        async def later() -> None: ...
+
+        with pytest.raises(IdempotencyError, match="a coroutine which nobody had run"):
+            execute(writing(database, later))
+        assert not database.effect
+        assert database.get(IDENTITY) is None
 
     def test_an_exit_rolls_back_and_frees_the_key(self, execute, database):
         with pytest.raises(SystemExit):

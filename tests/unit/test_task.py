@@ -890,25 +890,6 @@ class TestBases:
         assert task.apply(("e",)).get().startswith("ran as ")
         assert calls == [("k",), ("e",)]
 
-    def test_a_call_in_front_of_ours_sees_every_delivery(self, app, published, runs):
-        calls = []
-
-        class Front(IdempotentTask):
-            abstract = True
-
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                calls.append(args)
-                return super().__call__(*args, **kwargs)
-
-        @app.task(name="t", base=Front, shared=False, idempotency_key="key")
-        def task(key: str) -> None:
-            runs.append(key)
-
-        message = send(published, task, "k")
-        deliver(app, message)
-        deliver(app, message)
-        assert (calls, runs) == ([("k",), ("k",)], ["k"])
-
     def test_class_based_tasks(self, app, published, store):
         class Charge(IdempotentTask):
             name = "shop.charge"
