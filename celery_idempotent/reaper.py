@@ -16,6 +16,7 @@ from celery_idempotent.policy import Policy, milliseconds
 from celery_idempotent.records import Record, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.base import CountingStore
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
@@ -87,13 +88,16 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     tally.add(store, SWEEP, "swept")
     tally.write()
     emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
+    counts |= _upkeep(app, store, limit)
+    if isinstance(store, CountingStore):
+        store.note_sweep()
     busy = report.interrupted or report.requeued or pruned
     logger.log(
         logging.INFO if busy else logging.DEBUG,
         "idempotency: sweep interrupted %d, failed %d, requeued %d, pruned %d in %.3f s",
         *(counts[word] for word in ("interrupted", "failed", "requeued", "pruned", "seconds")),
     )
-    return counts | _upkeep(app, store, limit)
+    return counts
 
 
 def _upkeep(app: Celery, store: Store, limit: int) -> dict[str, int]:
