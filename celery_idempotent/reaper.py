@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent import signals
@@ -123,7 +124,9 @@ def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
     return True
 
 
-def send_again(app: Celery, record: Record, sender: object) -> bool:
+def send_again(
+    app: Celery, record: Record, sender: object, *, who: str = "", reason: str = ""
+) -> bool:
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
     definition = definition_of(app, record)
     if definition is None or record.message is None:
@@ -141,7 +144,7 @@ def send_again(app: Celery, record: Record, sender: object) -> bool:
     logger.warning(
         "idempotency: %s was stale and is queued again (crash %d)", record.identity, record.crashes
     )
-    emit(signals.requeued, sender, event_of(record))
+    emit(signals.requeued, sender, replace(event_of(record), who=who, reason=reason))
     tally.add(get_store(app), task_of(app, record), "requeued")
     return True
 
