@@ -268,6 +268,11 @@ class Selection:
             return frozenset({State.PROCESSING})
         return self.states or frozenset(State)
 
+    @property
+    def newest_first(self) -> bool:
+        """Are only INTERRUPTED or only FAILED records wanted? Of these every store lists the newest first."""
+        return self.wanted in ({State.INTERRUPTED}, {State.FAILED})
+
     def includes(self, record: Record, now_ms: int) -> bool:
         """Is this one of them, at ``now_ms`` of the store's clock?"""
         identity = record.identity
@@ -297,17 +302,25 @@ class Page:
 class Stats:
     """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
 
-    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``failed`` the
-    FAILED ones. ``at_least`` names those of which there may be more, because no store counts for longer than is good.
+    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``interrupted`` and
+    ``failed`` those in these states. ``at_least`` names those of which there may be more, because no store counts for
+    longer than is good. ``swept_ms`` is when the last sweep ended, ``None`` if none did or the store does not note it.
     """
 
     live: int
     stale: int
     failed: int
     now_ms: int
+    interrupted: int = 0
+    swept_ms: int | None = None
     at_least: frozenset[str] = frozenset()
 
-    def said(self, name: Literal["live", "stale", "failed"]) -> str:
+    @property
+    def swept_at(self) -> datetime | None:
+        """When the last sweep ended."""
+        return None if self.swept_ms is None else _EPOCH + timedelta(milliseconds=self.swept_ms)
+
+    def said(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
         """Return a count for people, with a plus where there may be more."""
         plus = "+" if name in self.at_least else ""
         return f"{getattr(self, name):,}{plus}"

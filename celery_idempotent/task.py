@@ -12,7 +12,7 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import canvas, delivery, publishing, reaper, republish
+from celery_idempotent import canvas, delivery, operations, publishing, reaper, republish
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
@@ -399,11 +399,19 @@ class IdempotentTask(TaskBase):
         """
         return get_store(self.app).get(self._ours().identifier.identity(key, scope))
 
-    def idempotency_forget(self, key: Any, *, scope: Any = None) -> bool:
+    def idempotency_forget(
+        self, key: Any, *, scope: Any = None, reason: str = "", who: str = "", force: bool = False
+    ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
 
+        The log and the signal ``forgotten`` tell who did it (this process, if nobody is named) and the reason. To take
+        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
+
         Raises:
+            InProgress: if an owner within its lease holds the key, and this is not forced.
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        return get_store(self.app).forget(self._ours().identifier.identity(key, scope))
+        identity = self._ours().identifier.identity(key, scope)
+        who = who or self.worker_name(os.getpid())
+        return operations.forget(self.app, identity, force=force, who=who, reason=reason)

@@ -337,6 +337,10 @@ class DjangoStore:
         """Return the counters of the last hours."""
         return self.lines.run(lambda session: browse.counts(session, hours=hours))
 
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now."""
+        self.lines.run(browse.note_sweep)
+
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record as it is committed, and for how long it is kept."""
 

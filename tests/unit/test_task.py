@@ -33,6 +33,7 @@ from celery_idempotent import (
 )
 from celery_idempotent.calls import worker_name
 from celery_idempotent.records import Claimed, Identity, Record, State
+from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.workers import child_environment
@@ -453,6 +454,72 @@ class TestDelivery:
         assert charge.idempotency_forget("o-1") is False
         deliver(app, message)
         assert runs == ["o-1", "o-1"]
+
+    def test_a_live_claim_is_not_forgotten_unless_that_is_forced_with_a_reason(
+        self, charge, store, caplog
+    ):
+        told: list[Any] = []
+
+        def tell(sender: Any, event: Any, **_: Any) -> None:
+            told.append(event)
+
+        claimed = store.claim(
+            Identity(namespace="shop.charge", key="o-1"),
+            attempt=b"12345678",
+            lease_ms=60_000,
+            keep_ms=60_000,
+            task_id="first",
+            worker="host:1",
+        )
+        forgotten.connect(tell)
+        try:
+            with pytest.raises(InProgress, match="held by first@host:1") as refused:
+                charge.idempotency_forget("o-1", reason="stuck")
+            assert refused.value.task_id == "first"
+            with pytest.raises(ValueError, match="say why"):
+                charge.idempotency_forget("o-1", force=True)
+            assert charge.idempotency_record("o-1") == claimed.record
+            assert told == []
+            assert charge.idempotency_forget(
+                "o-1", reason="its host is gone", who="ada", force=True
+            )
+            assert charge.idempotency_record("o-1") is None
+        finally:
+            forgotten.disconnect(tell)
+        (event,) = told
+        assert (event.who, event.reason) == ("ada", "its host is gone")
+        assert (event.identity, event.record) == (claimed.record.identity, claimed.record)
+        (line,) = [each.getMessage() for each in caplog.records if "chose" in each.getMessage()]
+        assert line == "idempotency: ada chose to forget shop.charge key o-1: its host is gone"
+
+    def test_a_stale_or_settled_record_is_forgotten_without_force(self, charge, store, caplog):
+        identity = Identity(namespace="shop.charge", key="o-1")
+        claim = {"identity": identity, "attempt": b"12345678", "keep_ms": 60_000}
+        store.claim(**claim, lease_ms=0)
+        assert charge.idempotency_forget("o-1") is True
+        answer = store.claim(**claim, lease_ms=60_000)
+        store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        assert charge.idempotency_forget("o-1") is True
+        # Nobody is named: it was this process.
+        assert caplog.text.count(f"{IdempotentTask.worker_name(os.getpid())} chose to forget") == 2
+
+    def test_a_key_that_is_claimed_while_it_is_forgotten_keeps_its_live_claim(
+        self, charge, store, monkeypatch
+    ):
+        identity = Identity(namespace="shop.charge", key="o-1")
+        claim = {"identity": identity, "keep_ms": 60_000}
+        store.claim(**claim, attempt=b"12345678", lease_ms=0)
+        forget = store.forget
+
+        def overtaken(*args: Any, **kwargs: Any) -> bool:
+            monkeypatch.undo()
+            store.claim(**claim, attempt=b"87654321", lease_ms=60_000)
+            return forget(*args, **kwargs)
+
+        monkeypatch.setattr(store, "forget", overtaken)
+        with pytest.raises(InProgress):
+            charge.idempotency_forget("o-1")
+        assert store.get(identity).attempts == 2
 
     def test_a_result_that_was_not_kept_comes_from_the_result_backend(
         self, app, published, runs, store
