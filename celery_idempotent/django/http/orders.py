@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DEFAULT_DB_ALIAS
 
+from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.decorators import require_key
 from celery_idempotent.django.http.guards import http_identity
@@ -118,7 +119,7 @@ def read_order(
     """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.
 
     Raises:
-        Refusal: if its key or its caller cannot be told.
+        Refusal: if its key or its caller cannot be told, or its body is not whole.
         InvalidOption: for an option of the message that is not the caller's to choose.
     """
     if chosen := [name for name in _OURS if name in publish]:
@@ -128,6 +129,7 @@ def read_order(
         )
     plain = getattr(request, "_request", request)
     key = require_key(plain, options) or str(uuid.uuid4())
+    receive(plain, options, parsed=True)
     if callable(scope):
         scope = scope(request)
     if scope is None:
