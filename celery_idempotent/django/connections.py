@@ -29,7 +29,7 @@ from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, Store
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["Busy", "Lines", "Session", "is_idle"]
+__all__ = ["Busy", "Lines", "Session", "in_transaction", "is_idle"]
 
 T = TypeVar("T")
 
@@ -237,16 +237,21 @@ def is_idle(own: BaseDatabaseWrapper) -> bool:
     if own.vendor == "sqlite" and own.is_in_memory_db():  # type: ignore[attr-defined]
         return True
     raw = own.connection
-    if raw is None or own.in_atomic_block or not own.autocommit:
+    if raw is None or own.in_atomic_block or not own.autocommit or is_inherited(raw):
         return False
-    if is_inherited(raw):
-        return False
+    # mysqlclient keeps it to itself.
+    return not in_transaction(own, if_untold=False)
+
+
+def in_transaction(own: BaseDatabaseWrapper, *, if_untold: bool = True) -> bool:
+    """Has a transaction begun on the thread's connection, which is open?"""
+    raw: Any = own.connection
     if own.vendor == "postgresql":
-        return int(raw.info.transaction_status) == 0
+        return int(raw.info.transaction_status) != 0
     if own.vendor == "mysql":
-        # PyMySQL tells; mysqlclient keeps it to itself.
-        return not getattr(raw, "server_status", 0) & 1
-    return own.vendor != "sqlite" or not raw.in_transaction
+        status: int | None = getattr(raw, "server_status", None)
+        return if_untold if status is None else bool(status & 1)
+    return own.vendor == "sqlite" and bool(raw.in_transaction)
 
 
 def _discard_if_broken(own: BaseDatabaseWrapper, error: BaseException) -> None:
