@@ -413,5 +413,5 @@ class IdempotentTask(TaskBase):
             StoreUnavailable: if the store did not answer.
         """
         identity = self._ours().identifier.identity(key, scope)
-        who = who or self.worker_name(os.getpid())
+        who = who or worker_name(os.getpid())
         return operations.forget(self.app, identity, force=force, who=who, reason=reason)
