@@ -19,13 +19,18 @@ from celery_idempotent.definition import Definition, define, is_celerys_own
 from celery_idempotent.entering import Entry, entry_of, put_claim_first
 from celery_idempotent.errors import IdempotencyError, InvalidKey
 from celery_idempotent.hooks import (
-    KEEP_FAILURE_HEADER,
+    KEEP_FAILURE,
     KEY_HEADER,
+    RAW_KEY,
+    RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
+    bound,
     leaves,
     own_id,
+    said_of,
     stamp_of,
+    unstamp,
 )
 from celery_idempotent.keys import Identified
 from celery_idempotent.policy import (
@@ -234,8 +239,10 @@ class IdempotentTask(TaskBase):
         kwargs: Mapping[str, Any],
     ) -> Call:
         task_id = str(request.id or _id_of_call(self, request))
+        headers = as_mapping(request.headers)
+        said = said_of(headers, task_id)
         identified = self.identify_delivery(
-            {**as_mapping(request.stamps), **as_mapping(request.headers)},
+            {**as_mapping(request.stamps), **headers},
             args,
             kwargs,
             task_id=task_id,
@@ -243,6 +250,9 @@ class IdempotentTask(TaskBase):
             eager=bool(request.is_eager),
         )
         identity = identified.identity
+        if {RAW_KEY, RAW_SCOPE, KEEP_FAILURE} & said.keys():
+            # From here on they are this message's alone: the body may hand its headers to other calls.
+            request.headers = bound(headers, task_id, identified)
         noted = None
         if delivery.sends_on(request):
             noted = partial(delivery.expect, request, get_store(self.app), identity)
@@ -254,8 +264,8 @@ class IdempotentTask(TaskBase):
             longest_wait_ms=republish.longest_wait_ms(self, request),
             on_settled=noted,
             message=self._message(definition, request),
-            unanswered=republish.unanswered(as_mapping(request.headers)),
-            is_failure=_is_failure if KEEP_FAILURE_HEADER in as_mapping(request.headers) else None,
+            unanswered=republish.unanswered(said),
+            is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
 
     def _message(self, definition: Definition, request: Context) -> bytes | None:
@@ -300,18 +310,20 @@ class IdempotentTask(TaskBase):
             return definition.observed(error, task_id)
         if stamped is not None:
             return stamped
+        said = said_of(headers, task_id)
         return definition.identify(
             args,
             kwargs,
             task_id=uuid() if eager else own_id(headers, task_id),
             nesting=nesting,
-            key=headers.get(KEY_HEADER),
-            scope=headers.get(SCOPE_HEADER),
+            key=said.get(RAW_KEY),
+            scope=said.get(RAW_SCOPE),
         )
 
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
         claim = current_claim()
+        unstamp(sig, self.request.id)
         if claim is None or claim.record.task_id != self.request.id:
             return super().replace(sig)
         definition = self._ours()
@@ -352,13 +364,13 @@ class IdempotentTask(TaskBase):
         if sig.get("task") != self.name:
             return False
         options: dict[str, Any] = dict(sig.get("options") or {})
-        headers = as_mapping(options.get("headers"))
+        said = said_of(as_mapping(options.get("headers")), None)
         identified = self._ours().identifier.identify(
             sig.get("args"),
             sig.get("kwargs"),
             task_id="",
-            key=options.get(KEY_HEADER, headers.get(KEY_HEADER)),
-            scope=options.get(SCOPE_HEADER, headers.get(SCOPE_HEADER)),
+            key=options.get(KEY_HEADER, said.get(RAW_KEY)),
+            scope=options.get(SCOPE_HEADER, said.get(RAW_SCOPE)),
         )
         return identified.identity == identity
 

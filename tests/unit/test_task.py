@@ -269,6 +269,154 @@ class TestStamp:
         assert [message.stamp["key"] for message in published] == ["tick", "tick"]
 
 
+class TestForwardedHeaders:
+    """A task that hands its own headers to another call hands on nothing that was said about its own message."""
+
+    @pytest.fixture
+    def family(self, app: Celery, runs: list[Any]) -> dict[str, Any]:
+        """Two parents, which do what they are told, and their children."""
+
+        def parent(self: Any) -> None:
+            family["does"](self)
+
+        def child(n: int) -> str:
+            runs.append(n)
+            if n < 0:
+                raise ValueError(n)
+            return f"child {n}"
+
+        task, ours = app.task(shared=False, name="child", base=IdempotentTask), IdempotentTask
+        family: dict[str, Any] = {
+            "parent": app.task(shared=False, name="parent", bind=True, base=ours)(parent),
+            "plain": app.task(shared=False, name="plain", bind=True, base=Task)(parent),
+            "keyed": app.task(shared=False, name="keyed", base=ours, idempotency_key="n")(child),
+            "child": task(child),
+            "does": lambda _: None,
+        }
+        family["child"].idempotency_fingerprint = None
+        return family
+
+    @staticmethod
+    def sent_by_name(
+        app: Celery, published: Published, name: str, **options: Any
+    ) -> SimpleNamespace:
+        app.send_task(name, **options)
+        return published[-1]
+
+    @staticmethod
+    def has_run(app: Celery, published: Published, message: SimpleNamespace) -> None:
+        """Deliver a message, and then all that comes of it."""
+        at = published.index(message)
+        while at < len(published):
+            deliver(app, published[at])
+            at += 1
+
+    @pytest.mark.parametrize("parent", ["parent", "plain"])
+    @pytest.mark.parametrize("how", ["call", "name", "plain child", "chain", "signature", "link"])
+    def test_each_child_runs(self, app, published, runs, family, parent, how):
+        def does(task: Any) -> None:
+            headers, child = task.request.headers, family["child"]
+            if how == "call":
+                for n in (1, 2):
+                    child.apply_async((n,), headers=headers)
+            elif how == "name":
+                for n in (1, 2):
+                    app.send_task("child", (n,), headers=headers)
+            elif how == "plain child":
+                again = family["plain"].si().set(headers=headers)
+                family["does"] = lambda task: child.apply_async((1,), headers=task.request.headers)
+                again.apply_async()
+                child.apply_async((2,), headers=headers)
+            elif how == "chain":
+                chain(*[child.si(n).set(headers=headers) for n in (1, 2)]).apply_async()
+            elif how == "signature":
+                for n in (1, 2):
+                    task.signature_from_request(task.request, (), {}).set(task_id=None)
+                    child.s(n).apply_async(headers=dict(headers))
+            else:
+                child.apply_async((1,), headers=headers, link=child.si(2).set(headers=headers))
+
+        family["does"] = does
+        self.has_run(
+            app, published, self.sent_by_name(app, published, parent, idempotency_key="batch-3")
+        )
+        assert sorted(runs) == [1, 2]
+
+    def test_nor_does_it_share_their_fate(self, app, store, published, family):
+        """What its publisher wants to learn of a failure, and how often it came round, are the parent's alone."""
+
+        def does(task: Any) -> None:
+            family["keyed"].apply_async((-1,), headers=task.request.headers)
+
+        family["does"] = does
+        headers = {"idempotency_key": "p", "idempotency_keep_failure": True}
+        message = self.sent_by_name(app, published, "parent", headers=headers)
+        other = hold(store, "p", "parent")
+        deliver(app, message)
+        store.release(other.identity, token=other.token)
+        deliver(app, published[-1])
+        child = published[-1]
+        assert child.task == "keyed"
+        assert child.stamp.keys() == {"id", "key", "fingerprint"}
+        assert child.stamp["id"] == child.id
+        assert not [name for name in child.headers if name.startswith("idempotency_")]
+        deliver(app, child)
+        assert record(store, "-1", "keyed") is None, "released, as for anybody who does not ask"
+
+    def test_a_key_that_is_given_beside_them_counts(self, app, published, family):
+        def does(task: Any) -> None:
+            headers = {**task.request.headers, "idempotency_key": "mine"}
+            family["child"].apply_async((1,), headers=headers)
+            family["child"].apply_async((1,), headers=task.request.headers, idempotency_key="too")
+
+        family["does"] = does
+        message = self.sent_by_name(app, published, "parent", idempotency_key="batch-3")
+        deliver(app, message)
+        assert [each.stamp["key"] for each in published[1:]] == ["mine", "too"]
+
+    def test_its_other_headers_are_handed_on(self, app, published, family):
+        family["does"] = lambda task: family["child"].apply_async(
+            (1,), headers=task.request.headers
+        )
+        headers = {"idempotency_key": "k", "x-trace": "abc"}
+        deliver(app, self.sent_by_name(app, published, "parent", headers=headers))
+        assert published[-1].headers["x-trace"] == "abc"
+
+    def test_its_retry_keeps_what_was_said(self, app, store, published, family):
+        def does(task: Any) -> None:
+            if not task.request.retries:
+                raise task.retry(countdown=0)
+            raise ValueError
+
+        family["does"] = does
+        headers = {
+            "idempotency_key": "k",
+            "idempotency_scope": "tenant",
+            "idempotency_keep_failure": True,
+        }
+        message = self.sent_by_name(app, published, "parent", headers=headers)
+        deliver(app, message)
+        retry = published[-1]
+        assert (retry.id, retry.retries, retry.stamp["key"]) == (message.id, 1, "k")
+        deliver(app, retry)
+        found = store.get(Identity(namespace="parent", scope="tenant", key="k"))
+        assert found.state is State.FAILED
+
+    def test_a_replacement_that_takes_them_along_runs(self, app, published, runs, family):
+        """It has the task id of what it replaces, and is another operation."""
+
+        def does(task: Any) -> None:
+            family["does"] = lambda _: runs.append("replacement")
+            raise task.replace(family["parent"].si().set(headers=task.request.headers))
+
+        family["does"] = does
+        self.has_run(
+            app, published, self.sent_by_name(app, published, "parent", idempotency_key="k")
+        )
+        assert runs == ["replacement"]
+        assert published[0].id == published[1].id
+
+
 class TestCelerysStamps:
     def test_a_stamped_key_is_the_key_and_stays_a_stamp(self, app, store, published, charge, runs):
         sig = charge.s("o-1")
@@ -564,8 +712,7 @@ class TestConflicts:
         assert runs == []
         assert app.AsyncResult(message.id).state == "RETRY"
         assert (again.id, again.args, again.retries) == (message.id, message.args, 0)
-        assert again.stamp == message.stamp
-        assert again.headers["idempotency_conflicts"] == 1
+        assert again.stamp == {**message.stamp, "conflicts": 1}
         assert again.headers["x"] == 1
         assert again.properties.get("priority") == 3
         assert eta_in(again) <= 1
@@ -603,7 +750,7 @@ class TestConflicts:
         waits = []
         for n in range(1, 8):
             deliver(app, published[-1])
-            assert published[-1].headers["idempotency_conflicts"] == n
+            assert published[-1].stamp["conflicts"] == n
             assert published[-1].retries == 0
             waits.append(eta_in(published[-1]))
         assert all(wait <= 5 for wait in waits)
@@ -681,8 +828,9 @@ class TestStoreFailures:
         assert runs == []
         assert app.AsyncResult(message.id).state == "PENDING"
         again = published[-1]
-        assert (again.id, again.retries, again.stamp) == (message.id, 0, message.stamp)
-        assert again.headers["idempotency_store_failures"] == 2
+        assert (again.id, again.retries) == (message.id, 0)
+        said = {**message.stamp, "store_failures": 2, "unanswered": again.stamp["unanswered"]}
+        assert again.stamp == said
         # What did not begin may still expire.
         assert again.headers["expires"] is not None
         deliver(app, again)
