@@ -649,7 +649,7 @@ class TestDelivery:
         store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
         assert charge.idempotency_forget("o-1") is True
         # Nobody is named: it was this process.
-        assert caplog.text.count(f"{IdempotentTask.worker_name(os.getpid())} chose to forget") == 2
+        assert caplog.text.count(f"{worker_name(os.getpid())} chose to forget") == 2
 
     def test_a_key_that_is_claimed_while_it_is_forgotten_keeps_its_live_claim(
         self, charge, store, monkeypatch
@@ -662,7 +662,8 @@ class TestDelivery:
         def overtaken(*args: Any, **kwargs: Any) -> bool:
             monkeypatch.undo()
             store.claim(**claim, attempt=b"87654321", lease_ms=60_000)
-            return forget(*args, **kwargs)
+            done: bool = forget(*args, **kwargs)
+            return done
 
         monkeypatch.setattr(store, "forget", overtaken)
         with pytest.raises(InProgress):
