@@ -14,6 +14,7 @@ from celery_idempotent.calls import STORE_ERRORS, Call, Codec, Reporter
 from celery_idempotent.claim import Claim
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import State, Stored
+from celery_idempotent.stores.base import TransactionalStore
 
 __all__ = ["Endings"]
 
@@ -108,31 +109,30 @@ class Endings:
     def resolve(self, call: Call, claim: Claim, *, patient: bool) -> bool | None:
         """Find out what a commit came to that did not answer: ``True`` if it is committed, ``None`` if nobody knows.
 
-        The release decides: it waits for the transaction, should the database still be at it, and after it
-        nothing can be committed under this token any more.
+        The row tells, whatever its state: the transaction has written it, and holds it to its end::
+
+            A      claim ─ BEGIN ─ run() ─────────────── settle ─ COMMIT ─✂─ the answer is lost ─ wait for the row
+            sweep           (the lease runs out) ─ interrupt                                        │
+            database                                               (at work) ─────── committed ─────┴─ COMPLETED
         """
-        identity = call.identity
+        store = claim.store
+        assert isinstance(store, TransactionalStore)
         give_up = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
         delay = 0.0
         while True:
             try:
                 if delay:
                     time.sleep(delay * random.uniform(0.5, 1))
-                if claim.store.release(identity, token=claim.token):
-                    claim.given_back = True
-                    self._reporter.tell(signals.released, call, claim.record)
-                    return False
-                found = claim.store.get(identity)
+                committed = store.committed(claim.record)
+                break
             except STORE_ERRORS:
                 left = give_up - time.monotonic()
                 if left <= 0:
                     return None
                 delay = min(delay * 2 or 0.05, 5.0, left * 2)  # of which at least half is slept
-                continue
-            if found is None or found.token != claim.token or not found.state.settled:
-                return False
+        if committed:
             self.settled(call, claim)
-            return True
+        return committed
 
     def settled(self, call: Call, claim: Claim) -> None:
         """Tell that the end state is written."""

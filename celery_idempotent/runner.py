@@ -68,6 +68,9 @@ logger = logging.getLogger(__name__)
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
 
+#: So often an atomic run begins again at once when its transaction failed at the very end.
+MAX_REPEATS = 4
+
 
 class _Patience:
     """How long a duplicate may hold its worker, and how often it asks meanwhile."""
@@ -84,6 +87,26 @@ class _Patience:
         time.sleep(max(min(self._pause, remaining, left), 0.001))
         self._pause = min(self._pause * 1.5, 0.5)
         return True
+
+
+class _Repeats:
+    """How often a run that its database rolled back at the very end may begin again at once."""
+
+    def __init__(self) -> None:
+        self._left = MAX_REPEATS
+        self._due = False
+
+    def another(self) -> bool:
+        """May it, once more?"""
+        self._due = self._left > 0
+        self._left -= self._due
+        return self._due
+
+    def pause(self) -> None:
+        """Wait a moment before another, so that those who collided do not meet again."""
+        if self._due:
+            self._due = False
+            time.sleep(random.uniform(0, 0.01 * 2 ** (MAX_REPEATS - self._left)))
 
 
 class Runner:
@@ -116,7 +139,7 @@ class Runner:
         """
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        patience = self._patience(call)
+        patience, repeats = self._patience(call), _Repeats()
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
@@ -130,12 +153,13 @@ class Runner:
                     result = (
                         self._condemn(call, record, verdict)
                         if verdict is not None
-                        else self._run(call, record, body)
+                        else self._run(call, record, body, repeats)
                     )
                     if isinstance(result, StoreFailed):
                         return StoreFailed(result.error, attempt)
                     if result is not None:
                         return result
+                    repeats.pause()
                 case Held(record, left_ms):
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
@@ -167,7 +191,7 @@ class Runner:
             return Ran(self.unguarded(call, body))
         match answer:
             case Claimed(record):
-                ran = self._run(call, record, body)
+                ran = self._run(call, record, body, _Repeats())
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -194,7 +218,7 @@ class Runner:
         before = running.get()
         running.set(self.unguarded_claim(call))
         try:
-            return self._expecting_transaction(body)()
+            return self._expecting_transaction(call, body)()
         finally:
             running.set(before)
 
@@ -300,8 +324,10 @@ class Runner:
             keep_ms=self.policy.keep_ms,
         )
 
-    def _run(self, call: Call, record: Record, body: Callable[[], Any]) -> Result | None:
-        """Run the body under the claim; ``None`` if the claim was lost and the call goes on as a duplicate.
+    def _run(
+        self, call: Call, record: Record, body: Callable[[], Any], repeats: _Repeats
+    ) -> Result | None:
+        """Run the body under the claim; ``None`` if that is gone, and the call claims anew, as a duplicate does.
 
         A time limit or SIGTERM is an exception raised at *any* bytecode, also right after the body returned and before
         its value is stored in a variable. ``defaultdict`` calls its factory and stores what it returned within one C
@@ -316,9 +342,16 @@ class Runner:
         claim = self._hold(record)
         atomic = None
         if self.policy.mode == "observe":
-            body = self._expecting_transaction(body)
+            body = self._expecting_transaction(call, body)
         elif self.policy.atomic:
-            atomic = self._atomic(call, claim, body)
+            atomic = AtomicRun(
+                call,
+                claim,
+                body,
+                codec=self._codec,
+                endings=self._endings,
+                again=repeats.another,
+            )
         outcome: defaultdict[None, Any] = defaultdict(atomic or body)
         before = running.get()
         try:
@@ -340,13 +373,10 @@ class Runner:
             running.set(before)
             heartbeat.remove(claim)
 
-    def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
-        return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)
-
-    def _expecting_transaction(self, body: Callable[[], Any]) -> Callable[[], Any]:
-        return (
-            partial(in_transaction, self._store(), self.name, body) if self.policy.atomic else body
-        )
+    def _expecting_transaction(self, call: Call, body: Callable[[], Any]) -> Callable[[], Any]:
+        if not self.policy.atomic:
+            return body
+        return partial(in_transaction, self._store(), call, self.name, body)
 
     def _returned(
         self,

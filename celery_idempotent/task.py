@@ -13,7 +13,7 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import canvas, delivery, publishing, reaper, republish
+from celery_idempotent import autoretry, canvas, delivery, publishing, reaper, republish
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
@@ -235,6 +235,7 @@ class IdempotentTask(TaskBase):
             on_settled=noted,
             message=self._message(definition, request),
             unanswered=republish.unanswered(as_mapping(request.headers)),
+            on_late_error=partial(autoretry.outcome, self),
             is_failure=_is_failure if KEEP_FAILURE_HEADER in as_mapping(request.headers) else None,
         )
 

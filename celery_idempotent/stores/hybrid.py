@@ -59,7 +59,7 @@ class HybridStore:
         # What else the truth can do, the hybrid can; whoever wants to know looks for the method.
         if isinstance(truth, TransactionalStore):
             self.transaction = partial(self._transaction, truth)
-            self.abandon = truth.abandon
+            self.abandon, self.committed = truth.abandon, truth.committed
         if isinstance(truth, CountingStore):
             self.count, self.counts = truth.count, truth.counts
         for extra in ("missing_bounds", "outbox_alias", "skews_ms", "upkeep"):

@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from celery_idempotent.stores.base import TransactionalStore
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
@@ -317,7 +319,7 @@ def test_it_begins_on_a_connection_that_the_server_closed(server_store: DjangoSt
     assert effects(store) == 1
 
 
-def test_what_a_lost_commit_came_to_is_found_out_by_a_release(server_store: DjangoStore):
+def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
     store = server_store
     record = claimed(store)
     with pytest.raises(DatabaseError), store.transaction(record) as run:
@@ -325,16 +327,50 @@ def test_what_a_lost_commit_came_to_is_found_out_by_a_release(server_store: Djan
         assert settle(run)
         assert run.settled
         _end(store.alias)
-    assert store.release(KEY, token=record.token)
+    assert not store.committed(record)
     assert effects(store) == 0
-    record = claimed(store)
     with store.transaction(record) as run:
         act(store)
         assert settle(run)
-    assert not store.release(KEY, token=record.token)
-    found = store.get(KEY)
-    assert found is not None
-    assert found.state is State.COMPLETED
+    assert store.committed(record)
+    assert store.forget(KEY)
+    assert not store.committed(record)
+    newer = claimed(store)
+    assert not store.committed(record)
+    assert not store.committed(newer)
+
+
+@pytest.mark.parametrize("ends", ["commits", "rolls back"])
+@pytest.mark.parametrize("state", [State.PROCESSING, State.INTERRUPTED, State.QUEUED])
+def test_whoever_asks_waits_for_the_row_in_whatever_state_it_is(
+    server_store: DjangoStore, state: State, ends: str
+):
+    """What others see of it before the commit says nothing."""
+    store = server_store
+    record = claimed(store, message=b"again", on_stale="requeue")
+    answers: list[bool] = []
+    other = databases.add_alias("looker", {**connections[store.alias].settings_dict})
+    thread = threading.Thread(target=lambda: answers.append(store.committed(record)))
+    how: Any = pytest.raises(ZeroDivisionError) if ends == "rolls back" else nullcontext()
+    try:
+        with how, store.transaction(record) as run:
+            if state is State.INTERRUPTED:
+                assert store.interrupt(KEY, token=record.token)
+            elif state is State.QUEUED:
+                assert store.requeue(KEY, deadline_ms=60_000, token=record.token)
+            assert settle(run)
+            found = store.get(KEY)
+            assert found is not None
+            assert (found.state, found.token) == (state, record.token)
+            thread.start()
+            wait_for(lambda: databases.waits(other), 20, "it to wait", interval=0.15)
+            assert answers == []
+            if ends == "rolls back":
+                raise ZeroDivisionError
+    finally:
+        thread.join()
+        databases.drop_alias(other)
+    assert answers == [ends == "commits"]
 
 
 def test_a_lease_that_nobody_cleared_away_goes_with_the_next_sweep(
