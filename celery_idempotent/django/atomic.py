@@ -42,7 +42,7 @@ from celery_idempotent.stores.values import pack_value
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["AtomicRun", "TransactionEnded", "abandon", "transaction"]
+__all__ = ["AtomicRun", "SessionLost", "TransactionEnded", "abandon", "transaction"]
 
 _SAVEPOINT = "celery_idempotent_run"
 #: Statements that leave nothing behind; comments and brackets may come first.
@@ -89,6 +89,13 @@ _ENDED = (
     " rolled it back, by a statement that commits by itself perhaps, or went on after a deadlock, which rolls back"
     " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
 )
+
+
+class SessionLost(OperationalError):
+    """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
+
+    def __init__(self) -> None:
+        super().__init__(type(self).__doc__)
 
 
 class TransactionEnded(StoreMisconfigured):
@@ -215,9 +222,9 @@ class AtomicRun:
 
     def passes(self, error: Exception) -> bool:
         """Is this a serialization failure, a deadlock, or the loss of the session?"""
-        return isinstance(error, Error) and kind(error, self._session.words.vendor) in (
-            "conflict",
-            "lost",
+        vendor = self._session.words.vendor
+        return isinstance(error, SessionLost) or (
+            isinstance(error, Error) and kind(error, vendor) in ("conflict", "lost")
         )
 
     def _still_there(self) -> None:
@@ -238,7 +245,7 @@ class AtomicRun:
         if failure is not None and kind(failure, own.vendor) == "lost":
             if isinstance(failure, OperationalError):
                 raise failure
-            raise OperationalError(_LOST) from failure
+            raise SessionLost from failure
         if failure is not None and error_code(failure) == _ABORTED:
             raise TransactionEnded(_BROKEN) from failure
         if doomed:

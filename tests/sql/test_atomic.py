@@ -10,7 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
-from django.db import DatabaseError, connections, transaction
+from django.db import (
+    DatabaseError,
+    OperationalError,
+    close_old_connections,
+    connections,
+    transaction,
+)
 
 from celery_idempotent.django import atomic, holders
 from celery_idempotent.django.atomic import TransactionEnded
@@ -263,6 +269,134 @@ def test_an_error_that_the_task_swallowed_cannot_be_committed(store: DjangoStore
             # There an error leaves the transaction whole.
             raise TransactionEnded
     assert effects(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("do", "sentence"),
+    [
+        (close_old_connections, "closed the connection of its own transaction"),
+        (lambda: connections.close_all(), "closed the connection of its own transaction"),
+        (
+            lambda: transaction.set_rollback(True, using=_atomic_alias()),
+            r"marked its transaction for rollback, by transaction\.set_rollback\(True\) or",
+        ),
+        (
+            lambda: _swallow(transaction.atomic(using=_atomic_alias(), savepoint=False)),
+            r"went on after a database error|marked .* around an atomic\(savepoint=False\)",
+        ),
+        (
+            lambda: _swallow(transaction.mark_for_rollback_on_error(using=_atomic_alias())),
+            "went on after a database error",
+        ),
+    ],
+    ids=["close_old", "close_all", "set_rollback", "savepoint=False", "as a save() does"],
+)
+def test_each_end_that_a_task_gives_its_transaction_is_told_as_what_it_is(
+    store: DjangoStore, do: Callable[[], None], sentence: str
+):
+    record = claimed(store)
+    with (
+        pytest.raises(TransactionEnded, match=sentence) as caught,
+        store.transaction(record) as run,
+    ):
+        act(store)
+        do()
+        settle(run)
+    assert "COMMIT" not in str(caught.value)
+    assert effects(store) == 0
+    assert not connections[store.alias].needs_rollback
+    with store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+    assert effects(store) == 1
+
+
+def test_a_caught_error_of_a_cursor_is_told_as_one(open_atomic: Callable[..., DjangoStore]):
+    """PostgreSQL takes nothing more in such a transaction; Django does not know of it."""
+    store = open_atomic("postgresql")
+    record = claimed(store)
+    with (
+        pytest.raises(TransactionEnded, match="went on after a database error"),
+        store.transaction(record) as run,
+    ):
+        act(store)
+        _swallow(nullcontext())
+        settle(run)
+    assert effects(store) == 0
+
+
+def test_a_caught_deadlock_is_told_among_what_ends_a_transaction(
+    open_atomic: Callable[..., DjangoStore],
+):
+    """MariaDB has rolled back everything, and goes on in another transaction."""
+    store = open_atomic("mariadb")
+    execute(store.alias, "CREATE TABLE weight (n integer)")  # it undoes who has less to undo
+    record = claimed(store)
+    other = connections.create_connection(store.alias)
+    other.inc_thread_sharing()
+
+    def theirs() -> None:
+        with other.cursor() as cursor:
+            cursor.execute("UPDATE effects SET n = n + 10")
+            cursor.execute("COMMIT")
+
+    looker = databases.add_alias("looker", {**connections[store.alias].settings_dict})
+    thread = threading.Thread(target=theirs)
+    try:
+        with (
+            pytest.raises(TransactionEnded, match="went on after a deadlock"),
+            store.transaction(record) as run,
+        ):
+            act(store)
+            with other.cursor() as cursor:
+                cursor.execute("BEGIN")
+                cursor.execute("UPDATE celery_idempotent_record SET version = version + 1")
+                for n in range(50):
+                    cursor.execute("INSERT INTO weight VALUES (%s)", (n,))
+            thread.start()
+            wait_for(lambda: databases.waits(looker), 20, "a wait", interval=0.15)
+            with pytest.raises(DatabaseError, match="Deadlock"):
+                execute(store.alias, "UPDATE celery_idempotent_record SET version = 1")
+            settle(run)
+    finally:
+        thread.join()
+        other.close()
+        databases.drop_alias(looker)
+        execute(store.alias, "DROP TABLE weight")
+    assert effects(store) == 10
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_session_that_is_lost_after_the_last_query_is_told_as_lost(
+    server_store: DjangoStore, noticed: bool
+):
+    store = server_store
+    record = claimed(store)
+    with pytest.raises(OperationalError) as caught, store.transaction(record) as run:
+        act(store)
+        _end(store.alias)
+        if noticed:
+            with pytest.raises(DatabaseError):
+                act(store)
+        settle(run)
+    assert run.passes(caught.value)
+    assert effects(store) == 0
+    with store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+    assert effects(store) == 1
+
+
+def _swallow(context: Any) -> None:
+    """Go on after an error."""
+    with suppress(DatabaseError), context:
+        execute(_atomic_alias(), "SELECT * FROM no_such_table")
+
+
+def _atomic_alias() -> str:
+    """The database in whose transaction this thread is."""
+    (alias,) = [own.alias for own in connections.all(initialized_only=True) if own.in_atomic_block]
+    return str(alias)
 
 
 def test_an_error_in_an_inner_block_does_no_harm(store: DjangoStore):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,14 +175,22 @@ def test_a_deadlock_at_the_settle_runs_the_body_again(place: Callable[..., Place
 
 
 def test_on_sqlite_a_reader_that_keeps_the_commit_waiting_too_long_runs_the_body_again(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    use_database: Callable[..., str],
+    sql_databases: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """In the journal that SQLite has by default."""
-    monkeypatch.setattr(connection_created, "receivers", [])  # the test project's sets another
-    here = place("sqlite")
-    connections[here.alias].close()
-    connections[here.alias].settings_dict["OPTIONS"]["timeout"] = 0
-    execute(here.alias, "PRAGMA journal_mode = DELETE")
+    """In the journal that SQLite has by default; the test project sets another."""
+    monkeypatch.setattr(connection_created, "receivers", [])
+    with (
+        closing(sqlite3.connect(sql_databases("sqlite")["NAME"])) as tables,
+        closing(sqlite3.connect(tmp_path / "own.sqlite3")) as own,
+    ):
+        tables.backup(own)
+        own.execute("PRAGMA journal_mode = DELETE")
+        own.execute("CREATE TABLE seats (name varchar(50))")
+    alias = use_database("sqlite", NAME=str(tmp_path / "own.sqlite3"), options={"timeout": 0})
+    here = Place(DjangoStore(alias))
 
     def body() -> None:
         here.book(here.alias, "ours")
@@ -192,12 +203,30 @@ def test_on_sqlite_a_reader_that_keeps_the_commit_waiting_too_long_runs_the_body
         return DjangoStore.committed(here.store, record)
 
     monkeypatch.setattr(here.store, "committed", committed)
+    assert here.run(body) == Ran(2)
+    assert here.names() == ["ours"]
+    assert here.completed()
+    databases.drop_alias(here.other)
+    here.store.close()
 
-    try:
-        assert here.run(body) == Ran(2)
-    finally:
-        connections[here.alias].close()
-        connections[here.alias].settings_dict["OPTIONS"]["timeout"] = 20
+
+@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+def test_a_session_that_is_lost_after_the_last_query_runs_the_body_again(
+    place: Callable[..., Place], vendor: str
+):
+    here = place(vendor)
+    own, end = (
+        ("SELECT pg_backend_pid()", "SELECT pg_terminate_backend(%s, 10000)")
+        if vendor == "postgresql"
+        else ("SELECT connection_id()", "KILL %s")
+    )
+
+    def body() -> None:
+        here.book(here.alias, "ours")
+        if here.runs == 1:
+            execute(here.other, end, rows(here.alias, own)[0])
+
+    assert here.run(body) == Ran(2)
     assert here.names() == ["first", "ours"]
     assert here.completed()
 
