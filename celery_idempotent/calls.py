@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,7 @@ from celery_idempotent.tally import tally
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
+    from celery_idempotent.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
 __all__ = [
@@ -54,7 +55,8 @@ class Call:
     exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
     FAILED. ``on_late_error`` makes of an exception that comes after the body, from the end of its transaction, what the
     task would have made of it in there: a retry perhaps. ``unanswered`` are the attempts to claim of earlier rounds of
-    the message that no store answered.
+    the message that no store answered. ``around`` tells which transactions of the caller the run is part of, and its
+    record is not: the end waits for them.
     """
 
     identity: Identity
@@ -66,6 +68,7 @@ class Call:
     message: bytes | None = None
     is_failure: Callable[[BaseException], bool] | None = None
     on_late_error: Callable[[Exception], Exception] | None = None
+    around: Callable[[Store], Sequence[OnCommit]] | None = None
     unanswered: tuple[bytes, ...] = ()
 
     def fails(self, error: BaseException) -> bool:

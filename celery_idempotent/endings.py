@@ -7,9 +7,10 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
-from celery_idempotent import signals
+from celery_idempotent import deferred, signals
 from celery_idempotent.calls import STORE_ERRORS, Call, Codec, Reporter
 from celery_idempotent.claim import Claim
 from celery_idempotent.policy import Policy
@@ -168,9 +169,13 @@ class Endings:
     ) -> bool:
         """Write the end state, again and again for at least one lease; ``False`` only if another token has the key.
 
+        That of a run in the caller's transaction waits for its commit.
+
         An exception that a signal handler raises in here does not end it: one that ends the process (``late`` or here)
         leaves it one last try.
         """
+        if self._deferred(call, claim, dump, state):
+            return True
         give_up = time.monotonic() + self.policy.lease_ms / 1000
         delay, faults = 0.0, 0
         while not claim.settled:
@@ -197,6 +202,30 @@ class Endings:
             if ending or left <= 0:
                 return self._give_up(call, claim, error)
             delay = min(delay * 2 or 0.05, 5.0, left * 2)
+        return True
+
+    def _deferred(
+        self,
+        call: Call,
+        claim: Claim,
+        dump: Callable[[], Stored | None],
+        state: Literal[State.COMPLETED, State.FAILED],
+    ) -> bool:
+        """Leave the end to the caller's transactions, if there are any that the record is no part of."""
+        transactions = call.around(claim.store) if call.around is not None else ()
+        if not transactions:
+            return False
+        value = None
+        with suppress(Exception):  # as in a settle: what cannot be stored is settled without it
+            value = dump()
+        alone = replace(call, around=None)
+        end = deferred.DeferredEnd(
+            claim,
+            replace(claim.record, state=state, value=value, deadline_ms=None),
+            settle=lambda: self.settle(alone, claim, lambda: value, state),
+            release=lambda: self.release(claim),
+        )
+        deferred.defer(end, transactions)
         return True
 
     def condemn(self, call: Call, claim: Claim, error: Exception) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from celery_idempotent import signals, unfinished
+from celery_idempotent import deferred, signals, unfinished
 from celery_idempotent.atomic import AtomicRun, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
@@ -137,6 +137,8 @@ class Runner:
             FingerprintMismatch: if the key belongs to a call with other arguments.
             BaseException: whatever ``body`` raised.
         """
+        if call.around is not None:
+            deferred.give_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
         patience, repeats = self._patience(call), _Repeats()
@@ -161,6 +163,9 @@ class Runner:
                         return result
                     repeats.pause()
                 case Held(record, left_ms):
+                    if (ours := deferred.answer(record)) is not None:
+                        self._reporter.tell(signals.replayed, call, ours)
+                        return Replay(ours, 0)
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
                     self._reporter.tell(signals.conflicted, call, record)

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from celery.app.task import Context
     from celery.canvas import Signature
 
+    from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.stores.base import Store
+
     TaskBase = Task[Any, Any]
 else:
     TaskBase = Task
@@ -266,6 +269,7 @@ class IdempotentTask(TaskBase):
             message=self._message(definition, request),
             unanswered=republish.unanswered(said),
             on_late_error=partial(autoretry.outcome, self),
+            around=self.transactions_around if request.is_eager else None,
             is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
 
@@ -320,6 +324,10 @@ class IdempotentTask(TaskBase):
             key=said.get(RAW_KEY),
             scope=said.get(RAW_SCOPE),
         )
+
+    def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
+        """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
+        return ()
 
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""

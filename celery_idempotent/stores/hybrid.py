@@ -152,6 +152,10 @@ class HybridStore:
             self.refresh(record.identity)
         return done
 
+    def joined(self) -> bool:
+        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
+        return self.truth.joined()
+
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent, in the truth first."""
         marked = self.truth.mark_delivered(identity, token=token)
