@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +182,7 @@ class IdempotentTask(TaskBase):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: RET503
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
         request: Any = self.request
         definition = self.idempotency_definition()
@@ -192,7 +192,17 @@ class IdempotentTask(TaskBase):
         request._protected = 1  # noqa: SLF001
         way = super().__call__ if definition.overridden else self.run
         body = partial(way, *args, **kwargs)
-        call = self._call(definition, request, args, kwargs)
+        while True:
+            try:
+                call = self._call(definition, request, args, kwargs)
+                return self._executed(definition, request, call, body)
+            except republish.StaysError:  # noqa: PERF203  after a pause, nothing ran
+                continue
+
+    def _executed(  # noqa: RET503
+        self, definition: Definition, request: Context, call: Call, body: Callable[[], Any]
+    ) -> Any:
+        """Act on what the protocol says; raises StaysError if it is to be asked again."""
         match definition.runner.execute(call, body):
             case Ran(value):
                 return value
@@ -201,15 +211,15 @@ class IdempotentTask(TaskBase):
             case Conflict(record, left_ms):
                 republish.conflict(self, request, record, left_ms)
             case StoreFailed(error, attempt):
-                if self.idempotency_policy.on_store_error == "open":
-                    logger.warning(
-                        "idempotency: %s[%s] runs without protection: %s",
-                        self.name,
-                        request.id,
-                        error,
-                    )
-                    return definition.runner.unguarded(call, body)
-                republish.store_failed(self, request, error, attempt)
+                if self.idempotency_policy.on_store_error != "open":
+                    republish.store_failed(self, request, error, attempt)
+                logger.warning(
+                    "idempotency: %s[%s] runs without protection: %s",
+                    self.name,
+                    request.id,
+                    error,
+                )
+                return definition.runner.unguarded(call, body)
 
     def _call(
         self,
@@ -257,8 +267,8 @@ class IdempotentTask(TaskBase):
             retries=request.retries,
             # As a message that goes round again: the operation has begun in time.
             expires=None,
-            headers={k: v for k, v in as_mapping(request.headers).items() if k != "redelivered"},
             add_to_parent=False,
+            **republish.as_published(request),
         )
         return definition.codec.dump_message(again)
 
