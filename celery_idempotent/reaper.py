@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent import signals
@@ -16,6 +17,7 @@ from celery_idempotent.policy import Policy, milliseconds
 from celery_idempotent.records import Record, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.base import CountingStore
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
@@ -87,13 +89,16 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     tally.add(store, SWEEP, "swept")
     tally.write()
     emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
+    counts |= _upkeep(app, store, limit)
+    if isinstance(store, CountingStore):
+        store.note_sweep()
     busy = report.interrupted or report.requeued or pruned
     logger.log(
         logging.INFO if busy else logging.DEBUG,
         "idempotency: sweep interrupted %d, failed %d, requeued %d, pruned %d in %.3f s",
         *(counts[word] for word in ("interrupted", "failed", "requeued", "pruned", "seconds")),
     )
-    return counts | _upkeep(app, store, limit)
+    return counts
 
 
 def _upkeep(app: Celery, store: Store, limit: int) -> dict[str, int]:
@@ -119,7 +124,9 @@ def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
     return True
 
 
-def send_again(app: Celery, record: Record, sender: object) -> bool:
+def send_again(
+    app: Celery, record: Record, sender: object, *, who: str = "", reason: str = ""
+) -> bool:
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
     definition = definition_of(app, record)
     if definition is None or record.message is None:
@@ -137,7 +144,7 @@ def send_again(app: Celery, record: Record, sender: object) -> bool:
     logger.warning(
         "idempotency: %s was stale and is queued again (crash %d)", record.identity, record.crashes
     )
-    emit(signals.requeued, sender, event_of(record))
+    emit(signals.requeued, sender, replace(event_of(record), who=who, reason=reason))
     tally.add(get_store(app), task_of(app, record), "requeued")
     return True
 

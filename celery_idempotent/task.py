@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,11 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import canvas, delivery, publishing, reaper, republish
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent import canvas, delivery, operations, publishing, reaper, republish
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
+from celery_idempotent.entering import Entry, entry_of, put_claim_first
 from celery_idempotent.errors import IdempotencyError, InvalidKey
 from celery_idempotent.hooks import (
     KEEP_FAILURE,
@@ -53,8 +53,6 @@ else:
 __all__ = ["IdempotentTask"]
 
 logger = logging.getLogger(__name__)
-
-_HOST = socket.gethostname()
 
 canvas.install()
 
@@ -106,6 +104,7 @@ class IdempotentTask(TaskBase):
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
             reaper.install(app)
+            put_claim_first(cls, vars(IdempotentTask)["__call__"], IdempotentTask._enter)
             cls._definition = define(cls, IdempotentTask, app)
         return bound
 
@@ -184,23 +183,39 @@ class IdempotentTask(TaskBase):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
+        entry = entry_of(self.request)
+        if entry is None:
+            return self._enter(None, args, kwargs)
+        # After the bases in front of this one; or the body calls its own task.
+        way = super().__call__ if entry.arrived else self._last_step(entry)
+        return way(*args, **kwargs)
+
+    def _enter(self, way: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        """Go ``way`` to ``run`` (``None``: no base is in front of this one), under a claim if this is a delivery."""
         request: Any = self.request
         definition = self.idempotency_definition()
-        if definition is None or request.called_directly or request._protected:  # noqa: SLF001
-            return super().__call__(*args, **kwargs)
-        # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
-        request._protected = 1  # noqa: SLF001
-        way = super().__call__ if definition.overridden else self.run
-        body = partial(way, *args, **kwargs)
-        while True:
-            try:
-                call = self._call(definition, request, args, kwargs)
-                return self._executed(definition, request, call, body)
-            except republish.StaysError:  # noqa: PERF203  after a pause, nothing ran
-                continue
+        if definition is None or request.called_directly or entry_of(request):
+            return (way or super().__call__)(*args, **kwargs)
+        with Entry(request) as entry:
+            body = partial(way or self._last_step(entry), *args, **kwargs)
+            while True:
+                try:
+                    call = self._call(definition, request, args, kwargs)
+                    return self._run_once(definition, request, call, body)
+                except republish.StaysError:  # noqa: PERF203  after a pause, nothing ran
+                    continue
 
-    def _executed(  # noqa: RET503
-        self, definition: Definition, request: Context, call: Call, body: Callable[[], Any]
+    def _last_step(self, entry: Entry) -> Callable[..., Any]:
+        """Return what is behind this class: ``run``, or another base on the way to it."""
+        entry.arrived = True
+        if self._ours().overridden:
+            return super().__call__
+        # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
+        self.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
+        return self.run
+
+    def _run_once(  # noqa: RET503
+        self, definition: Definition, request: Any, call: Call, body: Callable[[], Any]
     ) -> Any:
         """Act on what the protocol says; raises StaysError if it is to be asked again."""
         match definition.runner.execute(call, body):
@@ -250,7 +265,7 @@ class IdempotentTask(TaskBase):
             identity=identity,
             fingerprint=identified.fingerprint,
             task_id=task_id,
-            worker=self.worker_name(os.getpid()),
+            worker=worker_name(os.getpid()),
             longest_wait_ms=republish.longest_wait_ms(self, request),
             on_settled=noted,
             message=self._message(definition, request),
@@ -310,11 +325,6 @@ class IdempotentTask(TaskBase):
             scope=said.get(RAW_SCOPE),
         )
 
-    @staticmethod
-    def worker_name(pid: int) -> str:
-        """Return how records name the process ``pid`` of this machine."""
-        return f"{_HOST}:{pid}"
-
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
         claim = current_claim()
@@ -322,14 +332,17 @@ class IdempotentTask(TaskBase):
         if claim is None or claim.record.task_id != self.request.id:
             return super().replace(sig)
         definition = self._ours()
-        if any(self._is_about(part, claim.record.identity) for part in leaves(sig)):
+        parts = list(leaves(sig))
+        if any(self._is_about(part, claim.record.identity) for part in parts):
             # A replacement with our own key must find it free.
             if claim.transaction is not None:
                 raise IdempotencyError(
                     f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
                     "before its transaction is committed: give the replacement a key of its own."
                 )
-            definition.runner.release(claim)
+            # Of a canvas nobody knows when its turn comes: until then its message must not be taken for lost.
+            lost_ms = publishing.until_lost(sig.options) if parts == [sig] else None
+            definition.runner.release(claim, requeue_ms=lost_ms)
         if claim.given_back or self.request.is_eager:
             return super().replace(sig)
         claim.replaced = True
@@ -403,11 +416,19 @@ class IdempotentTask(TaskBase):
         """
         return get_store(self.app).get(self._ours().identifier.identity(key, scope))
 
-    def idempotency_forget(self, key: Any, *, scope: Any = None) -> bool:
+    def idempotency_forget(
+        self, key: Any, *, scope: Any = None, reason: str = "", who: str = "", force: bool = False
+    ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
 
+        The log and the signal ``forgotten`` tell who did it (this process, if nobody is named) and the reason. To take
+        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
+
         Raises:
+            InProgress: if an owner within its lease holds the key, and this is not forced.
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        return get_store(self.app).forget(self._ours().identifier.identity(key, scope))
+        identity = self._ours().identifier.identity(key, scope)
+        who = who or worker_name(os.getpid())
+        return operations.forget(self.app, identity, force=force, who=who, reason=reason)

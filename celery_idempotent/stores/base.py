@@ -148,9 +148,10 @@ class Store(Protocol):
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
-        With ``requeue_ms`` (a retry is about to be published) a record that was reserved goes back to QUEUED, with a
-        deadline so many milliseconds from now, and lives that much longer. Any other record with steps becomes
-        INTERRUPTED instead of being deleted, without another crash.
+        With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
+        to QUEUED, with a deadline so many milliseconds from now, and lives that much longer: should the retry never
+        come, a sweep sends the message. Any other record with steps becomes INTERRUPTED instead of being deleted,
+        without another crash.
         """
         ...
 
@@ -210,9 +211,12 @@ class Store(Protocol):
     ) -> Page:
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
-        In no particular order. PROCESSING, QUEUED and FAILED records are found through indexes; any other only by
-        looking at keys one after the other: a page may be empty and yet have a cursor to go on with. Records that
-        come, go or change between two pages may be left out, or come twice.
+        All but COMPLETED records are found through indexes. COMPLETED ones are found only by looking at keys one after
+        the other: a page may be empty and yet have a cursor to go on with. Records that come, go or change between two
+        pages may be left out, or come twice.
+
+        Where only INTERRUPTED or only FAILED records are wanted, the newest come first, as far as they are kept for
+        equally long; any other list is in no particular order.
 
         Raises:
             ValueError: for a cursor that is none of this store's.
@@ -234,6 +238,10 @@ class CountingStore(Store, Protocol):
 
     def counts(self, *, hours: int) -> Sequence[Counted]:
         """Return the counters of the last ``hours`` hours (of at most :data:`COUNTED_HOURS`), oldest hour first."""
+        ...
+
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now: ``stats`` tells of the last one, and so whether sweeps run."""
         ...
 
 

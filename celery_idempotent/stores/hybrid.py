@@ -62,6 +62,7 @@ class HybridStore:
             self.abandon = truth.abandon
         if isinstance(truth, CountingStore):
             self.count, self.counts = truth.count, truth.counts
+            self.note_sweep = truth.note_sweep
         for extra in ("missing_bounds", "outbox_alias", "skews_ms", "upkeep"):
             if hasattr(truth, extra):
                 setattr(self, extra, getattr(truth, extra))

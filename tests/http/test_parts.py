@@ -235,6 +235,23 @@ def test_a_body_stays_readable_for_the_view(factory: Any) -> None:
     assert request.body == b"raw"
 
 
+def test_a_large_upload_is_received_in_a_file_that_ends_with_the_request(factory: Any) -> None:
+    from django.core.files.uploadedfile import SimpleUploadedFile
+
+    from celery_idempotent.django.http.bodies import receive
+    from celery_idempotent.django.http.options import read_options
+
+    content = b"content" * 500_000
+    request = factory.post("/", {"file": SimpleUploadedFile("a.txt", content)})
+    receive(request, read_options())
+    file = request._stream
+    assert file.fileno()
+    fingerprint(request)
+    assert request.FILES["file"].read() == content
+    request.close()
+    assert file.closed
+
+
 def test_a_form_that_is_no_post_counts_without_its_boundary(factory: Any) -> None:
     from django.test.client import encode_multipart
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 VENDORS = ("postgresql", "mariadb", "sqlite")
-TABLES = ("record", "lease", "refusals", "highwatermark", "counter", "outbox")
+TABLES = ("record", "lease", "refusals", "highwatermark", "counter", "outbox", "sweep")
 _POSTGRESQL = os.environ.get(
     "CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432"
 )
