@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -70,6 +71,32 @@ def test_an_app_without_idempotent_tasks_is_not_looked_at() -> None:
         if not name.startswith("celery."):
             app.tasks.unregister(name)
     assert check(app) == []
+
+
+@pytest.mark.parametrize("look", [check_settings, check])
+def test_the_apps_tasks_are_imported_before_it_is_looked_at(tmp_path, monkeypatch, look) -> None:
+    name = "tasks_" + uuid.uuid4().hex
+    (tmp_path / f"{name}.py").write_text(
+        "from celery import shared_task\nfrom celery_idempotent import IdempotentTask\n"
+        "@shared_task(base=IdempotentTask)\ndef charge(): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("celery._state._on_app_finalizers", set())
+    app = Celery("lazy", set_as_current=False, broker="amqp://", include=[name])
+    app.conf.idempotency_store = "nonsense://x"
+    assert ids(look(app)) == ["E001"]
+
+
+def test_tasks_that_cannot_be_imported_are_an_error(tmp_path, monkeypatch) -> None:
+    name = "tasks_" + uuid.uuid4().hex
+    (tmp_path / f"{name}.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    app = Celery("broken", set_as_current=False, broker="amqp://", include=[name])
+    app.conf.idempotency_store = "memory://"
+    for _ in range(2):  # nor is it forgotten after the first look
+        (found,) = check(app)
+        assert found.id == "E021"
+        assert "No module named 'nowhere_to_be_found'" in found.problem
 
 
 def test_no_store_is_an_error() -> None:
