@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_idempotent.errors import IdempotencyError, InProgress
+from celery_idempotent.patience import patience
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 
@@ -31,7 +32,7 @@ STORE_FAILURES_HEADER = "idempotency_store_failures"
 UNANSWERED_HEADER = "idempotency_unanswered"
 _MOST_UNANSWERED = 8
 
-#: The visibility timeout of kombu's Redis transport where none is set, in seconds.
+#: Taken for the patience of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
 
 
@@ -178,8 +179,11 @@ def longest_wait_ms(task: IdempotentTask, request: Any) -> int | None:
 
 def _unacknowledged(task: IdempotentTask) -> float:
     """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
-    visible = task.app.conf.broker_transport_options.get("visibility_timeout")
-    return float(visible or _VISIBILITY_TIMEOUT) / 4
+    broker = patience(task.app)
+    if broker is None:
+        visible = task.app.conf.broker_transport_options.get("visibility_timeout")
+        return float(visible or _VISIBILITY_TIMEOUT) / 4
+    return (broker.held or _VISIBILITY_TIMEOUT) / 4
 
 
 def _send(task: IdempotentTask, request: Any, again: Signature[Any]) -> None:

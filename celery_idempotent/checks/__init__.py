@@ -17,11 +17,12 @@ from celery_idempotent.stores import get_store
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Finding", "check", "check_settings", "check_store"]
+__all__ = ["Finding", "check", "check_settings", "check_store", "check_workers"]
 
 _OF_SETTINGS = (
     broker.acks_late,
     broker.sweep,
+    broker.sweep_queue,
     broker.visibility,
     broker.waits,
     formats.known,
@@ -31,8 +32,8 @@ _OF_SETTINGS = (
 
 
 def check(app: Celery) -> list[Finding]:
-    """Return all findings about an app; it imports its tasks, and looks at the store and at the servers behind it."""
-    return [*check_settings(app), *check_store(app)]
+    """Return all findings about an app: it imports its tasks, and asks the store and the workers that are up."""
+    return [*check_settings(app), *check_store(app), *check_workers(app)]
 
 
 def check_settings(app: Celery) -> list[Finding]:
@@ -81,6 +82,19 @@ def check_store(app: Celery) -> list[Finding]:
     except Exception:  # noqa: BLE001  # E001, E013 and E021 say it
         return []
     return _heard(servers.answers(store), silenced)
+
+
+def check_workers(app: Celery) -> list[Finding]:
+    """Return what the workers that are up say, within a second or two; nothing where none is."""
+    try:
+        load_tasks(app)
+        if not _tasks(app):
+            return []
+        if "W022" in {each.id for each in broker.sweep_queue(app, {})}:
+            return []  # said already
+        return _heard(broker.consumers(app), _silenced(app))
+    except Exception:  # noqa: BLE001  # E013 and E021 say it
+        return []
 
 
 def _bad_option(error: InvalidOption) -> Finding:
