@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from celery_idempotent import unfinished
 from celery_idempotent.calls import STORE_ERRORS, Call, Codec, Ran, Result, StoreFailed
 from celery_idempotent.claim import Claim
 from celery_idempotent.endings import Endings
@@ -91,6 +92,8 @@ class AtomicRun:
                     if not claim.replaced:
                         raise
                     self.left = error  # another task carries on: what this one wrote stays
+                if unfinished.is_unfinished(self.value):
+                    raise unfinished.close(self._endings.name, self.value)
                 if claim.afterwards is not None:
                     raise _NotToCommitError
                 self._settle(transaction)
@@ -152,7 +155,8 @@ class AtomicRun:
         if claim.afterwards is not None and patient:
             endings.follow(claim)
         elif self.trouble is not None and patient:
-            endings.release(claim)
+            # Its message goes out once more, and may be all that there is of it.
+            endings.release(claim, requeue_ms=claim.lease.lease_ms)
             endings.failed(call, claim, self.trouble)
             return StoreFailed(self.trouble)
         else:

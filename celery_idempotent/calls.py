@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,9 +29,20 @@ __all__ = [
     "Reporter",
     "Result",
     "StoreFailed",
+    "worker_name",
 ]
 
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
+
+_HOST = socket.gethostname()
+#: Tells this process, and all that it forks, from those of another machine with the same name and the same pids: two
+#: containers, say. A worker's children get it from its main process, which thus knows how they name themselves.
+_ORIGIN = os.urandom(4).hex()
+
+
+def worker_name(pid: int) -> str:
+    """Return how records name this process, or a child that it forked: ``hostname:pid/id``."""
+    return f"{_HOST}:{pid}/{_ORIGIN}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

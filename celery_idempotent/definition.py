@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
+from celery_idempotent import unfinished
 from celery_idempotent.codec import TaskCodec
-from celery_idempotent.errors import InvalidKey
+from celery_idempotent.errors import InvalidKey, InvalidOption
 from celery_idempotent.keys import Identified, Identifier
 from celery_idempotent.policy import (
     KEY_OPTIONS,
@@ -77,7 +78,8 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
     ``base`` is the class whose ``__call__`` this serves.
 
     Raises:
-        InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
+        InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value, or the task's body
+            would be settled before it runs.
     """
     name = str(task.name)
     check_settings(own_settings(app))
@@ -85,6 +87,8 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
     policy = Policy.from_options(options, task=name)
     about: dict[str, Any] = {key: options[key] for key in KEY_OPTIONS if key in options}
     codec = TaskCodec(app, name, policy)
+    if policy.mode != "off":
+        _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
     return Definition(
         policy=policy,
@@ -100,6 +104,27 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
     )
+
+
+def _check_body(task: type[Task[Any, Any]], base: type, *, observed: bool) -> None:
+    """Refuse a body that returns before it has run, unless a base is there to run it.
+
+    Raises:
+        InvalidOption: saying what to do.
+    """
+    run = inspect.getattr_static(task, "run")
+    kind = unfinished.kind_of(getattr(run, "__func__", run))
+    others = (each for each in task.__mro__ if each not in (base, Task))
+    if not kind or any("__call__" in vars(each) for each in others):
+        return
+    refused = InvalidOption(
+        f"Task {task.name} is a {kind} function, and Celery stores what it returns without running it: its record "
+        "would say COMPLETED before anything is done. Run it within the task (asyncio.run(…)), give the task a base "
+        'whose __call__ does, or switch protection off for it (idempotency_mode="off").'
+    )
+    if not observed:
+        raise refused
+    logger.warning("idempotency: observed: a task would have been refused: %s", refused)
 
 
 def _signature_of(task: type) -> inspect.Signature:

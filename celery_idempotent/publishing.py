@@ -19,11 +19,13 @@ from celery_idempotent.definition import Definition
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.hooks import (
     KEY_HEADER,
+    RAW_KEY,
+    RAW_SCOPE,
     SCOPE_HEADER,
-    STAMP_HEADER,
     as_mapping,
+    bound,
     own_id,
-    stamp,
+    said_of,
     stamp_of,
 )
 from celery_idempotent.keys import Identified
@@ -164,13 +166,14 @@ def identify(
     explicit = (key is not None and KEY_HEADER not in kept) or (
         scope is not None and SCOPE_HEADER not in kept
     )
-    if stamp_of(headers, task_id) is not None and not explicit:
+    said = said_of(headers, task_id)
+    if "key" in said and not explicit:
         return None
     if retried is not None and not explicit:
         identified = Identified(retried.record.identity, retried.record.fingerprint)
     else:
-        key = headers.get(KEY_HEADER) if key is None else key
-        scope = headers.get(SCOPE_HEADER) if scope is None else scope
+        key = said.get(RAW_KEY) if key is None else key
+        scope = said.get(RAW_SCOPE) if scope is None else scope
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
                 definition.identify(args, kwargs, task_id=task_id or "")  # raises
@@ -184,7 +187,7 @@ def identify(
             key=key,
             scope=scope,
         )
-    options["headers"] = {**headers, STAMP_HEADER: stamp(identified, str(task_id))}
+    options["headers"] = bound(headers, str(task_id), identified)
     return identified
 
 
@@ -248,7 +251,7 @@ def _once(
             return task.AsyncResult(record.task_id)
         case Held(record, _):
             # Its worker never came back, and with early acks its message is gone, too.
-            _as_task(options, identified, record.task_id)
+            _as_task(options, record.task_id)
             return send()
         case Settled(record, _):
             if record.state is State.COMPLETED:
@@ -261,7 +264,7 @@ def _once(
                 "for one intention."
             )
         case Reserved(record):
-            _as_task(options, identified, record.task_id)
+            _as_task(options, record.task_id)
             try:
                 sent = send()
             except BaseException:
@@ -275,10 +278,11 @@ def _once(
             return sent
 
 
-def _as_task(options: dict[str, Any], identified: Identified, task_id: str) -> None:
+def _as_task(options: dict[str, Any], task_id: str) -> None:
     """Let a call go out under the task id that its key has already."""
+    said = said_of(options["headers"], options["task_id"])
     options["task_id"] = task_id
-    options["headers"][STAMP_HEADER] = stamp(identified, task_id)
+    options["headers"] = bound(options["headers"], task_id, more=said)
 
 
 def _event(

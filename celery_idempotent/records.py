@@ -108,13 +108,13 @@ class Record:
     """What the store keeps about one key.
 
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
-    record (``None`` otherwise); ``worker`` is ``hostname:pid`` while a worker holds the key and empty once it is
-    settled. ``value`` is the result of a COMPLETED and the exception of a FAILED record, or ``None`` when it was not
-    kept. ``replaced`` says that the task ended with ``self.replace``: another task carries the task id on;
-    ``delivered`` that the callbacks of the settled task were sent; ``reserved`` that the key was reserved before its
-    message was published, so that a retry makes it QUEUED again. ``steps`` are the results of the steps that an
-    unfinished run recorded, in their order; ``message`` what to publish when it is requeued. ``deadline_ms`` of a
-    QUEUED record is when its message counts as lost.
+    record (``None`` otherwise). ``worker`` is ``hostname:pid/id`` while a worker holds the key, and empty once it is
+    settled; the id tells machines that share a name apart. ``value`` is the result of a COMPLETED and the exception of
+    a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task ended with ``self.replace``:
+    another task carries the task id on; ``delivered`` that the callbacks of the settled task were sent; ``reserved``
+    that the key was reserved before its message was published. ``steps`` are the
+    results of the steps that an unfinished run recorded, in their order; ``message`` what to publish when it is
+    requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
     ``refusals`` are the last five who could not have the key, the latest last. Only ``get`` is sure to bring them, and
     records that differ in nothing else are equal: to refuse somebody changes nothing for those who hold the key.
@@ -142,7 +142,7 @@ class Record:
 
     @property
     def owner(self) -> str:
-        """Who claimed the key last, for people: ``task_id@hostname:pid``."""
+        """Who claimed the key last, for people: ``task_id@hostname:pid/id``."""
         return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_idempotent.errors import IdempotencyError, InProgress
+from celery_idempotent.hooks import as_mapping, bound, said_of
 from celery_idempotent.patience import patience
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
@@ -25,11 +26,11 @@ __all__ = ["Dropped", "conflict", "longest_wait_ms", "store_failed", "unanswered
 
 logger = logging.getLogger(__name__)
 
-#: Own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
-CONFLICTS_HEADER = "idempotency_conflicts"
-STORE_FAILURES_HEADER = "idempotency_store_failures"
-#: Attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under nobody.
-UNANSWERED_HEADER = "idempotency_unanswered"
+#: In a stamp: own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
+CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
+#: In a stamp: attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under
+#: nobody.
+UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
 #: Taken for the patience of a broker that has none, in seconds.
@@ -64,7 +65,7 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
         _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
     options: dict[str, Any] = {"expires": None} if same else {}
-    count, delay, again = _again(task, request, CONFLICTS_HEADER, left, options, {})
+    count, delay, again = _again(task, request, CONFLICTS, left, options, {})
     logger.info(
         "idempotency: %s[%s] found %s held by %s (conflict %d), and comes back in %.1f s",
         task.name,
@@ -100,12 +101,12 @@ def store_failed(
     """The store cannot say whether this call may run: nothing runs, and this copy comes back."""
     if request.is_eager:
         raise error
-    # Without a new one, those that it came with are among its headers.
+    # Without a new one, those that it came with are in its stamp.
     known = {}
     if attempt:
-        attempts = (*unanswered(request.headers), attempt)[-_MOST_UNANSWERED:]
-        known[UNANSWERED_HEADER] = b"".join(attempts).hex()
-    count, delay, again = _again(task, request, STORE_FAILURES_HEADER, None, {}, known)
+        attempts = (*unanswered(said_of(as_mapping(request.headers), request.id)), attempt)
+        known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
+    count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
     logger.error(
         "idempotency: %s[%s] did not run, its store failed (%d times now), and comes back in "
         "%.1f s: %s",
@@ -119,9 +120,9 @@ def store_failed(
     raise Ignore(str(error)) from error
 
 
-def unanswered(headers: Mapping[str, Any] | None) -> tuple[bytes, ...]:
+def unanswered(said: Mapping[str, Any]) -> tuple[bytes, ...]:
     """Return the attempts to claim that a message brings along; of what is none, nothing."""
-    found = (headers or {}).get(UNANSWERED_HEADER)
+    found = said.get(UNANSWERED)
     if not isinstance(found, str) or not _ATTEMPTS.fullmatch(found):
         return ()
     attempts = bytes.fromhex(found)
@@ -142,8 +143,8 @@ def _again(
     message as delivered and not acknowledged.
     """
     # kombu's Redis transport marks a restored message in its headers, too, for all its retries.
-    headers = {k: v for k, v in (request.headers or {}).items() if k != "redelivered"}
-    before = headers.get(counter, 0)
+    headers = {k: v for k, v in as_mapping(request.headers).items() if k != "redelivered"}
+    before = said_of(headers, request.id).get(counter, 0)
     count = before + 1 if isinstance(before, int) else 1
     limits = [
         2.0 ** min(count - 1, 20),
@@ -157,7 +158,7 @@ def _again(
         request,
         countdown=delay,
         retries=request.retries,
-        headers={**headers, **known, counter: count},
+        headers=bound(headers, request.id, more={**known, counter: count}),
         add_to_parent=False,
         **options,
     )

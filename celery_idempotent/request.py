@@ -1,9 +1,10 @@
 """The worker's main process: when a pool child is gone, the claim it held is interrupted at once.
 
 Without this a lost child's key waits for its lease. The main process knows which child it gave a message to; the record
-knows who claimed it. Only if both agree (task id, host, pid), and only once that pid is gone, the claim is interrupted:
-an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best effort and
-bounded: the lease stays the rule. Pools without processes have no children to lose: there a run ends with an exception.
+knows who claimed it. Only if both agree (task id, worker, pid), and only once that pid is gone, the claim is
+interrupted: an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best
+effort and bounded: the lease stays the rule. Pools without processes have no children to lose: there a run ends with an
+exception.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from celery.signals import worker_ready
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import signals
+from celery_idempotent.calls import worker_name
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.hooks import as_mapping
 from celery_idempotent.records import Identity, State
@@ -92,12 +94,14 @@ class Request(CeleryRequest):
         return super().on_timeout(soft, timeout)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """Free the key of a task that was revoked, or expired, before it ran (``idempotency_publish_once``)."""
+        """Free the key of a task that was revoked, or expired, before it ran: it was reserved, or waits for a retry."""
         super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
         task: Any = self.task
         try:
             definition = task.idempotency_definition()
-            if not terminated and definition and definition.policy.publish_once:
+            policy = definition.policy if definition else None
+            queued = policy and (policy.publish_once or policy.on_stale == "requeue")
+            if queued and not terminated:
                 identity, store = _identity_of(self), get_store(task.app)
                 threading.Thread(
                     target=_unreserve,
@@ -205,14 +209,24 @@ def _bury(lost: Lost) -> None:
 
 
 def _interrupt(lost: Lost) -> bool:
-    """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come."""
+    """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
+
+    The token is read, and must be one that a dead child held. A pid can be given out twice, and the message delivered
+    again to the second child that has it. Hence the last question, in this order::
+
+        read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
+
+    Whoever claimed token 5 had that pid, and nobody has it after the read: its holder is dead, whichever child it was.
+    Who claims after the read has another token.
+    """
     record = lost.store.get(lost.identity)
     if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
         return False
     if (
         record.state is not State.PROCESSING
         or record.task_id != lost.task_id
-        or record.worker != lost.task.worker_name(lost.pid)
+        or record.worker != worker_name(lost.pid)
+        or not gone(lost.pid)
     ):
         return True
     task: Any = lost.task

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from celery_idempotent import signals
+from celery_idempotent import signals, unfinished
 from celery_idempotent.atomic import AtomicRun, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
@@ -120,7 +120,7 @@ class Runner:
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
-                answer = self._claim(call, attempt)
+                answer, sent = self._claim(call, attempt)
             except STORE_ERRORS as error:
                 self._reporter.tell(signals.store_failed, call, None, error)
                 return StoreFailed(error, attempt)
@@ -128,9 +128,9 @@ class Runner:
                 case Claimed(record):
                     verdict = self._verdict(record)
                     result = (
-                        self._condemn(call, record, verdict)
+                        self._condemn(call, record, verdict, sent)
                         if verdict is not None
-                        else self._run(call, record, body)
+                        else self._run(call, record, body, sent)
                     )
                     if isinstance(result, StoreFailed):
                         return StoreFailed(result.error, attempt)
@@ -161,13 +161,13 @@ class Runner:
     def _observe(self, call: Call, body: Callable[[], Any]) -> Ran:
         """Run whatever the store says; record, count and log what would have been a duplicate."""
         try:
-            answer = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
+            answer, sent = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
         except STORE_ERRORS as error:
             logger.warning("idempotency: observing nothing, the store failed: %s", error)
             return Ran(self.unguarded(call, body))
         match answer:
             case Claimed(record):
-                ran = self._run(call, record, body)
+                ran = self._run(call, record, body, sent)
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -210,9 +210,9 @@ class Runner:
             task_id=call.task_id,
             worker=call.worker,
         )
-        return UnguardedClaim(self._store(), record, self._lease(record), self._codec)
+        return UnguardedClaim(self._store(), record, self._lease(record), self._codec, sent=0)
 
-    def _claim(self, call: Call, attempt: bytes) -> Answer:
+    def _claim(self, call: Call, attempt: bytes) -> tuple[Answer, float]:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
         give_up = time.monotonic() + CLAIM_PATIENCE
         delay = 0.0
@@ -232,7 +232,8 @@ class Runner:
                 self._abandon(call, attempt)
                 raise
 
-    def _claim_once(self, call: Call, attempt: bytes) -> Answer:
+    def _claim_once(self, call: Call, attempt: bytes) -> tuple[Answer, float]:
+        """Return the answer, and when it was asked for (``time.monotonic``)."""
         claim = partial(
             self._store().claim,
             call.identity,
@@ -246,18 +247,20 @@ class Runner:
             message=call.message,
             unanswered=call.unanswered,
         )
+        sent = time.monotonic()
         while isinstance(answer := claim(), (Settled, Mismatched)):
             over = answer.record
             if over.task_id == call.task_id or not self.policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
             forget_mark(self._store(), call.identity, token=over.token)
-        return answer
+            sent = time.monotonic()
+        return answer, sent
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         try:
             match self._claim_once(call, attempt):
-                case Claimed(record):
+                case Claimed(record), _:
                     self._store().release(call.identity, token=record.token)
         except STORE_ERRORS:
             pass  # the lease ends it
@@ -278,19 +281,21 @@ class Runner:
             )
         return None
 
-    def _condemn(self, call: Call, record: Record, error: IdempotencyError) -> Result | None:
+    def _condemn(
+        self, call: Call, record: Record, error: IdempotencyError, sent: float
+    ) -> Result | None:
         """Settle the key FAILED without a run: then its record answers. The message comes back if that fails."""
         logger.error("idempotency: %s", error)
         try:
-            self._endings.condemn(call, self._hold(record), error)
+            self._endings.condemn(call, self._hold(record, sent), error)
         except STORE_ERRORS as trouble:
             self._reporter.tell(signals.store_failed, call, record, trouble)
             return StoreFailed(trouble)
         return None
 
-    def _hold(self, record: Record) -> Claim:
+    def _hold(self, record: Record, sent: float) -> Claim:
         kind = ObservedClaim if self.policy.mode == "observe" else Claim
-        return kind(self._store(), record, self._lease(record), self._codec)
+        return kind(self._store(), record, self._lease(record), self._codec, sent=sent)
 
     def _lease(self, record: Record) -> Lease:
         return Lease(
@@ -300,7 +305,9 @@ class Runner:
             keep_ms=self.policy.keep_ms,
         )
 
-    def _run(self, call: Call, record: Record, body: Callable[[], Any]) -> Result | None:
+    def _run(
+        self, call: Call, record: Record, body: Callable[[], Any], sent: float
+    ) -> Result | None:
         """Run the body under the claim; ``None`` if the claim was lost and the call goes on as a duplicate.
 
         A time limit or SIGTERM is an exception raised at *any* bytecode, also right after the body returned and before
@@ -313,7 +320,7 @@ class Runner:
 
         For the same reason a claim says itself that it is over: whatever is struck after that leaves nothing behind.
         """
-        claim = self._hold(record)
+        claim = self._hold(record, sent)
         atomic = None
         if self.policy.mode == "observe":
             body = self._expecting_transaction(body)
@@ -325,10 +332,11 @@ class Runner:
             running.set(claim)
             heartbeat.add(claim)
             self._reporter.tell(signals.claimed, call, record)
-            outcome[None]
+            if self._refuses(outcome[None]):
+                raise unfinished.close(self.name, outcome.pop(None))
             return self._returned(call, claim, outcome, None)
         except BaseException as error:
-            if None in outcome:
+            if None in outcome and not self._refuses(outcome[None]):
                 return self._returned(call, claim, outcome, error)
             if atomic is not None:
                 return atomic.undone(error)
@@ -339,6 +347,9 @@ class Runner:
             claim.over = True
             running.set(before)
             heartbeat.remove(claim)
+
+    def _refuses(self, value: object) -> bool:
+        return unfinished.is_unfinished(value) and self.policy.mode != "observe"
 
     def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
         return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)

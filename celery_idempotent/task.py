@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +13,24 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
 from celery_idempotent import canvas, delivery, operations, publishing, reaper, republish
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
+from celery_idempotent.entering import Entry, entry_of, put_claim_first
 from celery_idempotent.errors import IdempotencyError, InvalidKey
 from celery_idempotent.hooks import (
-    KEEP_FAILURE_HEADER,
+    KEEP_FAILURE,
     KEY_HEADER,
+    RAW_KEY,
+    RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
+    bound,
     leaves,
     own_id,
+    said_of,
     stamp_of,
+    unstamp,
 )
 from celery_idempotent.keys import Identified
 from celery_idempotent.policy import (
@@ -48,8 +53,6 @@ else:
 __all__ = ["IdempotentTask"]
 
 logger = logging.getLogger(__name__)
-
-_HOST = socket.gethostname()
 
 canvas.install()
 
@@ -101,6 +104,7 @@ class IdempotentTask(TaskBase):
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
             reaper.install(app)
+            put_claim_first(cls, vars(IdempotentTask)["__call__"], IdempotentTask._enter)
             cls._definition = define(cls, IdempotentTask, app)
         return bound
 
@@ -177,17 +181,38 @@ class IdempotentTask(TaskBase):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: RET503
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
+        entry = entry_of(self.request)
+        if entry is None:
+            return self._enter(None, args, kwargs)
+        # After the bases in front of this one; or the body calls its own task.
+        way = super().__call__ if entry.arrived else self._last_step(entry)
+        return way(*args, **kwargs)
+
+    def _enter(self, way: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        """Go ``way`` to ``run`` (``None``: no base is in front of this one), under a claim if this is a delivery."""
         request: Any = self.request
         definition = self.idempotency_definition()
-        if definition is None or request.called_directly or request._protected:  # noqa: SLF001
-            return super().__call__(*args, **kwargs)
+        if definition is None or request.called_directly or entry_of(request):
+            return (way or super().__call__)(*args, **kwargs)
+        with Entry(request) as entry:
+            body = partial(way or self._last_step(entry), *args, **kwargs)
+            call = self._call(definition, request, args, kwargs)
+            return self._run_once(definition, request, call, body)
+
+    def _last_step(self, entry: Entry) -> Callable[..., Any]:
+        """Return what is behind this class: ``run``, or another base on the way to it."""
+        entry.arrived = True
+        if self._ours().overridden:
+            return super().__call__
         # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
-        request._protected = 1  # noqa: SLF001
-        way = super().__call__ if definition.overridden else self.run
-        body = partial(way, *args, **kwargs)
-        call = self._call(definition, request, args, kwargs)
+        self.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
+        return self.run
+
+    def _run_once(  # noqa: RET503
+        self, definition: Definition, request: Any, call: Call, body: Callable[[], Any]
+    ) -> Any:
         match definition.runner.execute(call, body):
             case Ran(value):
                 return value
@@ -214,8 +239,10 @@ class IdempotentTask(TaskBase):
         kwargs: Mapping[str, Any],
     ) -> Call:
         task_id = str(request.id or _id_of_call(self, request))
+        headers = as_mapping(request.headers)
+        said = said_of(headers, task_id)
         identified = self.identify_delivery(
-            {**as_mapping(request.stamps), **as_mapping(request.headers)},
+            {**as_mapping(request.stamps), **headers},
             args,
             kwargs,
             task_id=task_id,
@@ -223,6 +250,9 @@ class IdempotentTask(TaskBase):
             eager=bool(request.is_eager),
         )
         identity = identified.identity
+        if {RAW_KEY, RAW_SCOPE, KEEP_FAILURE} & said.keys():
+            # From here on they are this message's alone: the body may hand its headers to other calls.
+            request.headers = bound(headers, task_id, identified)
         noted = None
         if delivery.sends_on(request):
             noted = partial(delivery.expect, request, get_store(self.app), identity)
@@ -230,12 +260,12 @@ class IdempotentTask(TaskBase):
             identity=identity,
             fingerprint=identified.fingerprint,
             task_id=task_id,
-            worker=self.worker_name(os.getpid()),
+            worker=worker_name(os.getpid()),
             longest_wait_ms=republish.longest_wait_ms(self, request),
             on_settled=noted,
             message=self._message(definition, request),
-            unanswered=republish.unanswered(as_mapping(request.headers)),
-            is_failure=_is_failure if KEEP_FAILURE_HEADER in as_mapping(request.headers) else None,
+            unanswered=republish.unanswered(said),
+            is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
 
     def _message(self, definition: Definition, request: Context) -> bytes | None:
@@ -280,34 +310,34 @@ class IdempotentTask(TaskBase):
             return definition.observed(error, task_id)
         if stamped is not None:
             return stamped
+        said = said_of(headers, task_id)
         return definition.identify(
             args,
             kwargs,
             task_id=uuid() if eager else own_id(headers, task_id),
             nesting=nesting,
-            key=headers.get(KEY_HEADER),
-            scope=headers.get(SCOPE_HEADER),
+            key=said.get(RAW_KEY),
+            scope=said.get(RAW_SCOPE),
         )
-
-    @staticmethod
-    def worker_name(pid: int) -> str:
-        """Return how records name the process ``pid`` of this machine."""
-        return f"{_HOST}:{pid}"
 
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
         claim = current_claim()
+        unstamp(sig, self.request.id)
         if claim is None or claim.record.task_id != self.request.id:
             return super().replace(sig)
         definition = self._ours()
-        if any(self._is_about(part, claim.record.identity) for part in leaves(sig)):
+        parts = list(leaves(sig))
+        if any(self._is_about(part, claim.record.identity) for part in parts):
             # A replacement with our own key must find it free.
             if claim.transaction is not None:
                 raise IdempotencyError(
                     f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
                     "before its transaction is committed: give the replacement a key of its own."
                 )
-            definition.runner.release(claim)
+            # Of a canvas nobody knows when its turn comes: until then its message must not be taken for lost.
+            lost_ms = publishing.until_lost(sig.options) if parts == [sig] else None
+            definition.runner.release(claim, requeue_ms=lost_ms)
         if claim.given_back or self.request.is_eager:
             return super().replace(sig)
         claim.replaced = True
@@ -334,13 +364,13 @@ class IdempotentTask(TaskBase):
         if sig.get("task") != self.name:
             return False
         options: dict[str, Any] = dict(sig.get("options") or {})
-        headers = as_mapping(options.get("headers"))
+        said = said_of(as_mapping(options.get("headers")), None)
         identified = self._ours().identifier.identify(
             sig.get("args"),
             sig.get("kwargs"),
             task_id="",
-            key=options.get(KEY_HEADER, headers.get(KEY_HEADER)),
-            scope=options.get(SCOPE_HEADER, headers.get(SCOPE_HEADER)),
+            key=options.get(KEY_HEADER, said.get(RAW_KEY)),
+            scope=options.get(SCOPE_HEADER, said.get(RAW_SCOPE)),
         )
         return identified.identity == identity
 
@@ -395,5 +425,5 @@ class IdempotentTask(TaskBase):
             StoreUnavailable: if the store did not answer.
         """
         identity = self._ours().identifier.identity(key, scope)
-        who = who or self.worker_name(os.getpid())
+        who = who or worker_name(os.getpid())
         return operations.forget(self.app, identity, force=force, who=who, reason=reason)

@@ -109,7 +109,7 @@ class Lease(models.Model):
     on_stale = models.CharField(max_length=1)
     #: Which attempt to claim or reserve wrote this.
     attempt = ShortBinaryField(max_length=16)
-    #: ``hostname:pid``
+    #: ``hostname:pid/id``, the id being one of the worker process.
     worker = models.TextField()
     #: What to publish when it is requeued.
     message = models.BinaryField(null=True)

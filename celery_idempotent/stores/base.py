@@ -148,9 +148,10 @@ class Store(Protocol):
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
-        With ``requeue_ms`` (a retry is about to be published) a record that was reserved goes back to QUEUED, with a
-        deadline so many milliseconds from now, and lives that much longer. Any other record with steps becomes
-        INTERRUPTED instead of being deleted, without another crash.
+        With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
+        to QUEUED, with a deadline so many milliseconds from now, and lives that much longer: should the retry never
+        come, a sweep sends the message. Any other record with steps becomes INTERRUPTED instead of being deleted,
+        without another crash.
         """
         ...
 

@@ -247,10 +247,10 @@ def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> Non
     assert told["retryable"] is False
 
 
-def test_only_what_was_not_begun_is_told_to_be_undone(
+def test_while_the_store_is_down_only_what_is_known_is_said(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store is lost before the view, or with the answer of the COMMIT that decides."""
+    """The store is lost before the view, which may have run before, or with the answer of the COMMIT."""
     from celery_idempotent.runner import Runner
 
     def lost(self: Any, call: Any, body: Any) -> StoreFailed:
@@ -260,10 +260,17 @@ def test_only_what_was_not_begun_is_told_to_be_undone(
     def down(self: Any, call: Any, body: Any) -> StoreFailed:
         return StoreFailed(StoreUnavailable("it is down"))
 
-    site = Site(options)
-    for execute_, said in ((lost, "Nobody knows"), (down, "Nothing was done")):
+    site, note, key = Site(options), new_key(), new_key()
+    assert site.ask(f"/plain?note={note}", key).status_code == 200
+    for execute_, said in (
+        (lost, "Nobody knows yet whether it was carried out."),
+        (
+            down,
+            "Whether an earlier request with this key was carried out is not known; this one was not.",
+        ),
+    ):
         monkeypatch.setattr(Runner, "execute", execute_)
-        answer = site.ask(f"/plain?note={new_key()}", new_key())
+        answer = site.ask(f"/plain?note={note}", key)
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
         assert answer.json()["detail"].startswith(said)
 

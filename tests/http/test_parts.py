@@ -235,6 +235,23 @@ def test_a_body_stays_readable_for_the_view(factory: Any) -> None:
     assert request.body == b"raw"
 
 
+def test_a_large_upload_is_received_in_a_file_that_ends_with_the_request(factory: Any) -> None:
+    from django.core.files.uploadedfile import SimpleUploadedFile
+
+    from celery_idempotent.django.http.bodies import receive
+    from celery_idempotent.django.http.options import read_options
+
+    content = b"content" * 500_000
+    request = factory.post("/", {"file": SimpleUploadedFile("a.txt", content)})
+    receive(request, read_options())
+    file = request._stream
+    assert file.fileno()
+    fingerprint(request)
+    assert request.FILES["file"].read() == content
+    request.close()
+    assert file.closed
+
+
 def test_a_form_that_is_no_post_counts_without_its_boundary(factory: Any) -> None:
     from django.test.client import encode_multipart
 
@@ -586,8 +603,9 @@ def test_the_message_that_a_sweep_would_send_is_the_one_that_was_sent(
         first = connection.default_channel._get("slow")
         again.apply_async()
         second = connection.default_channel._get("slow")
-    for header in ("id", "mine", "idempotency", "idempotency_keep_failure"):
+    for header in ("id", "mine", "idempotency"):
         assert first["headers"][header] == second["headers"][header]
+    assert first["headers"]["idempotency"]["keep_failure"] is True
     assert first["body"] == second["body"]
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
 
+from celery_idempotent import IdempotencyError, endings, lease, runner
 from celery_idempotent import claim as claim_module
-from celery_idempotent import endings, lease, runner
 from celery_idempotent.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.hooks import open_store
@@ -192,6 +192,14 @@ class TestEnds:
         assert not database.effect
         assert database.get(IDENTITY).state is State.FAILED
 
+    def test_a_coroutine_that_nobody_ran_rolls_back_and_frees_the_key(self, execute, database):
+        async def later() -> None: ...
+
+        with pytest.raises(IdempotencyError, match="a coroutine which nobody had run"):
+            execute(writing(database, later))
+        assert not database.effect
+        assert database.get(IDENTITY) is None
+
     def test_an_exit_rolls_back_and_frees_the_key(self, execute, database):
         with pytest.raises(SystemExit):
             execute(writing(database, SystemExit()))
@@ -332,6 +340,16 @@ class TestTrouble:
         assert result.error is database.at_begin
         assert database.get(IDENTITY) is None
         assert names(events) == ["claimed", "released", "store_failed"]
+
+    def test_a_message_that_is_kept_outlives_that_until_it_comes_round_again(self, database):
+        run = make_runner(database, atomic=True, on_stale="requeue")
+        database.at_begin = StoreUnavailable("gone")
+        result = run.execute(replace(a_call(), message=b"again"), writing(database))
+        assert isinstance(result, StoreFailed)
+        record = database.get(IDENTITY)
+        assert (record.state, record.message) == (State.QUEUED, b"again")
+        database.at_begin = None
+        assert run.execute(a_call(), writing(database)) == Ran(42)
 
     def test_without_a_settle_nothing_is_committed(self, execute, database):
         database.at_settle = StoreUnavailable("gone")

@@ -10,7 +10,7 @@ from celery import Celery, Task, chain, chord
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.hooks import RUN_HEADER
+from celery_idempotent.hooks import RUN, said_of
 
 
 def step() -> None: ...
@@ -40,7 +40,8 @@ def published() -> Iterator[list[Any]]:
 
 
 def marks(sig: Any) -> Any:
-    return (sig["options"].get("headers") or {}).get(RUN_HEADER)
+    options = sig["options"]
+    return said_of(options.get("headers") or {}, options["task_id"]).get(RUN)
 
 
 @pytest.mark.parametrize("head", ["ours", "theirs"])

@@ -25,7 +25,15 @@ from celery_idempotent.records import Stored
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CONTENT_TYPE", "REPLAYED", "awaited", "finished", "pack_response", "read_response"]
+__all__ = [
+    "CONTENT_TYPE",
+    "REPLAYED",
+    "awaited",
+    "finished",
+    "is_for_the_view",
+    "pack_response",
+    "read_response",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +42,8 @@ CONTENT_TYPE: Final = "application/http"
 REPLAYED: Final = "Idempotent-Replayed"
 #: In the record only: the response was sent whole, and its body is not kept.
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
+#: In the record only: whoever wants to see it is asked about by the view.
+_AUTHORIZED: Final = "Idempotent-Authorized-By-View"
 _MAX_HEAD: Final = 32 * 1024
 
 
@@ -91,6 +101,8 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
             "idempotency: the response of %s is not kept (%s): a repetition is told so", name, why
         )
         lines.append(f"{_NOT_KEPT}: {why}")
+    if options.authorize is not None:
+        lines.append(f"{_AUTHORIZED}: yes")
     kept = {header.lower() for header in (*KEPT_HEADERS, *options.headers)}
     found = [(key, value) for key, value in response.headers.items() if key.lower() in kept]
     lines += [f"{key}: {value}" for key, value in found]
@@ -123,8 +135,15 @@ def read_response(stored: Stored) -> HttpResponse:
     response = HttpResponse(body, status=int(status), reason=reason, headers=headers)
     if "Content-Type" not in headers:
         del response["Content-Type"]
+    del response[_AUTHORIZED]
     response[REPLAYED] = "true"
     return response
+
+
+def is_for_the_view(stored: Stored) -> bool:
+    """Is this the response of a view that is to be asked who may see it (``authorize``)?"""
+    head, _, _ = stored.body.partition(b"\r\n\r\n")
+    return f"\r\n{_AUTHORIZED}: ".encode() in head
 
 
 def _ascii(text: str) -> str:

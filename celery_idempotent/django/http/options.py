@@ -63,6 +63,7 @@ class HttpOptions:
     namespace: str = "http"
     methods: tuple[str, ...] = ("POST", "PUT", "PATCH", "DELETE")
     checks: tuple[Check, ...] = ()
+    authorize: Callable[..., object] | None = None
     fingerprint: Callable[[Any], object] | None = None
     lease: Any = 30
     retention: Any = 24 * 3600
@@ -73,7 +74,7 @@ class HttpOptions:
     on_store_error: StoreErrorPolicy = "closed"
     retry_after: float = 1
     headers: tuple[str, ...] = ()
-    unstored: tuple[int, ...] = (400, 401, 403, 405, 406, 408, 413, 415, 425, 429)
+    unstored: tuple[int, ...] = (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429)
     max_request_bytes: int = 10 * 1024 * 1024
     max_response_bytes: int = 1024 * 1024
     show_errors: ShowErrors = "permanent"
@@ -158,10 +159,10 @@ def _checked(name: str, value: Any) -> Any:
             raise ValueError(f"is 1 to {MAX_CHARS} printable characters")
     elif name in _SEQUENCES and not (name == "namespaces" and value is None):
         return _sequence(name, value)
-    elif name in ("scope", "fingerprint"):
+    elif name in ("authorize", "scope", "fingerprint"):
         value = import_string(value) if isinstance(value, str) else value
-        if value is not None and not callable(value):
-            raise ValueError("takes a function of the request, or its dotted path")
+        if value is not None and (not callable(value) or iscoroutinefunction(value)):
+            raise ValueError("takes a function of the request, no coroutine, or its dotted path")
     elif value is not None and not isinstance(value, str):
         raise ValueError("takes a text")
     return value
