@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kombu import Queue
 
 from celery_idempotent.checks import check_workers
 from celery_idempotent.checks import worker as checks
+from celery_idempotent.reaper import SWEEP
 from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
 from tests.support.waiting import wait_for
@@ -81,6 +83,29 @@ def test_sweeps_for_a_queue_that_no_worker_consumes_are_found(
     assert f"the queue {queue}: none of the 1 worker(s) that answered consumes it" in found.problem
     site.app.control.add_consumer(queue, reply=True)
     assert check_workers(site.app) == []
+
+
+def test_sweeps_that_nobody_takes_do_not_pile_up_in_rabbitmq(open_site: Callable[..., Any]) -> None:
+    app = open_site("rabbitmq", idempotency_sweep_interval=0.1).app
+    queue = f"maintenance-{uuid.uuid4().hex}"
+    app.finalize()
+    options = app.conf.beat_schedule[SWEEP]["options"]
+    assert options["expires"] == 1
+    with app.connection_for_write() as connection:
+        channel: Any = connection.default_channel
+        Queue(queue)(channel).declare()
+
+        def waiting() -> int:
+            count: int = channel.queue_declare(queue, passive=True).message_count
+            return count
+
+        try:
+            for _ in range(3):
+                app.tasks[SWEEP].apply_async(queue=queue, **options)
+            wait_for(lambda: waiting() == 3, what="messages")
+            wait_for(lambda: waiting() == 0, what="their end")
+        finally:
+            channel.queue_delete(queue)
 
 
 def test_silenced_findings_are_not_said(
