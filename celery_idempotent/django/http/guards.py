@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, Result, StoreFailed
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, Result, StoreFailed, worker_name
 from celery_idempotent.django.http.authorizing import refused_replay
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.describing import failure_of
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["Guard", "Guarded", "http_identity"]
 
 logger = logging.getLogger(__name__)
-
-_HOST = socket.gethostname()
 
 
 class _NotToKeepError(Exception):
@@ -150,7 +147,7 @@ class Guard:
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
                 task_id=str(uuid.uuid4()),
-                worker=f"{_HOST}:{os.getpid()}",
+                worker=worker_name(os.getpid()),
             )
             refuse_open_transactions()
             return self._answer(self._execute(call, guarded), call, guarded)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, connections
 
+from celery_idempotent.django.autocommit import commits_by_hand
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.decorators import require_key
@@ -67,8 +68,10 @@ class Order:
     def outbox(self) -> str | None:
         """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
         alias: str | None = getattr(self.store, "outbox_alias", None)
-        ours = alias == (self.using or DEFAULT_DB_ALIAS)
-        return alias if ours and not self.eager else None
+        if alias is None or alias != (self.using or DEFAULT_DB_ALIAS) or self.eager:
+            return None
+        # What is staged is to be committed with this request's own work, or at once.
+        return None if commits_by_hand(connections[alias]) else alias
 
     @property
     def patience_ms(self) -> int:
