@@ -214,7 +214,7 @@ def unreadable(identity: Identity) -> StoreMisconfigured:
     """Return the error for a record in a form that this version does not know."""
     return StoreMisconfigured(
         f"the record of {identity} is damaged, or was written by a newer version of celery-idempotent:"
-        " upgrade this one, or forget the key"
+        " upgrade this one"
     )
 
 

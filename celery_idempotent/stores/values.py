@@ -64,9 +64,7 @@ def unpack_value(packed: bytes, at: int) -> Stored:
     try:
         return _unpack_value(packed, at)
     except (IndexError, UnicodeDecodeError) as error:
-        raise StoreMisconfigured(
-            "a stored value is damaged: forget its key, or release it"
-        ) from error
+        raise StoreMisconfigured("a stored value is damaged") from error
 
 
 def _unpack_value(packed: bytes, at: int) -> Stored:
