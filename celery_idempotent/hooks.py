@@ -151,7 +151,7 @@ def _marked(step: Any, run: str) -> Any:
     if step.get("task") == "celery.chain" and kwargs.get("tasks"):
         *first, last = kwargs["tasks"]
         return {**step, "kwargs": {**kwargs, "tasks": [*first, _marked(last, run)]}}
-    if is_foreign(step):
+    if is_foreign(step) or not _has_ours(_app_of(step)):
         return step
     options = step.get("options") or {}
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
@@ -162,9 +162,21 @@ def _marked(step: Any, run: str) -> Any:
 
 def is_foreign(step: Mapping[str, Any]) -> bool:
     """Is this a task that is known here, and known to be none of ours? Its messages are none of our business."""
-    app: Any = step.app if isinstance(step, Signature) else current_app
-    task = app.tasks.get(step.get("task"))
-    return task is not None and not hasattr(task, "identify_delivery")
+    task = _app_of(step).tasks.get(step.get("task"))
+    return task is not None and not _is_ours(task)
+
+
+def _app_of(step: Mapping[str, Any]) -> Any:
+    return step.app if isinstance(step, Signature) else current_app
+
+
+def _is_ours(task: Any) -> bool:
+    return hasattr(task, "idempotency_definition") and task.idempotency_definition() is not None
+
+
+def _has_ours(app: Any) -> bool:
+    """Has this app any task of ours? Then a task that it does not know may be one as well."""
+    return any(map(_is_ours, app.tasks.values()))
 
 
 def own_id(headers: Mapping[str, Any], task_id: str) -> str:

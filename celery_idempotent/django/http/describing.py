@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
-from celery_idempotent.django.applications import load_tasks
+from celery_idempotent.checks.loading import load_tasks
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
 from celery_idempotent.django.http.options import HttpOptions, ShowErrors
 from celery_idempotent.django.http.problems import Refusal
