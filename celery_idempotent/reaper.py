@@ -22,7 +22,7 @@ from celery_idempotent.policy import Policy, milliseconds
 from celery_idempotent.records import Record, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import CountingStore
+from celery_idempotent.stores.base import can_count
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     tally.write()
     emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
     counts |= _upkeep(app, store, limit)
-    if isinstance(store, CountingStore):
+    if can_count(store):
         store.note_sweep()
     busy = report.interrupted or report.requeued or pruned
     logger.log(
