@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from celery_idempotent.policy import (
     check_settings,
     own_settings,
     read_options,
+    snapshot,
 )
 from celery_idempotent.runner import Runner
+from celery_idempotent.settings import Snapshot
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Definition:
     """One task of one app.
 
     ``keyed``: the task has a rule for its key. ``overridden``: another base behind ours has a
-    ``__call__`` of its own, which is the way to ``run``.
+    ``__call__`` of its own, which is the way to ``run``. ``settings``: those of the app that it was made of.
     """
 
     policy: Policy
@@ -47,6 +49,7 @@ class Definition:
     runner: Runner
     keyed: bool
     overridden: bool
+    settings: Snapshot
 
     def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
         """Return what a call is about; one that is only observed falls back to its task id.
@@ -82,6 +85,7 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
             would be settled before it runs.
     """
     name = str(task.name)
+    settings = snapshot(app)
     check_settings(own_settings(app))
     options = read_options(task, app.conf.get)
     policy = Policy.from_options(options, task=name)
@@ -97,12 +101,13 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         runner=Runner(
             name,
             policy=policy,
-            store=cache(partial(get_store, app)),
+            store=partial(get_store, app),
             codec=codec,
             sender=lambda: app.tasks[name],
         ),
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
+        settings=settings,
     )
 
 

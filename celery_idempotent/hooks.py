@@ -12,12 +12,14 @@ from celery.signals import (
     worker_init,
     worker_process_shutdown,
     worker_ready,
+    worker_shutdown,
 )
 
 from celery_idempotent.atomic import transactional
 from celery_idempotent.checks import worker
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.keys import Identified
+from celery_idempotent.lease import heartbeat
 from celery_idempotent.stores import get_store
 from celery_idempotent.tally import tally
 
@@ -151,7 +153,7 @@ def _marked(step: Any, run: str) -> Any:
     if step.get("task") == "celery.chain" and kwargs.get("tasks"):
         *first, last = kwargs["tasks"]
         return {**step, "kwargs": {**kwargs, "tasks": [*first, _marked(last, run)]}}
-    if is_foreign(step):
+    if is_foreign(step) or not _has_ours(_app_of(step)):
         return step
     options = step.get("options") or {}
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
@@ -162,9 +164,21 @@ def _marked(step: Any, run: str) -> Any:
 
 def is_foreign(step: Mapping[str, Any]) -> bool:
     """Is this a task that is known here, and known to be none of ours? Its messages are none of our business."""
-    app: Any = step.app if isinstance(step, Signature) else current_app
-    task = app.tasks.get(step.get("task"))
-    return task is not None and not hasattr(task, "identify_delivery")
+    task = _app_of(step).tasks.get(step.get("task"))
+    return task is not None and not _is_ours(task)
+
+
+def _app_of(step: Mapping[str, Any]) -> Any:
+    return step.app if isinstance(step, Signature) else current_app
+
+
+def _is_ours(task: Any) -> bool:
+    return hasattr(task, "idempotency_definition") and task.idempotency_definition() is not None
+
+
+def _has_ours(app: Any) -> bool:
+    """Has this app any task of ours? Then a task that it does not know may be one as well."""
+    return any(map(_is_ours, app.tasks.values()))
 
 
 def own_id(headers: Mapping[str, Any], task_id: str) -> str:
@@ -203,6 +217,12 @@ def check_setup(sender: Any = None, **_: Any) -> None:
 def write_tally(**_: Any) -> None:
     """Write what a process of the pool counted before it ends."""
     tally.write()
+
+
+@worker_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.finish")
+def end_heartbeat(**_: Any) -> None:
+    """End the heartbeat's thread with the worker: in a test the process lives on."""
+    heartbeat.finish()
 
 
 def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:

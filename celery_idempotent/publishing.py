@@ -38,7 +38,16 @@ from celery_idempotent.tally import tally
 if TYPE_CHECKING:
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["Kept", "identify", "keeper", "publish", "send_kept", "take_keeper", "until_lost"]
+__all__ = [
+    "Kept",
+    "drop_key",
+    "identify",
+    "keeper",
+    "publish",
+    "send_kept",
+    "take_keeper",
+    "until_lost",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -157,12 +166,10 @@ def identify(
     """
     headers = as_mapping(options.get("headers"))
     task_id = options.get("task_id")
-    kept = options.get("stamped_headers") or ()  # Celery's stamps are options, too, and stay
+    kept = options.get("stamped_headers") or ()
     key = options.get(KEY_HEADER)
     scope = options.get(SCOPE_HEADER)
-    for name in (KEY_HEADER, SCOPE_HEADER):
-        if name not in kept:
-            options.pop(name, None)
+    drop_key(options)
     explicit = (key is not None and KEY_HEADER not in kept) or (
         scope is not None and SCOPE_HEADER not in kept
     )
@@ -189,6 +196,13 @@ def identify(
         )
     options["headers"] = bound(headers, str(task_id), identified)
     return identified
+
+
+def drop_key(options: dict[str, Any]) -> None:
+    """Take key and scope out of the options of a call; Celery's stamps are options, too, and stay."""
+    for name in (KEY_HEADER, SCOPE_HEADER):
+        if name not in (options.get("stamped_headers") or ()):
+            options.pop(name, None)
 
 
 def _retried(

@@ -12,12 +12,12 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import canvas, delivery, operations, publishing, reaper, republish
+from celery_idempotent import autoretry, canvas, delivery, operations, publishing, reaper, republish
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
 from celery_idempotent.entering import Entry, entry_of, put_claim_first
-from celery_idempotent.errors import IdempotencyError, InvalidKey
+from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
 from celery_idempotent.hooks import (
     KEEP_FAILURE,
     KEY_HEADER,
@@ -33,10 +33,7 @@ from celery_idempotent.hooks import (
     unstamp,
 )
 from celery_idempotent.keys import Identified
-from celery_idempotent.policy import (
-    Policy,
-    is_explicit,
-)
+from celery_idempotent.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.replay import replay
 from celery_idempotent.stores import get_store
@@ -45,6 +42,9 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
     from celery.canvas import Signature
+
+    from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.stores.base import Store
 
     TaskBase = Task[Any, Any]
 else:
@@ -84,6 +84,9 @@ class IdempotentTask(TaskBase):
     reject_on_worker_lost = None
     Request = "celery_idempotent.request:Request"
 
+    #: Which of its acknowledgement options the task leaves open.
+    _open: tuple[str, ...]
+
     #: Assigned whole, as the last step: Celery lets other threads see a task that is half bound.
     _definition: Definition | None = None
 
@@ -97,9 +100,12 @@ class IdempotentTask(TaskBase):
             InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
         """
         off = getattr(cls, "idempotency_mode", app.conf.get("idempotency_mode")) == "off"
-        for attribute in () if off else ("acks_late", "reject_on_worker_lost"):
-            if getattr(cls, attribute) is None and not is_explicit(app, f"task_{attribute}"):
-                setattr(cls, attribute, True)
+        if "_open" not in vars(cls):
+            acks = ("acks_late", "reject_on_worker_lost")
+            cls._open = tuple(name for name in acks if getattr(cls, name) is None)
+        for attribute in cls._open:
+            ours = not off and not is_explicit(app, f"task_{attribute}")
+            setattr(cls, attribute, True if ours else None)  # None: Celery's bind does
         app = getattr(app, "_get_current_object", lambda: app)()  # not a proxy of it
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
@@ -113,10 +119,34 @@ class IdempotentTask(TaskBase):
 
         Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
         does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
+
+        Nor does it where settings are others by now.
         """
-        if self._definition is None and not is_celerys_own(self):
+        definition = self._definition
+        if definition is None or not definition.settings.holds(self.app):
+            if is_celerys_own(self):
+                return None
             self.bind(self.app)
         return self._definition
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; an option takes effect, or is refused.
+
+        Raises:
+            InvalidOption: for a bad value.
+        """
+        if not name.startswith(PREFIX) or self._definition is None:
+            return super().__setattr__(name, value)
+        before = {name: vars(type(self))[name]} if name in vars(type(self)) else {}
+        setattr(type(self), name, value)
+        try:
+            self.bind(self.app)
+        except InvalidOption:
+            delattr(type(self), name)
+            for known, option in before.items():
+                setattr(type(self), known, option)
+            raise
+        return None
 
     def idempotency_definition(self) -> Definition | None:
         """Return the definition of a task that is not left alone, nor switched off."""
@@ -164,6 +194,8 @@ class IdempotentTask(TaskBase):
         if definition is not None:
             return publishing.publish(self, definition, super().apply_async, args, kwargs, options)
         keep = publishing.take_keeper()
+        if not is_celerys_own(self):
+            publishing.drop_key(options)
         if keep is not None:
             return keep(self, publishing.Kept(args=args, kwargs=kwargs, options=options))
         return super().apply_async(args, kwargs, **options)
@@ -198,8 +230,12 @@ class IdempotentTask(TaskBase):
             return (way or super().__call__)(*args, **kwargs)
         with Entry(request) as entry:
             body = partial(way or self._last_step(entry), *args, **kwargs)
-            call = self._call(definition, request, args, kwargs)
-            return self._run_once(definition, request, call, body)
+            while True:
+                try:
+                    call = self._call(definition, request, args, kwargs)
+                    return self._run_once(definition, request, call, body)
+                except republish.StaysError:  # noqa: PERF203  after a pause, nothing ran
+                    continue
 
     def _last_step(self, entry: Entry) -> Callable[..., Any]:
         """Return what is behind this class: ``run``, or another base on the way to it."""
@@ -213,6 +249,7 @@ class IdempotentTask(TaskBase):
     def _run_once(  # noqa: RET503
         self, definition: Definition, request: Any, call: Call, body: Callable[[], Any]
     ) -> Any:
+        """Act on what the protocol says; raises StaysError if it is to be asked again."""
         match definition.runner.execute(call, body):
             case Ran(value):
                 return value
@@ -221,15 +258,15 @@ class IdempotentTask(TaskBase):
             case Conflict(record, left_ms):
                 republish.conflict(self, request, record, left_ms)
             case StoreFailed(error, attempt):
-                if self.idempotency_policy.on_store_error == "open":
-                    logger.warning(
-                        "idempotency: %s[%s] runs without protection: %s",
-                        self.name,
-                        request.id,
-                        error,
-                    )
-                    return definition.runner.unguarded(call, body)
-                republish.store_failed(self, request, error, attempt)
+                if self.idempotency_policy.on_store_error != "open":
+                    republish.store_failed(self, request, error, attempt)
+                logger.warning(
+                    "idempotency: %s[%s] runs without protection: %s",
+                    self.name,
+                    request.id,
+                    error,
+                )
+                return definition.runner.unguarded(call, body)
 
     def _call(
         self,
@@ -265,6 +302,8 @@ class IdempotentTask(TaskBase):
             on_settled=noted,
             message=self._message(definition, request),
             unanswered=republish.unanswered(said),
+            on_late_error=partial(autoretry.outcome, self),
+            around=self.transactions_around if request.is_eager else None,
             is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
 
@@ -277,8 +316,8 @@ class IdempotentTask(TaskBase):
             retries=request.retries,
             # As a message that goes round again: the operation has begun in time.
             expires=None,
-            headers={k: v for k, v in as_mapping(request.headers).items() if k != "redelivered"},
             add_to_parent=False,
+            **republish.as_published(request),
         )
         return definition.codec.dump_message(again)
 
@@ -319,6 +358,10 @@ class IdempotentTask(TaskBase):
             key=said.get(RAW_KEY),
             scope=said.get(RAW_SCOPE),
         )
+
+    def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
+        """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
+        return ()
 
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""

@@ -264,6 +264,13 @@ class Transaction(Protocol):
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
         ...
 
+    def passes(self, error: Exception) -> bool:
+        """Is this, from :meth:`settle` or the commit, an error that the same body may not meet again?
+
+        A serialization failure, a deadlock, the loss of the session.
+        """
+        ...
+
     def outside(self) -> AbstractContextManager[None]:
         """Refuse writes to the transaction's database: what happens in here outlives a rollback.
 
@@ -283,8 +290,16 @@ class TransactionalStore(Store, Protocol):
         it is no more than a transaction, and nothing is settled in it.
 
         :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
-        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body and in the settle;
-        what the database says to the body's own statements, and to the commit, comes through as it is.
+        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or keeps the settle from
+        the record; what the database says to the body's own statements, to the transaction as a whole and to the
+        commit comes through as it is.
+        """
+        ...
+
+    def committed(self, record: Record) -> bool:
+        """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
+
+        Whatever state the record is in by now. :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
         """
         ...
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from celery_idempotent import stores
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_for
 
@@ -61,7 +60,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         from testproject.celery import app
 
         # Tests of the same process may have asked for the app's store before.
-        patch.setitem(stores._stores, app, stores.open_store("memory://"))
+        changes: Any = app.conf.changes
+        patch.setitem(changes, "idempotency_store", "memory://")
         databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
         try:
             yield app

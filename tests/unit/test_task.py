@@ -17,6 +17,7 @@ from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celer
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import allow_join_result
 from celery.signals import before_task_publish
+from kombu.exceptions import EncodeError, OperationalError
 
 from celery_idempotent import (
     ALL_ARGUMENTS,
@@ -30,6 +31,7 @@ from celery_idempotent import (
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
+    republish,
 )
 from celery_idempotent.calls import worker_name
 from celery_idempotent.records import Claimed, Identity, Record, State
@@ -842,6 +844,107 @@ class TestStoreFailures:
         with pytest.raises(StoreUnavailable):
             charge.apply(("o-1",), throw=True)
         assert runs == []
+
+
+class TestAMessageThatCannotBePublishedAgain:
+    @pytest.fixture
+    def task(self, app: Celery, runs: list[Any]) -> Any:
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+        def task(key: str) -> None:
+            runs.append(key)
+
+        return task
+
+    @pytest.fixture
+    def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Those that were made; each test says what happens meanwhile, by :attr:`meanwhile`."""
+        self.meanwhile: Any = lambda: None
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                self.meanwhile()
+
+        monkeypatch.setattr(republish, "time", SimpleNamespace(sleep=pause))
+        return pauses
+
+    def refuse(self, app: Celery, error: Exception) -> None:
+        def route(*_: Any, **__: Any) -> None:
+            raise error
+
+        app.conf.task_routes = (route,)
+        amqp: Any = app.amqp
+        amqp.flush_routes()
+        amqp.router = amqp.Router()
+
+    @pytest.mark.parametrize("late", [True, False])
+    @pytest.mark.parametrize("error", [ValueError("countdown"), EncodeError("a set")])
+    def test_for_no_fault_of_the_broker_waits_where_it_is(
+        self, app, store, published, runs, task, pauses, late, error
+    ):
+        task.acks_late = late
+        message = send(published, task, "k")
+        other = hold(store, "k", "t")
+        self.refuse(app, error)
+        self.meanwhile = lambda: store.release(other.identity, token=other.token)
+        deliver(app, message)
+        assert (runs, len(pauses)) == (["k"], 3)
+        assert pauses == sorted(pauses)
+        assert app.AsyncResult(message.id).state == "SUCCESS"
+
+    @pytest.mark.parametrize("error", [OperationalError("gone"), ConnectionResetError()])
+    def test_goes_back_to_its_broker_once(self, app, store, published, runs, task, pauses, error):
+        message = send(published, task, "k")
+        other = hold(store, "k", "t")
+        self.refuse(app, error)
+        self.meanwhile = lambda: store.release(other.identity, token=other.token)
+        back = deliver(app, message)
+        assert (back.info.state, len(pauses)) == ("REJECTED", 1)
+        deliver(app, message, redelivered=True)
+        assert (runs, len(pauses)) == (["k"], 3)
+
+    def test_is_not_given_back_where_it_was_acknowledged(
+        self, app, store, published, runs, task, pauses
+    ):
+        task.acks_late = False
+        message = send(published, task, "k")
+        other = hold(store, "k", "t")
+        self.refuse(app, OperationalError("gone"))
+        self.meanwhile = lambda: store.release(other.identity, token=other.token)
+        deliver(app, message)
+        assert (runs, len(pauses)) == (["k"], 3)
+
+    def test_is_not_taken_for_one_that_goes_in_a_circle(self, app, store, published, task):
+        """RabbitMQ drops what comes back to where it was, by what it wrote into the headers itself."""
+        message = send(published, task, "k")
+        hold(store, "k", "t")
+        mine = {"x-mine": 1}
+        theirs = {
+            "x-death": [{"queue": "celery_delayed_0", "reason": "expired"}],
+            "x-first-death-queue": "celery_delayed_0",
+            "x-last-death-reason": "expired",
+            "x-delivery-count": 1,
+            "redelivered": True,
+        }
+        message.headers |= {**mine, **theirs}
+        deliver(app, message)
+        assert published[-1].headers.keys() & (mine | theirs).keys() == mine.keys()
+
+    def test_counts_whole_seconds_where_its_broker_does(
+        self, app, store, published, task, monkeypatch
+    ):
+        monkeypatch.setattr(app.pool.connection.transport, "driver_type", "amqp")
+        seen: list[float] = []
+        monkeypatch.setattr(
+            "celery_idempotent.republish._send", lambda *sent: seen.append(sent[-1])
+        )
+        message = send(published, task, "k")
+        hold(store, "k", "t")
+        for _ in range(3):
+            deliver(app, message)
+        assert seen == [1, 1, 1]
+        assert all(isinstance(each, int) for each in seen)
 
 
 class TestRetries:
