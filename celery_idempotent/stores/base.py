@@ -346,7 +346,7 @@ def is_truth(store: object) -> TypeGuard[Truth]:
 
 def _has_methods(found: object, protocol: Any) -> bool:
     """Has it all that the protocol asks for? From 3.12 on, ``isinstance`` overlooks what ``__getattr__`` brings."""
-    return all(getattr(found, name, None) is not None for name in _methods(protocol))
+    return all(map(functools.partial(hasattr, found), _methods(protocol)))
 
 
 @functools.cache

@@ -890,6 +890,8 @@ class Striker:
 
     def run(self, function: Callable[[], Any]) -> Any:
         before = sys.gettrace()
+        # In Python 3.12 this has to be known when tracing begins: else most instructions pass unseen.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._trace)
         try:
             return function()
@@ -902,6 +904,7 @@ class Striker:
         if self.struck or foreign or frame.f_code.co_filename == __file__:
             return None
         if event == "call":
+            frame.f_trace = self._trace  # Python 3.13 looks for it when the next is set
             frame.f_trace_opcodes = True
             frame.f_trace_lines = False
             self._maybe_strike(frame)
