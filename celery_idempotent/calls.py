@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_idempotent.claim import StepCodec
@@ -61,7 +61,7 @@ class Call:
     worker: str
     longest_wait_ms: int | None = None
     on_settled: Callable[[int], None] | None = None
-    message: bytes | None = None
+    message: bytes | None = field(default=None, repr=False)  # has arguments
     is_failure: Callable[[BaseException], bool] | None = None
     unanswered: tuple[bytes, ...] = ()
 

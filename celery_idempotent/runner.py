@@ -332,6 +332,8 @@ class Runner:
             running.set(claim)
             heartbeat.add(claim)
             self._reporter.tell(signals.claimed, call, record)
+            if record.crashes:
+                self._tell_again(call, record)
             outcome[None]
             return self._returned(call, claim, outcome, None)
         except BaseException as error:
@@ -346,6 +348,16 @@ class Runner:
             claim.over = True
             running.set(before)
             heartbeat.remove(claim)
+
+    def _tell_again(self, call: Call, record: Record) -> None:
+        logger.warning(
+            "idempotency: task %s (%s) runs %s again (crash %d, attempt %d)",
+            call.task_id,
+            self.name,
+            call.identity,
+            record.crashes,
+            record.attempts,
+        )
 
     def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
         return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)
