@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
+from celery_idempotent import unfinished
 from celery_idempotent.codec import TaskCodec
-from celery_idempotent.errors import InvalidKey
+from celery_idempotent.errors import InvalidKey, InvalidOption
 from celery_idempotent.keys import Identified, Identifier
 from celery_idempotent.policy import (
     KEY_OPTIONS,
@@ -20,8 +21,10 @@ from celery_idempotent.policy import (
     check_settings,
     own_settings,
     read_options,
+    snapshot,
 )
 from celery_idempotent.runner import Runner
+from celery_idempotent.settings import Snapshot
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ class Definition:
     """One task of one app.
 
     ``keyed``: the task has a rule for its key. ``overridden``: another base behind ours has a
-    ``__call__`` of its own, which is the way to ``run``.
+    ``__call__`` of its own, which is the way to ``run``. ``settings``: those of the app that it was made of.
     """
 
     policy: Policy
@@ -46,6 +49,7 @@ class Definition:
     runner: Runner
     keyed: bool
     overridden: bool
+    settings: Snapshot
 
     def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
         """Return what a call is about; one that is only observed falls back to its task id.
@@ -67,8 +71,8 @@ class Definition:
 
 
 def is_celerys_own(task: Task[Any, Any] | type[Task[Any, Any]]) -> bool:
-    """Is this one of the tasks that Celery brings along? They are left alone."""
-    return str(task.name).startswith("celery.")
+    """Is this one of the tasks that Celery brings along, or our own sweep? They are left alone."""
+    return str(task.name).startswith(("celery.", "celery_idempotent."))
 
 
 def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
@@ -77,14 +81,18 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
     ``base`` is the class whose ``__call__`` this serves.
 
     Raises:
-        InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
+        InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value, or the task's body
+            would be settled before it runs.
     """
     name = str(task.name)
+    settings = snapshot(app)
     check_settings(own_settings(app))
     options = read_options(task, app.conf.get)
     policy = Policy.from_options(options, task=name)
     about: dict[str, Any] = {key: options[key] for key in KEY_OPTIONS if key in options}
     codec = TaskCodec(app, name, policy)
+    if policy.mode != "off":
+        _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
     return Definition(
         policy=policy,
@@ -93,13 +101,35 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         runner=Runner(
             name,
             policy=policy,
-            store=cache(partial(get_store, app)),
+            store=partial(get_store, app),
             codec=codec,
             sender=lambda: app.tasks[name],
         ),
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
+        settings=settings,
     )
+
+
+def _check_body(task: type[Task[Any, Any]], base: type, *, observed: bool) -> None:
+    """Refuse a body that returns before it has run, unless a base is there to run it.
+
+    Raises:
+        InvalidOption: saying what to do.
+    """
+    run = inspect.getattr_static(task, "run")
+    kind = unfinished.kind_of(getattr(run, "__func__", run))
+    others = (each for each in task.__mro__ if each not in (base, Task))
+    if not kind or any("__call__" in vars(each) for each in others):
+        return
+    refused = InvalidOption(
+        f"Task {task.name} is a {kind} function, and Celery stores what it returns without running it: its record "
+        "would say COMPLETED before anything is done. Run it within the task (asyncio.run(…)), give the task a base "
+        'whose __call__ does, or switch protection off for it (idempotency_mode="off").'
+    )
+    if not observed:
+        raise refused
+    logger.warning("idempotency: observed: a task would have been refused: %s", refused)
 
 
 def _signature_of(task: type) -> inspect.Signature:

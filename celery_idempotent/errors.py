@@ -3,7 +3,7 @@
 ::
 
     IdempotencyError
-    ├── InvalidOption         an ``idempotency_*`` option is unknown or has a bad value
+    ├── InvalidOption         an ``idempotency_*`` option is unknown or has a bad value, or a task cannot be guarded
     ├── InvalidKey            a key or scope cannot be used
     │   └── KeyMissing        the task requires a key and the call gave none
     ├── FingerprintMismatch   the key belongs to a call with other arguments

@@ -40,9 +40,13 @@ class Renewable(Protocol):
     """What the heartbeat keeps alive."""
 
     lost: bool
-    over: bool
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
     renewed_at: float
+
+    @property
+    def over(self) -> bool:
+        """Is there nothing to renew any more?"""
+        ...
 
     @property
     def lease(self) -> Lease:

@@ -43,6 +43,12 @@ OnStale = Literal["interrupt", "fail", "requeue"]
 RefusalKind = Literal["conflict", "mismatch"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_LAST_MS = 253_402_300_799_999
+
+
+def _when(ms: int) -> datetime:
+    """Return a time of the store's clock; no damaged one is beyond the last that there is."""
+    return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))
 
 
 class State(enum.Enum):
@@ -101,7 +107,7 @@ class Refusal:
     @property
     def at(self) -> datetime:
         """When it was."""
-        return _EPOCH + timedelta(milliseconds=self.at_ms)
+        return _when(self.at_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,19 +159,19 @@ class Record:
     @property
     def created_at(self) -> datetime:
         """When the key was first claimed."""
-        return _EPOCH + timedelta(milliseconds=self.created_ms)
+        return _when(self.created_ms)
 
     @property
     def updated_at(self) -> datetime:
         """When the record last changed its state."""
-        return _EPOCH + timedelta(milliseconds=self.updated_ms)
+        return _when(self.updated_ms)
 
     @property
     def deadline(self) -> datetime | None:
         """When the lease runs out, for a PROCESSING record."""
         if self.deadline_ms is None:
             return None
-        return _EPOCH + timedelta(milliseconds=self.deadline_ms)
+        return _when(self.deadline_ms)
 
     def stale(self, now_ms: int) -> bool:
         """Has the lease of this PROCESSING record run out at ``now_ms`` of the store's clock?"""
@@ -273,6 +279,11 @@ class Selection:
             return frozenset({State.PROCESSING})
         return self.states or frozenset(State)
 
+    @property
+    def newest_first(self) -> bool:
+        """Are only INTERRUPTED or only FAILED records wanted? Of these every store lists the newest first."""
+        return self.wanted in ({State.INTERRUPTED}, {State.FAILED})
+
     def includes(self, record: Record, now_ms: int) -> bool:
         """Is this one of them, at ``now_ms`` of the store's clock?"""
         identity = record.identity
@@ -302,17 +313,25 @@ class Page:
 class Stats:
     """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
 
-    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``failed`` the
-    FAILED ones. ``at_least`` names those of which there may be more, because no store counts for longer than is good.
+    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``interrupted`` and
+    ``failed`` those in these states. ``at_least`` names those of which there may be more, because no store counts for
+    longer than is good. ``swept_ms`` is when the last sweep ended, ``None`` if none did or the store does not note it.
     """
 
     live: int
     stale: int
     failed: int
     now_ms: int
+    interrupted: int = 0
+    swept_ms: int | None = None
     at_least: frozenset[str] = frozenset()
 
-    def said(self, name: Literal["live", "stale", "failed"]) -> str:
+    @property
+    def swept_at(self) -> datetime | None:
+        """When the last sweep ended."""
+        return None if self.swept_ms is None else _EPOCH + timedelta(milliseconds=self.swept_ms)
+
+    def said(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
         """Return a count for people, with a plus where there may be more."""
         plus = "+" if name in self.at_least else ""
         return f"{getattr(self, name):,}{plus}"

@@ -170,6 +170,13 @@ class Request(CeleryRequest):
 
     _mourned = False
 
+    def __init__(self, message: Any, *args: Any, **options: Any) -> None:
+        """Tell the process that runs the task how the message is written: some transports do not."""
+        super().__init__(message, *args, **options)
+        request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
+        content_type = getattr(message, "content_type", None)
+        request["properties"] = {**as_mapping(request["properties"]), "content_type": content_type}
+
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
     ) -> Any:

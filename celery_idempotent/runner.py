@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from celery_idempotent import signals
+from celery_idempotent import deferred, signals, unfinished
 from celery_idempotent.atomic import AtomicRun, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
@@ -68,6 +68,9 @@ logger = logging.getLogger(__name__)
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
 
+#: So often an atomic run begins again at once when its transaction failed at the very end.
+MAX_REPEATS = 4
+
 
 class _Patience:
     """How long a duplicate may hold its worker, and how often it asks meanwhile."""
@@ -84,6 +87,26 @@ class _Patience:
         time.sleep(max(min(self._pause, remaining, left), 0.001))
         self._pause = min(self._pause * 1.5, 0.5)
         return True
+
+
+class _Repeats:
+    """How often a run that its database rolled back at the very end may begin again at once."""
+
+    def __init__(self) -> None:
+        self._left = MAX_REPEATS
+        self._due = False
+
+    def another(self) -> bool:
+        """May it, once more?"""
+        self._due = self._left > 0
+        self._left -= self._due
+        return self._due
+
+    def pause(self) -> None:
+        """Wait a moment before another, so that those who collided do not meet again."""
+        if self._due:
+            self._due = False
+            time.sleep(random.uniform(0, 0.01 * 2 ** (MAX_REPEATS - self._left)))
 
 
 class Runner:
@@ -114,9 +137,11 @@ class Runner:
             FingerprintMismatch: if the key belongs to a call with other arguments.
             BaseException: whatever ``body`` raised.
         """
+        if call.around is not None:
+            deferred.give_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        patience = self._patience(call)
+        patience, repeats = self._patience(call), _Repeats()
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
@@ -130,13 +155,17 @@ class Runner:
                     result = (
                         self._condemn(call, record, verdict, sent)
                         if verdict is not None
-                        else self._run(call, record, body, sent)
+                        else self._run(call, record, body, sent, repeats)
                     )
                     if isinstance(result, StoreFailed):
                         return StoreFailed(result.error, attempt)
                     if result is not None:
                         return result
+                    repeats.pause()
                 case Held(record, left_ms):
+                    if (ours := deferred.answer(record)) is not None:
+                        self._reporter.tell(signals.replayed, call, ours)
+                        return Replay(ours, 0)
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
                     self._reporter.tell(signals.conflicted, call, record)
@@ -167,7 +196,7 @@ class Runner:
             return Ran(self.unguarded(call, body))
         match answer:
             case Claimed(record):
-                ran = self._run(call, record, body, sent)
+                ran = self._run(call, record, body, sent, _Repeats())
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -194,7 +223,7 @@ class Runner:
         before = running.get()
         running.set(self.unguarded_claim(call))
         try:
-            return self._expecting_transaction(body)()
+            return self._expecting_transaction(call, body)()
         finally:
             running.set(before)
 
@@ -306,9 +335,14 @@ class Runner:
         )
 
     def _run(
-        self, call: Call, record: Record, body: Callable[[], Any], sent: float
+        self,
+        call: Call,
+        record: Record,
+        body: Callable[[], Any],
+        sent: float,
+        repeats: _Repeats,
     ) -> Result | None:
-        """Run the body under the claim; ``None`` if the claim was lost and the call goes on as a duplicate.
+        """Run the body under the claim; ``None`` if that is gone, and the call claims anew, as a duplicate does.
 
         A time limit or SIGTERM is an exception raised at *any* bytecode, also right after the body returned and before
         its value is stored in a variable. ``defaultdict`` calls its factory and stores what it returned within one C
@@ -323,21 +357,27 @@ class Runner:
         claim = self._hold(record, sent)
         atomic = None
         if self.policy.mode == "observe":
-            body = self._expecting_transaction(body)
+            body = self._expecting_transaction(call, body)
         elif self.policy.atomic:
-            atomic = self._atomic(call, claim, body)
+            atomic = AtomicRun(
+                call,
+                claim,
+                body,
+                codec=self._codec,
+                endings=self._endings,
+                again=repeats.another,
+            )
         outcome: defaultdict[None, Any] = defaultdict(atomic or body)
         before = running.get()
         try:
             running.set(claim)
             heartbeat.add(claim)
-            self._reporter.tell(signals.claimed, call, record)
-            if record.crashes:
-                self._tell_again(call, record)
-            outcome[None]
+            self._reporter.claimed(call, record)
+            if self._refuses(outcome[None]):
+                raise unfinished.close(self.name, outcome.pop(None))
             return self._returned(call, claim, outcome, None)
         except BaseException as error:
-            if None in outcome:
+            if None in outcome and not self._refuses(outcome[None]):
                 return self._returned(call, claim, outcome, error)
             if atomic is not None:
                 return atomic.undone(error)
@@ -349,23 +389,13 @@ class Runner:
             running.set(before)
             heartbeat.remove(claim)
 
-    def _tell_again(self, call: Call, record: Record) -> None:
-        logger.warning(
-            "idempotency: task %s (%s) runs %s again (crash %d, attempt %d)",
-            call.task_id,
-            self.name,
-            call.identity,
-            record.crashes,
-            record.attempts,
-        )
+    def _expecting_transaction(self, call: Call, body: Callable[[], Any]) -> Callable[[], Any]:
+        if not self.policy.atomic:
+            return body
+        return partial(in_transaction, self._store(), call, self.name, body)
 
-    def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
-        return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)
-
-    def _expecting_transaction(self, body: Callable[[], Any]) -> Callable[[], Any]:
-        return (
-            partial(in_transaction, self._store(), self.name, body) if self.policy.atomic else body
-        )
+    def _refuses(self, value: object) -> bool:
+        return unfinished.is_unfinished(value) and self.policy.mode != "observe"
 
     def _returned(
         self,

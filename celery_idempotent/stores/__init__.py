@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.settings import Snapshot
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, is_store
 
 if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store"]
+
+logger = logging.getLogger(__name__)
 
 #: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
 #: asked for.
@@ -34,7 +38,17 @@ _SCHEMES = {
     "unix": ("celery_idempotent.stores.opening:redis", "redis"),
 }
 
-_stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
+#: The settings that a store is made of; without the first, of where the app keeps its results or its messages.
+_SETTINGS = (
+    "idempotency_store",
+    "idempotency_replicas",
+    "idempotency_replica_timeout",
+    "result_backend",
+    "broker_url",
+)
+
+#: The store of each app, and what it was made of.
+_stores: weakref.WeakKeyDictionary[Celery, tuple[Snapshot, Store]] = weakref.WeakKeyDictionary()
 
 
 def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
@@ -82,16 +96,24 @@ def get_store(app: Celery) -> Store:
     With ``idempotency_replicas``, a claim and a settle wait for so many replicas, up to
     ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
-    The same app always gets the same store, also in a child that it forked; two apps never share
-    one.
+    The same app always gets the same store, also in a child that it forked, until it is set to
+    another; two apps never share one.
     """
     # current_app is a proxy, and so is app of shared_task.
     app = getattr(app, "_get_current_object", lambda: app)()
-    store = _stores.get(app)
-    if store is None:
-        # Two threads may both get here; the first store stays.
-        store = _stores.setdefault(app, _store_of(app))
-    return store
+    known = _stores.get(app)
+    if known is not None:
+        settings, store = known
+        if settings.holds(app):
+            return store
+        # Whoever has it, a run that holds a claim for example, may go on with it.
+        logger.warning(
+            "idempotency: the store of %s was set anew: records stay where they are", app
+        )
+        _stores.pop(app, None)
+    made = Snapshot(app, _SETTINGS), _store_of(app)
+    # Two threads may both get here; the first store stays.
+    return _stores.setdefault(app, made)[1]
 
 
 def _store_of(app: Celery) -> Store:
@@ -105,7 +127,7 @@ def _store_of(app: Celery) -> Store:
         return store
     if isinstance(setting, str):
         return open_store(setting, **replication)
-    if isinstance(setting, Store):
+    if is_store(setting):
         if replication:
             raise InvalidOption(
                 "idempotency_replicas has no effect on a store that is given as an object:"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from celery_idempotent.records import (
     Answer,
@@ -32,7 +33,11 @@ __all__ = [
     "Transaction",
     "TransactionalStore",
     "Truth",
+    "can_count",
     "forget_mark",
+    "has_transactions",
+    "is_store",
+    "is_truth",
     "skew_ms",
 ]
 
@@ -211,9 +216,12 @@ class Store(Protocol):
     ) -> Page:
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
-        In no particular order. PROCESSING, QUEUED and FAILED records are found through indexes; any other only by
-        looking at keys one after the other: a page may be empty and yet have a cursor to go on with. Records that
-        come, go or change between two pages may be left out, or come twice.
+        All but COMPLETED records are found through indexes. COMPLETED ones are found only by looking at keys one after
+        the other: a page may be empty and yet have a cursor to go on with. Records that come, go or change between two
+        pages may be left out, or come twice.
+
+        Where only INTERRUPTED or only FAILED records are wanted, the newest come first, as far as they are kept for
+        equally long; any other list is in no particular order.
 
         Raises:
             ValueError: for a cursor that is none of this store's.
@@ -237,6 +245,10 @@ class CountingStore(Store, Protocol):
         """Return the counters of the last ``hours`` hours (of at most :data:`COUNTED_HOURS`), oldest hour first."""
         ...
 
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now: ``stats`` tells of the last one, and so whether sweeps run."""
+        ...
+
 
 class Transaction(Protocol):
     """A transaction of the store's database that a run is part of."""
@@ -250,6 +262,13 @@ class Transaction(Protocol):
         replaced: bool = False,
     ) -> bool:
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
+        ...
+
+    def passes(self, error: Exception) -> bool:
+        """Is this, from :meth:`settle` or the commit, an error that the same body may not meet again?
+
+        A serialization failure, a deadlock, the loss of the session.
+        """
         ...
 
     def outside(self) -> AbstractContextManager[None]:
@@ -271,8 +290,16 @@ class TransactionalStore(Store, Protocol):
         it is no more than a transaction, and nothing is settled in it.
 
         :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
-        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body and in the settle;
-        what the database says to the body's own statements, and to the commit, comes through as it is.
+        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or keeps the settle from
+        the record; what the database says to the body's own statements, to the transaction as a whole and to the
+        commit comes through as it is.
+        """
+        ...
+
+    def committed(self, record: Record) -> bool:
+        """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
+
+        Whatever state the record is in by now. :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
         """
         ...
 
@@ -295,6 +322,38 @@ class Truth(Store, Protocol):
     def joined(self) -> bool:
         """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
         ...
+
+
+def is_store(found: object) -> TypeGuard[Store]:
+    """Has it every verb of a store?"""
+    return _has_methods(found, Store)
+
+
+def can_count(store: object) -> TypeGuard[CountingStore]:
+    """Does this store keep counters?"""
+    return _has_methods(store, CountingStore)
+
+
+def has_transactions(store: object) -> TypeGuard[TransactionalStore]:
+    """Is this store in a database that tasks write to, too?"""
+    return _has_methods(store, TransactionalStore)
+
+
+def is_truth(store: object) -> TypeGuard[Truth]:
+    """Can a cache stand before this store?"""
+    return _has_methods(store, Truth)
+
+
+def _has_methods(found: object, protocol: Any) -> bool:
+    """Has it all that the protocol asks for? From 3.12 on, ``isinstance`` overlooks what ``__getattr__`` brings."""
+    return all(getattr(found, name, None) is not None for name in _methods(protocol))
+
+
+@functools.cache
+def _methods(protocol: type) -> frozenset[str]:
+    return frozenset(
+        name for base in protocol.__mro__ for name in vars(base) if not name.startswith("_")
+    )
 
 
 def forget_mark(store: Store, identity: Identity, *, token: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery, chain
 
-from celery_idempotent import InvalidKey
+from celery_idempotent import InvalidKey, InvalidOption
 from tests.documented.announced import announced
 from tests.documented.app import OURS, PLAIN
 from tests.documented.scenario import everything
@@ -44,6 +44,15 @@ def shows_frames(side: Side) -> bool:
     return "/celery_idempotent/" in result.traceback
 
 
+def calls_bases_for_runs_only(side: Side) -> bool:
+    calling = side.app.tasks["tests.calling"]
+    task_id = f"{side.name}.calling"
+    for n in (1, 2):
+        calling.apply_async((n,), task_id=task_id).get(timeout=PATIENCE)
+        found = lines(side, task_id, ends=n)
+    return [each["what"] for each in found if each["kind"] == "note"] == ["called"]
+
+
 def sweeps(side: Side) -> bool:
     inspected = side.app.control.inspect([side.node], timeout=PATIENCE, limit=1).registered()
     registered = "celery_idempotent.sweep" in inspected[side.node]
@@ -69,6 +78,21 @@ def binds(side: Side) -> bool:
     return False
 
 
+def refuses_coroutines(side: Side) -> bool:
+    app = make(side)
+    app.finalize()
+    try:
+        app.task(name="awaited", shared=False)(awaited)
+    except InvalidOption:
+        return True
+    finally:
+        app.close()
+    return False
+
+
+async def awaited() -> None: ...
+
+
 def numbered(x: float) -> float:
     return x
 
@@ -81,11 +105,11 @@ def make(side: Side, **conf: Any) -> Celery:
     return app
 
 
-def lines(side: Side, task_id: str) -> list[dict[str, Any]]:
+def lines(side: Side, task_id: str, *, ends: int = 1) -> list[dict[str, Any]]:
     def ended() -> list[dict[str, Any]]:
         side.pump()
         found = list(side.lines[task_id])
-        return found if "postrun" in [each["kind"] for each in found] else []
+        return found if [each["kind"] for each in found].count("postrun") == ends else []
 
     return wait_for(ended, PATIENCE, f"the end of {task_id}")
 
@@ -95,6 +119,8 @@ UNSEEN: dict[str, Check] = {
     "own-headers": has_own_headers,
     "own-log-lines": logs_more,
     "frames-in-tracebacks": shows_frames,
+    "calls-of-bases": calls_bases_for_runs_only,
+    "unfinished-bodies": refuses_coroutines,
     "sweep-task": sweeps,
     "binding-of-arguments": binds,
 }

@@ -1,6 +1,6 @@
 -- Give the key back: delete the PROCESSING or QUEUED record with this token. Put after live.lua.
 --
--- KEYS     1 record · 2 leases
+-- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 token, 7 bytes · 2 ms until the retry of a record counts as lost, or ''
 --          3 '1' to keep a record with crashes, as one with steps is, else ''
 -- returns  'released'
@@ -27,8 +27,7 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if not requeued then
-  local new = 'I' .. old:sub(2, 15) .. struct.pack('>I6', now) .. old:sub(22)
-  redis.call('SET', KEYS[1], new, 'KEEPTTL')
+  interrupt(KEYS[2], KEYS[3], KEYS[1], old, now, old:byte(22))
   return 'interrupted'
 end
 local deadline = now + ARGV[2]

@@ -1,0 +1,76 @@
+"""The claim is the outermost layer of a run: how a delivery finds its way through the ``__call__`` of every base.
+
+::
+
+    tracer ─▶ the claim ─▶ __call__ of other bases, in whatever order ─▶ run()
+                 └─ answered from the record, or sent round again: nothing behind it is called
+
+A transaction that a base opens around the run thus ends before the record says COMPLETED.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["Entry", "entry_of", "put_claim_first"]
+
+#: On a request: its delivery is under a claim already. Celery copies it with the request.
+_MARK = "idempotency_entry"
+
+
+class Entry:
+    """A delivery on its way to ``run``, with all that is called meanwhile.
+
+    ``arrived``: all bases are passed, what follows are calls by the body.
+    """
+
+    __slots__ = ("_before", "_marks", "arrived")
+
+    def __init__(self, request: Any) -> None:
+        self.arrived = False
+        self._marks = vars(request)
+        self._before: Entry | None = None
+
+    def __enter__(self) -> Entry:
+        self._before = _current.get()
+        _current.set(self)
+        self._marks[_MARK] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._marks.pop(_MARK, None)
+        _current.set(self._before)
+
+
+_current: ContextVar[Entry | None] = ContextVar("idempotency_entry", default=None)
+
+
+def entry_of(request: Any) -> Entry | None:
+    """Return the entry that a call belongs to, ``None`` if it is a new delivery.
+
+    Some pools (celery-aio-pool) keep one request object for all deliveries of a task: a mark counts only in the context
+    that made it.
+    """
+    entry: Entry | None = vars(request).get(_MARK)
+    return entry if entry is not None and entry is _current.get() else None
+
+
+def put_claim_first(
+    task: type, claiming: object, enter: Callable[[Any, Callable[..., Any], Any, Any], Any]
+) -> None:
+    """Let ``enter(task, way, args, kwargs)`` be called before the ``__call__`` of any other base.
+
+    ``claiming`` is the ``__call__`` that enters by itself: nothing to do if it comes first.
+    """
+    found: Any = inspect.getattr_static(task, "__call__")
+    if found is claiming or hasattr(found, _MARK):
+        return
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return enter(self, found.__get__(self, type(self)), args, kwargs)
+
+    setattr(__call__, _MARK, True)
+    setattr(task, "__call__", __call__)  # noqa: B010  of a class, which mypy takes for a slip

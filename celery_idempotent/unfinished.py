@@ -1,0 +1,45 @@
+"""Bodies that return before they have run: coroutines and generators."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Generator
+from functools import partial
+from typing import Any
+
+from celery_idempotent.errors import IdempotencyError
+
+__all__ = ["close", "is_unfinished", "kind_of"]
+
+
+def kind_of(function: Any) -> str:
+    """Return what a call of ``function`` gives instead of running it, ``""`` if it runs it.
+
+    What is hidden behind a decorator or a lambda is found when it returns (:func:`is_unfinished`).
+    """
+    while isinstance(function, partial):
+        function = function.func
+    # An object that is called as a function.
+    for each in (function, getattr(type(function), "__call__", None)):  # noqa: B004
+        if inspect.iscoroutinefunction(each):
+            return "coroutine"
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            return "generator"
+    return ""
+
+
+def is_unfinished(value: object) -> bool:
+    """Is this a run that has not come to its end, in place of a result?"""
+    return isinstance(value, (Awaitable, Generator, AsyncGenerator))
+
+
+def close(name: str, value: Any) -> IdempotencyError:
+    """Give up a run that nobody has begun, and return what to say about it."""
+    for end in ("close", "cancel"):
+        if callable(how := getattr(value, end, None)):
+            how()
+            break
+    return IdempotencyError(
+        f"{name} returned a {type(value).__name__} which nobody had run: it was closed, and its key is free again. A "
+        "task runs what it has to do before it returns, by asyncio.run(…) for example."
+    )
