@@ -372,7 +372,7 @@ class Runner:
         try:
             running.set(claim)
             heartbeat.add(claim)
-            self._reporter.tell(signals.claimed, call, record)
+            self._reporter.claimed(call, record)
             if self._refuses(outcome[None]):
                 raise unfinished.close(self.name, outcome.pop(None))
             return self._returned(call, claim, outcome, None)

@@ -482,6 +482,27 @@ class TestDuplicates:
         assert execute(lambda: current_claim().crashes) == Ran(1)
         assert memory.get(IDENTITY).state is State.COMPLETED
 
+    def test_a_run_after_a_crash_is_told_with_its_key_and_no_other_is(
+        self, execute, memory, caplog
+    ):
+        def fail() -> None:
+            raise ValueError
+
+        with pytest.raises(ValueError):
+            execute(fail)
+        assert "runs" not in caplog.text
+        memory.interrupt(IDENTITY, token=claim(memory).token)
+        execute(lambda: 42)
+        told = f"task t1 (shop.charge) runs {IDENTITY} again (crash 1, attempt 2)"
+        assert caplog.text.count(told) == 1
+
+    def test_the_event_of_a_settle_knows_the_whole_owner(self, execute, memory, events):
+        execute(lambda: 42)
+        settled = dict(events)["settled"]
+        assert settled.record.owner == "t1@host:1"
+        # Host and process are not kept: docs/reference.md says why.
+        assert memory.get(IDENTITY).owner == "t1"
+
 
 class TestPoison:
     def crash(self, memory: MemoryStore, times: int) -> None:
