@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from celery_idempotent.stores import get_store, swap_store
-from celery_idempotent.stores.base import Store, TransactionalStore
+from celery_idempotent.stores.base import Store, has_transactions
 from celery_idempotent.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def isolated_records(app: Celery) -> Iterator[Store]:
     """
     used = get_store(app)
     store: Store = getattr(used, "truth", used)
-    if not isinstance(store, TransactionalStore):
+    if not has_transactions(store):
         store = MemoryStore()
     swap_store(app, store)
     try:

@@ -23,6 +23,4 @@ STATIC_URL = "/static/"
 ROOT_URLCONF = "tests.users.shop.urls"
 CELERY_TASK_ALWAYS_EAGER = True
 CELERY_IDEMPOTENCY_STORE = os.environ["SHOP_STORE"]
-# Shorter than the longest run of a test.
-CELERY_IDEMPOTENCY_LEASE = 0.6
 IDEMPOTENCY_HTTP = {"scope": "tests.users.shop.views.anybody", "app": "tests.users.shop.celery.app"}

@@ -11,9 +11,7 @@ from tests.users.shop.models import Payment
 
 
 @app.task(base=IdempotentTask, bind=True, idempotency_key="order")
-def pay(self: Any, order: str, seconds: float = 0) -> str:
-    time.sleep(seconds)
-    self.idempotency.ensure()
+def pay(self: Any, order: str) -> str:
     self.idempotency.step("write", _write, order)
     if order.startswith("bad"):
         raise ValueError(order)
@@ -21,13 +19,20 @@ def pay(self: Any, order: str, seconds: float = 0) -> str:
 
 
 @app.task(base=IdempotentTask, bind=True, idempotency_key="order", idempotency_atomic=True)
-def charge(self: Any, order: str, seconds: float = 0) -> str:
+def charge(self: Any, order: str) -> str:
     Payment.objects.create(order=order)
-    time.sleep(seconds)
     pay.delay_on_commit(f"follow-up of {order}")
     if order.startswith("bad"):
         raise ValueError(order)
     return f"charged {order}"
+
+
+@app.task(base=IdempotentTask, bind=True, idempotency_key="order", idempotency_lease=0.3)
+def pay_slowly(self: Any, order: str) -> str:
+    time.sleep(2 * self.idempotency_policy.lease_ms / 1000)
+    self.idempotency.ensure()
+    Payment.objects.create(order=order)
+    return f"paid {order}"
 
 
 def _write(order: str) -> int:
