@@ -190,14 +190,14 @@ class Lines:
     def _session(self, *, fresh: bool) -> Iterator[Session]:
         """Give the connection for one verb, and see that nobody meets a broken one."""
         own = self.own()
-        inside = _within(own)
         self.tested = self.tested or under_test()
-        if inside and in_testcase(own):
+        if in_testcase(own):
             session = Session(own, self.words(own), inside=True)
             # A statement that fails shall not break the transaction of the test.
             with session.transaction():
                 yield session
             return
+        inside = _within(own)
         if inside or is_idle(own):
             try:
                 yield Session(own, self.words(own), inside=inside)

@@ -116,10 +116,12 @@ def get_store(app: Celery) -> Store:
     return _stores.setdefault(app, made)[1]
 
 
-def swap_store(app: Celery, store: Store) -> None:
-    """Let the app use this store, in this process, until it is set to another."""
+def swap_store(app: Celery, store: Store | None) -> None:
+    """Let the app use this store, in this process, until it is set to another; with ``None``, what it is set to."""
     app = _unwrapped(app)
-    _stores[app] = Snapshot(app, _SETTINGS), store
+    _stores.pop(app, None)
+    if store is not None:
+        _stores[app] = Snapshot(app, _SETTINGS), store
 
 
 def _unwrapped(app: Celery) -> Celery:
