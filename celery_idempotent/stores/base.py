@@ -356,6 +356,15 @@ def _methods(protocol: type) -> frozenset[str]:
     )
 
 
+def joined(store: Store) -> bool:
+    """Would a verb, here and now, become part of a transaction that the caller may still undo?
+
+    Then nobody else sees what it writes. Only a store in a database has such transactions.
+    """
+    ask: Callable[[], bool] | None = getattr(store, "joined", None)
+    return ask is not None and ask()
+
+
 def forget_mark(store: Store, identity: Identity, *, token: int) -> None:
     """Forget what a run without retention left behind, to refuse late workers: it is no answer for any other task.
 
