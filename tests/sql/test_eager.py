@@ -18,6 +18,7 @@ from django.db import connections, transaction
 from celery_idempotent import deferred
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.errors import InProgress
+from celery_idempotent.lease import heartbeat
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql import databases
@@ -81,6 +82,7 @@ def open_shop(
     yield open_
     deferred.give_back()
     assert not deferred._waiting
+    assert not heartbeat._due
     for alias in made:
         connections[alias].close()
         execute(alias, "DROP TABLE effects")
