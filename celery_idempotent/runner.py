@@ -59,7 +59,7 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark, joined
 
 __all__ = ["Runner"]
 
@@ -348,8 +348,9 @@ class Runner:
         before = running.get()
         try:
             running.set(claim)
-            heartbeat.add(claim)
-            self._reporter.tell(signals.claimed, call, record)
+            if not joined(claim.store):  # else another thread could not renew it, and nobody see it
+                heartbeat.add(claim)
+            self._reporter.claimed(call, record)
             if self._refuses(outcome[None]):
                 raise unfinished.close(self.name, outcome.pop(None))
             return self._returned(call, claim, outcome, None)
