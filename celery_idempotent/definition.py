@@ -45,6 +45,7 @@ class Definition:
     identifier: Identifier
     codec: TaskCodec
     runner: Runner
+    eager_runner: Runner
     keyed: bool
     overridden: bool
 
@@ -90,30 +91,30 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
     if policy.mode != "off":
         _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
+
+    def runner(**which: bool) -> Runner:
+        store = cache(partial(_store_of, app, **which))
+        return Runner(name, policy=policy, store=store, codec=codec, sender=lambda: app.tasks[name])
+
     return Definition(
         policy=policy,
         identifier=Identifier(name, _signature_of(task), **about),
         codec=codec,
-        runner=Runner(
-            name,
-            policy=policy,
-            store=cache(partial(_store_of, app)),
-            codec=codec,
-            sender=lambda: app.tasks[name],
-        ),
+        runner=runner(),
+        eager_runner=runner(eager=True),
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
     )
 
 
-def _store_of(app: Celery) -> Store:
+def _store_of(app: Celery, *, eager: bool = False) -> Store:
     """Return the app's store, for a run: the message of one that has none comes back until there is one.
 
     Raises:
         StoreMisconfigured: if there is none.
     """
     try:
-        return get_store(app)
+        return get_store(app, eager=eager)
     except InvalidOption as error:
         raise StoreMisconfigured(str(error)) from error
 

@@ -211,7 +211,8 @@ class IdempotentTask(TaskBase):
     def _run_once(  # noqa: RET503
         self, definition: Definition, request: Any, call: Call, body: Callable[[], Any]
     ) -> Any:
-        match definition.runner.execute(call, body):
+        runner = definition.eager_runner if request.is_eager else definition.runner
+        match runner.execute(call, body):
             case Ran(value):
                 return value
             case Replay(record, age_ms):
@@ -226,7 +227,7 @@ class IdempotentTask(TaskBase):
                         request.id,
                         error,
                     )
-                    return definition.runner.unguarded(call, body)
+                    return runner.unguarded(call, body)
                 republish.store_failed(self, request, error, attempt)
 
     def _call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store"]
+
+logger = logging.getLogger(__name__)
 
 #: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
 #: asked for.
@@ -34,7 +37,14 @@ _SCHEMES = {
     "unix": ("celery_idempotent.stores.opening:redis", "redis"),
 }
 
+_WHAT_TO_SET = (
+    "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
+    " nor the broker is a Redis that could keep the idempotency records"
+)
+
 _stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
+#: Those of apps that have none.
+_memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
 
 def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
@@ -75,7 +85,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
     return store
 
 
-def get_store(app: Celery) -> Store:
+def get_store(app: Celery, *, eager: bool = False) -> Store:
     """Return the app's store.
 
     It is the setting ``idempotency_store``, else where the app keeps its results or its messages.
@@ -83,26 +93,54 @@ def get_store(app: Celery) -> Store:
     ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
     The same app always gets the same store, also in a child that it forked; two apps never share
-    one.
+    one. An app that has none gets the memory of this process where all of it happens there: its
+    runs are eager (this one is: ``eager``), or its broker is ``memory://``, as in Celery's fixtures.
     """
     # current_app is a proxy, and so is app of shared_task.
     app = getattr(app, "_get_current_object", lambda: app)()
     store = _stores.get(app)
     if store is None:
+        made = _store_of(app)
+        if made is None:
+            if not eager and not _all_is_here(app):
+                raise InvalidOption(_WHAT_TO_SET)
+            return _in_memory(app)
         # Two threads may both get here; the first store stays.
-        store = _stores.setdefault(app, _store_of(app))
+        store = _stores.setdefault(app, made)
     return store
 
 
-def _store_of(app: Celery) -> Store:
+def _all_is_here(app: Celery) -> bool:
+    """Does all that this app publishes run in this very process?"""
+    broker: Any = app.conf.broker_url
+    first = broker[0] if isinstance(broker, (list, tuple)) and broker else broker
+    return bool(app.conf.task_always_eager) or str(first).startswith("memory://")
+
+
+def _in_memory(app: Celery) -> Store:
+    from celery_idempotent.stores.memory import MemoryStore
+
+    store = _memories.get(app)
+    if store is None:
+        logger.warning(
+            "idempotency: the app %s has no store, and keeps its records in the memory of this process: that is for"
+            ' tests. Say idempotency_store="memory://" if it is what you want.',
+            app.main,
+        )
+        store = _memories.setdefault(app, MemoryStore())
+    return store
+
+
+def _store_of(app: Celery) -> Store | None:
+    """Return a new store as the app's settings want it, ``None`` if they say nothing of one."""
     from celery_idempotent.stores import opening
 
     setting, replication = app.conf.get("idempotency_store"), opening.replication(app)
     if setting is None:
-        store: Store = _resolve("celery_idempotent.stores.opening:from_app", "redis")(
+        found: Store | None = _resolve("celery_idempotent.stores.opening:from_app", "redis")(
             app, **replication
         )
-        return store
+        return found
     if isinstance(setting, str):
         return open_store(setting, **replication)
     if isinstance(setting, Store):

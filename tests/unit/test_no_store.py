@@ -1,15 +1,26 @@
-"""Without a usable store nothing runs, and nothing is lost."""
+"""Without a store nothing runs and nothing is lost; where nobody else could know of a key anyway, the memory serves."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.app.trace import build_tracer
 
-from celery_idempotent import IdempotentTask, InvalidOption, signals
+from celery_idempotent import (
+    IdempotentTask,
+    InvalidOption,
+    State,
+    StoreMisconfigured,
+    get_store,
+    signals,
+)
+from tests.support.workers import child_environment
 
 
 @pytest.fixture
@@ -29,8 +40,9 @@ def sent(app: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def define(app: Any, **options: Any) -> Any:
+    options = {"name": "charge", **options}
+
     @app.task(
-        name="charge",
         base=IdempotentTask,
         bind=True,
         shared=False,
@@ -86,3 +98,86 @@ def test_a_key_cannot_be_reserved_without_a_store(app: Any, sent: list[Any]) -> 
     with pytest.raises(InvalidOption, match="set idempotency_store"):
         define(app, idempotency_publish_once=True).delay("k")
     assert sent == []
+
+
+SAID = "has no store, and keeps its records in the memory of this process"
+
+
+def test_eager_runs_without_a_store_use_the_memory_and_say_so_once(
+    app: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = define(app)
+    assert [task.apply((key,)).get() for key in "aab"] == ["receipt 1", "receipt 1", "receipt 2"]
+    define(app, name="other").apply(("c",), throw=True)
+    assert app.runs == ["a", "b", "c"]
+    (line,) = [each for each in caplog.messages if SAID in each]
+    assert "idempotency_store" in line
+
+
+def test_so_does_an_app_that_is_always_eager(app: Any, caplog: pytest.LogCaptureFixture) -> None:
+    app.conf.task_always_eager = True
+    task = define(app)
+    assert [task.delay("a").get() for _ in range(2)] == ["receipt 1"] * 2
+    assert task.idempotency_record("a").state is State.COMPLETED
+    assert caplog.text.count(SAID) == 1
+
+
+def test_what_is_published_does_not_rely_on_the_memory_of_an_eager_run(
+    app: Any, sent: list[Any]
+) -> None:
+    task = define(app, idempotency_publish_once=True)
+    task.apply(("a",), throw=True)
+    with pytest.raises(InvalidOption, match="set idempotency_store"):
+        task.delay("b")
+    with pytest.raises(InvalidOption, match="set idempotency_store"):
+        get_store(app)
+
+
+def test_a_bad_store_is_no_missing_one(app: Any) -> None:
+    app.conf.idempotency_store = "nonsense://"
+    with pytest.raises(StoreMisconfigured, match="nonsense"):
+        define(app).apply(("a",), throw=True)
+
+
+SUITE = """
+import pytest
+from celery_idempotent import IdempotentTask
+
+pytest_plugins = ("celery.contrib.pytest",)
+
+
+@pytest.fixture(scope="session")
+def celery_worker_parameters():
+    return {"perform_ping_check": False}
+
+
+def test_one_run(celery_app, celery_worker):
+    runs = []
+
+    @celery_app.task(base=IdempotentTask, idempotency_key="key")
+    def charge(key):
+        runs.append(key)
+        return len(runs)
+
+    celery_worker.reload()
+    assert [charge.delay("a").get(timeout=10, interval=0.01) for _ in range(3)] == [1, 1, 1]
+    assert [charge.apply(("b",)).get() for _ in range(2)] == [2, 2]
+"""
+
+
+def test_the_fixtures_of_celery_need_no_store(tmp_path: Path) -> None:
+    """Broker and worker are in the process of the test."""
+    (tmp_path / "test_suite.py").write_text(SUITE)
+    plugins = ["no:cacheprovider", "no:hypothesispytest", "no:schemathesis", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null"]
+    command += [part for each in plugins for part in ("-p", each)]
+    done = subprocess.run(
+        [*command, "test_suite.py"],
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
