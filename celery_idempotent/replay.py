@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore
 
-from celery_idempotent import delivery, republish
+from celery_idempotent import delivery, republish, sentry
 from celery_idempotent.definition import Definition
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Record, State
@@ -47,7 +47,11 @@ def replay(
         else:
             delivery.expect(request, get_store(task.app), record.identity, record.token)
     if record.state is State.FAILED:
-        raise definition.codec.load_error(record.value)
+        error = definition.codec.load_error(record.value)
+        if record.task_id != request.id:
+            # A redelivery comes of a process that may have died before it reported anything.
+            sentry.reported_before(error)
+        raise error
     if record.value is not None:
         return definition.codec.load_value(record.value)
     if record.replaced and record.task_id == request.id:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 
+from celery_idempotent import sentry
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
@@ -76,6 +77,7 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
     _send(task, request, again)
     if same:
         raise Ignore(str(error))
+    sentry.still_on_its_way(request)
     raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
 
 
