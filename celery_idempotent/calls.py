@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_idempotent.claim import StepCodec
-from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Record, Stored
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.tally import tally
@@ -16,6 +18,7 @@ from celery_idempotent.tally import tally
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
+    from celery_idempotent.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
 __all__ = [
@@ -28,9 +31,20 @@ __all__ = [
     "Reporter",
     "Result",
     "StoreFailed",
+    "worker_name",
 ]
 
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
+
+_HOST = socket.gethostname()
+#: Tells this process, and all that it forks, from those of another machine with the same name and the same pids: two
+#: containers, say. A worker's children get it from its main process, which thus knows how they name themselves.
+_ORIGIN = os.urandom(4).hex()
+
+
+def worker_name(pid: int) -> str:
+    """Return how records name this process, or a child that it forked: ``hostname:pid/id``."""
+    return f"{_HOST}:{pid}/{_ORIGIN}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +54,10 @@ class Call:
     ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a
     settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
     exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
-    FAILED. ``unanswered`` are the attempts to claim of earlier rounds of the message that no store answered.
+    FAILED. ``on_late_error`` makes of an exception that comes after the body, from the end of its transaction, what the
+    task would have made of it in there: a retry perhaps. ``unanswered`` are the attempts to claim of earlier rounds of
+    the message that no store answered. ``around`` tells which transactions of the caller the run is part of, and its
+    record is not: the end waits for them.
     """
 
     identity: Identity
@@ -51,11 +68,19 @@ class Call:
     on_settled: Callable[[int], None] | None = None
     message: bytes | None = None
     is_failure: Callable[[BaseException], bool] | None = None
+    on_late_error: Callable[[Exception], Exception] | None = None
+    around: Callable[[Store], Sequence[OnCommit]] | None = None
     unanswered: tuple[bytes, ...] = ()
 
     def fails(self, error: BaseException) -> bool:
         """Does this exception settle the record as FAILED?"""
         return self.is_failure is not None and self.is_failure(error)
+
+    def late_error(self, error: Exception) -> Exception:
+        """Return what is raised for an exception that came after the body; one of ours is what it is."""
+        if self.on_late_error is None or isinstance(error, IdempotencyError):
+            return error
+        return self.on_late_error(error)
 
 
 class Codec(StepCodec, Protocol):

@@ -25,7 +25,15 @@ from typing import Any
 from celery import canvas as celery_canvas
 from celery.canvas import Signature, maybe_signature
 
-from celery_idempotent.hooks import KEY_HEADER, SCOPE_HEADER, as_mapping, is_foreign
+from celery_idempotent.hooks import (
+    KEY_HEADER,
+    RAW_KEY,
+    RAW_SCOPE,
+    SCOPE_HEADER,
+    as_mapping,
+    is_foreign,
+    said_of,
+)
 from celery_idempotent.keys import canonical
 
 __all__ = ["install"]
@@ -47,7 +55,7 @@ class _Given:
 
     def within(self, options: dict[str, Any]) -> _Given:
         """Return what holds below a canvas with these options, which are rid of its own key and scope."""
-        key, scope = _take(options, KEY_HEADER), _take(options, SCOPE_HEADER)
+        key, scope = _take(options, KEY_HEADER, RAW_KEY), _take(options, SCOPE_HEADER, RAW_SCOPE)
         scope = self.scope if scope is None else scope
         return _Given(self.key, scope, self.path) if key is None else _Given(key, scope)
 
@@ -112,18 +120,18 @@ def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) 
     given = leading or given
     if is_foreign(part) or str(part.task).startswith("celery."):
         return part
-    headers = as_mapping(options.get("headers"))
-    if given.key is not None and KEY_HEADER not in options and KEY_HEADER not in headers:
+    said = said_of(as_mapping(options.get("headers")), options.get("task_id"))
+    if given.key is not None and KEY_HEADER not in options and RAW_KEY not in said:
         key = (given.key, *given.path) if given.path else given.key
         canonical(key, task=str(part.task))  # raises before anything is sent
         options[KEY_HEADER] = key
-    if given.scope is not None and SCOPE_HEADER not in options and SCOPE_HEADER not in headers:
+    if given.scope is not None and SCOPE_HEADER not in options and RAW_SCOPE not in said:
         canonical(given.scope, what="scope", task=str(part.task))
         options[SCOPE_HEADER] = given.scope
     return part
 
 
-def _take(options: dict[str, Any], name: str) -> Any:
+def _take(options: dict[str, Any], name: str, word: str) -> Any:
     """Take an option, or a header of this name; Celery's stamps are options, too, and stay."""
     if name in (options.get("stamped_headers") or ()):
         return None
@@ -131,5 +139,5 @@ def _take(options: dict[str, Any], name: str) -> Any:
     headers = options.get("headers")
     if isinstance(headers, dict) and name in headers:
         options["headers"] = {each: headers[each] for each in headers if each != name}
-        value = headers[name] if value is None else value
+        value = said_of(headers, None).get(word) if value is None else value
     return value

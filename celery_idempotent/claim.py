@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from celery_idempotent.errors import LeaseLost, StoreUnavailable
@@ -56,17 +57,22 @@ class Claim:
         "given_back",
         "lost",
         "over",
+        "renewed_at",
         "replaced",
         "settled",
         "transaction",
     )
 
-    def __init__(self, store: Store, record: Record, lease: Lease, codec: StepCodec) -> None:
+    def __init__(
+        self, store: Store, record: Record, lease: Lease, codec: StepCodec, *, sent: float
+    ) -> None:
         self._store = store
         self._record = record
         self._lease = lease
         self._codec = codec
         self._steps = dict(record.steps)
+        #: When the claim, or its last renewal, was sent (``time.monotonic``): the lease lives a lease longer at least.
+        self.renewed_at = sent
         #: The heartbeat, or the body, found the claim gone.
         self.lost = False
         #: The key was released before the run ended: its retry is on its way, and its result is not to be recorded.
@@ -126,21 +132,31 @@ class Claim:
         return self._record.crashes
 
     def renew(self) -> None:
-        """Let the lease start anew, now.
+        """Let the lease start anew, now. The store is asked for as long as the lease surely lives.
 
         Raises:
             LeaseLost: if the claim is gone.
-            StoreUnavailable: if the store did not answer.
+            StoreUnavailable: if the store did not answer before the lease may have run out.
         """
-        if self.lost or not self._store.renew([self._lease])[0]:
+        lease_s = self._lease.lease_ms / 1000
+        if not self._persist(self._renewed, until=lambda: self.renewed_at + lease_s):
             raise self._gone()
+
+    def _renewed(self) -> bool:
+        if self.lost:
+            return False
+        sent = time.monotonic()
+        (renewed,) = self._store.renew([self._lease])
+        if renewed:
+            self.renewed_at = sent
+        return renewed
 
     def ensure(self) -> None:
         """Make sure, by asking the store, that the claim is still ours: call it before an irreversible step.
 
         Raises:
             LeaseLost: if the claim is gone.
-            StoreUnavailable: if the store did not answer.
+            StoreUnavailable: if the store did not answer before the lease may have run out.
         """
         self.renew()
 
@@ -180,22 +196,25 @@ class Claim:
 
     def _checkpoint(self, name: str, value: Stored) -> None:
         """Write the step's result, for up to a lease: it has happened, and shall not happen again."""
+        identity, token = self._record.identity, self.token
+        write = partial(self._store.checkpoint, identity, token=token, name=name, value=value)
         give_up = time.monotonic() + self._lease.lease_ms / 1000
+        if not self._persist(write, until=lambda: give_up):
+            raise self._gone()
+
+    @staticmethod
+    def _persist(ask: Callable[[], bool], *, until: Callable[[], float]) -> bool:
+        """Return what the store answers, which is asked until then."""
         delay = 0.05
         while True:
             try:
-                written = self._store.checkpoint(
-                    self._record.identity, token=self.token, name=name, value=value
-                )
+                return ask()
             except StoreUnavailable:
-                if time.monotonic() + delay > give_up:
+                left = until() - time.monotonic()
+                if left <= 0:
                     raise
-                time.sleep(delay)
-                delay = min(delay * 2, 5.0)
-                continue
-            if written:
-                return
-            raise self._gone()
+            time.sleep(min(delay, left))
+            delay = min(delay * 2, 1.0)
 
     def _gone(self) -> LeaseLost:
         self.lost = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from celery_idempotent.policy import (
     check_settings,
     own_settings,
     read_options,
+    snapshot,
 )
 from celery_idempotent.runner import Runner
+from celery_idempotent.settings import Snapshot
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Definition:
     """One task of one app.
 
     ``keyed``: the task has a rule for its key. ``overridden``: another base behind ours has a
-    ``__call__`` of its own, which is the way to ``run``.
+    ``__call__`` of its own, which is the way to ``run``. ``settings``: those of the app that it was made of.
     """
 
     policy: Policy
@@ -48,6 +50,7 @@ class Definition:
     eager_runner: Runner
     keyed: bool
     overridden: bool
+    settings: Snapshot
 
     def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
         """Return what a call is about; one that is only observed falls back to its task id.
@@ -69,8 +72,8 @@ class Definition:
 
 
 def is_celerys_own(task: Task[Any, Any] | type[Task[Any, Any]]) -> bool:
-    """Is this one of the tasks that Celery brings along? They are left alone."""
-    return str(task.name).startswith("celery.")
+    """Is this one of the tasks that Celery brings along, or our own sweep? They are left alone."""
+    return str(task.name).startswith(("celery.", "celery_idempotent."))
 
 
 def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
@@ -83,6 +86,7 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
             would be settled before it runs.
     """
     name = str(task.name)
+    settings = snapshot(app)
     check_settings(own_settings(app))
     options = read_options(task, app.conf.get)
     policy = Policy.from_options(options, task=name)
@@ -93,7 +97,7 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
 
     def runner(**which: bool) -> Runner:
-        store = cache(partial(_store_of, app, **which))
+        store = partial(_store_of, app, **which)
         return Runner(name, policy=policy, store=store, codec=codec, sender=lambda: app.tasks[name])
 
     return Definition(
@@ -104,6 +108,7 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         eager_runner=runner(eager=True),
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
+        settings=settings,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import current_app
 from celery.canvas import Signature
@@ -15,23 +15,26 @@ from celery.signals import (
 )
 
 from celery_idempotent.checks import insist, worker
+from celery_idempotent.keys import Identified
 from celery_idempotent.tally import tally
 
-if TYPE_CHECKING:
-    from celery_idempotent.keys import Identified
-
 __all__ = [
+    "KEEP_FAILURE",
     "KEEP_FAILURE_HEADER",
     "KEY_HEADER",
-    "RUN_HEADER",
+    "RAW_KEY",
+    "RAW_SCOPE",
+    "RUN",
     "SCOPE_HEADER",
     "STAMP_HEADER",
     "as_mapping",
+    "bound",
     "is_foreign",
     "leaves",
     "own_id",
-    "stamp",
+    "said_of",
     "stamp_of",
+    "unstamp",
 ]
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
@@ -42,16 +45,16 @@ SCOPE_HEADER = "idempotency_scope"
 #: message carry it along.
 KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 
-#: Task id, canonical key, scope and fingerprint, computed once when the message was first published.
+#: All that this library says about a message, under the task id of that message: its canonical key, scope and
+#: fingerprint, computed once when it was first published, and what it went through since.
 STAMP_HEADER = "idempotency"
 
-#: Which application of a chain its last step belongs to: the task id of that application's head.
-RUN_HEADER = "idempotency_run"
+#: In a stamp: which application of a chain its last step belongs to, the task id of that application's head.
+RUN = "run"
 
-
-def stamp(identified: Identified, task_id: str) -> dict[str, str]:
-    """Return the stamp of the message with this task id."""
-    return {"id": task_id, **identified.to_header()}
+#: In a stamp: what a publisher said in headers of its own.
+RAW_KEY, RAW_SCOPE, KEEP_FAILURE = "raw_key", "raw_scope", "keep_failure"
+_RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_FAILURE}
 
 
 def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
@@ -65,12 +68,47 @@ def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
     return found
 
 
+def said_of(headers: Mapping[str, Any], task_id: str | None) -> dict[str, Any]:
+    """Return all that headers say about the message with this task id: its stamp, and what a publisher set beside it.
+
+    What is repeated from the stamp of another message was handed on with it, and says nothing about this one.
+    """
+    own = as_mapping(stamp_of(headers, task_id))
+    others = {} if own else as_mapping(headers.get(STAMP_HEADER))
+    raw = {
+        word: headers[name]
+        for name, word in _RAW.items()
+        if headers.get(name) is not None and others.get(word) != headers[name]
+    }
+    return {**raw, **own}
+
+
+def bound(
+    headers: Mapping[str, Any],
+    task_id: str,
+    identified: Identified | None = None,
+    more: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """Return headers that say nothing about any other message, wherever they are copied to.
+
+    All that they say about the message with this task id is in its stamp, and so is what it is about, and ``more``.
+    """
+    said = said_of(headers, task_id)
+    if identified is not None:
+        for word in (RAW_KEY, RAW_SCOPE, *Identified.WORDS):
+            said.pop(word, None)
+        said |= identified.to_header()
+    rest = {name: value for name, value in headers.items() if name not in _RAW}
+    return {**rest, STAMP_HEADER: {**said, **(more or {}), "id": task_id}}
+
+
 @before_task_publish.connect(weak=False, dispatch_uid="celery_idempotent.carry_key")
 def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
-    """Move a key given to ``app.send_task("name", idempotency_key=...)`` into the headers.
+    """Move a key given to ``app.send_task("name", idempotency_key=...)`` into the headers, and say whose it is.
 
-    Celery makes an option that it does not know a message property, which RabbitMQ drops; an
-    ``IdempotentTask`` publishing itself has taken its key out of the options already.
+    Celery makes an option that it does not know a message property, which RabbitMQ drops; an ``IdempotentTask``
+    publishing itself has taken its key out of the options already. What a task of another class was sent with, and
+    hands on, is taken out.
     """
     if not isinstance(headers, dict) or not isinstance(properties, dict):
         return
@@ -78,6 +116,12 @@ def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
         if name in properties:
             value = properties.pop(name)
             headers.setdefault(name, value)
+    raw = _RAW.keys() & headers.keys()
+    if raw and headers.get("id"):
+        headers[STAMP_HEADER] = said = bound(headers, headers["id"])[STAMP_HEADER]
+        for name in raw:
+            if _RAW[name] not in said:
+                del headers[name]
 
 
 @before_task_publish.connect(weak=False, dispatch_uid="celery_idempotent.mark_run")
@@ -104,23 +148,37 @@ def _marked(step: Any, run: str) -> Any:
     if step.get("task") == "celery.chain" and kwargs.get("tasks"):
         *first, last = kwargs["tasks"]
         return {**step, "kwargs": {**kwargs, "tasks": [*first, _marked(last, run)]}}
-    if is_foreign(step):
+    if is_foreign(step) or not _has_ours(_app_of(step)):
         return step
     options = step.get("options") or {}
-    marked = {RUN_HEADER: run, **as_mapping(options.get("headers"))}
-    return {**step, "options": {**options, "headers": marked}}
+    headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
+    if not task_id or RUN in said_of(headers, task_id):
+        return step
+    return {**step, "options": {**options, "headers": bound(headers, task_id, more={RUN: run})}}
 
 
 def is_foreign(step: Mapping[str, Any]) -> bool:
     """Is this a task that is known here, and known to be none of ours? Its messages are none of our business."""
-    app: Any = step.app if isinstance(step, Signature) else current_app
-    task = app.tasks.get(step.get("task"))
-    return task is not None and not hasattr(task, "identify_delivery")
+    task = _app_of(step).tasks.get(step.get("task"))
+    return task is not None and not _is_ours(task)
+
+
+def _app_of(step: Mapping[str, Any]) -> Any:
+    return step.app if isinstance(step, Signature) else current_app
+
+
+def _is_ours(task: Any) -> bool:
+    return hasattr(task, "idempotency_definition") and task.idempotency_definition() is not None
+
+
+def _has_ours(app: Any) -> bool:
+    """Has this app any task of ours? Then a task that it does not know may be one as well."""
+    return any(map(_is_ours, app.tasks.values()))
 
 
 def own_id(headers: Mapping[str, Any], task_id: str) -> str:
     """Return what tells this message from all that are not redeliveries of it: its task id, and its run of a chain."""
-    run = headers.get(RUN_HEADER)
+    run = said_of(headers, task_id).get(RUN)
     return f"{task_id}/{run}" if isinstance(run, str) else task_id
 
 
@@ -161,6 +219,16 @@ def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:
         inner = kwargs.get(part)
         for each in inner if isinstance(inner, (list, tuple)) else [inner]:
             yield from leaves(each)
+
+
+def unstamp(signature: Any, task_id: str | None) -> None:
+    """Take out of a canvas what was handed on of the message with this task id, which its replacement takes over."""
+    for leaf in leaves(signature):
+        options = leaf.get("options") or {}
+        headers = as_mapping(options.get("headers"))
+        if isinstance(leaf, dict) and stamp_of(headers, task_id) is not None:
+            del headers[STAMP_HEADER]
+            leaf["options"] = {**options, "headers": headers}
 
 
 def as_mapping(headers: object) -> dict[str, Any]:

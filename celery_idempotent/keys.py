@@ -23,7 +23,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeGuard
+from typing import ClassVar, Final, TypeGuard
 
 from celery_idempotent.arguments import (
     ALL_ARGUMENTS,
@@ -124,6 +124,9 @@ class Identified:
         """Whether the key is only the task id, which no other call shares."""
         return self.identity.key.startswith("@")
 
+    #: What a stamp says about them.
+    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint"})
+
     def to_header(self) -> dict[str, str]:
         """Return the stamp for the message's headers."""
         header = {"key": self.identity.key}
@@ -135,7 +138,7 @@ class Identified:
 
     @classmethod
     def from_header(cls, header: object, namespace: str) -> Identified | None:
-        """Return what a message's stamp says, or None if there is no stamp.
+        """Return what a message's stamp says, or None if there is no stamp, or nothing about its key in it.
 
         Raises:
             InvalidKey: if it is malformed. It came over the network: anything may be in it.
@@ -144,6 +147,8 @@ class Identified:
             return None
         if not isinstance(header, Mapping):
             raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
+        if "id" in header and not header.keys() & cls.WORDS:
+            return None
         key, scope = header.get("key"), header.get("scope", "")
         if not _is_text(key) or not (scope == "" or _is_text(scope)):
             raise InvalidKey(f"A message of {namespace} has a stamp without a usable key or scope.")

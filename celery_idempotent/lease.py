@@ -38,7 +38,13 @@ class Renewable(Protocol):
     """What the heartbeat keeps alive."""
 
     lost: bool
-    over: bool
+    #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
+    renewed_at: float
+
+    @property
+    def over(self) -> bool:
+        """Is there nothing to renew any more?"""
+        ...
 
     @property
     def lease(self) -> Lease:
@@ -85,7 +91,7 @@ class Heartbeat:
     def add(self, claim: Renewable) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
         interval = claim.lease.lease_ms / 3000
-        due = time.monotonic() + interval
+        due = claim.renewed_at + interval
         with self._lock:
             self._due[weakref.ref(claim)] = due
             self._tick = min(self._tick, interval)
@@ -159,23 +165,25 @@ class Heartbeat:
     def _renew(self, store: Store, claims: list[Renewable]) -> None:
         """Renew ``claims``; whatever goes wrong, the thread lives on."""
         alive: list[bool] | None = None
+        sent = time.monotonic()
         try:
             alive = store.renew([claim.lease for claim in claims])
         except IdempotencyError as error:
             logger.warning("idempotency: could not renew %d claims: %s", len(claims), error)
         except Exception:
             logger.exception("idempotency: could not renew %d claims", len(claims))
-        for claim in self._renewed(claims, alive):
+        for claim in self._renewed(claims, alive, sent):
             logger.warning(
                 "idempotency: the claim of %s (token %d) is lost while its run goes on",
                 claim.lease.identity,
                 claim.lease.token,
             )
 
-    def _renewed(self, claims: list[Renewable], alive: list[bool] | None) -> list[Renewable]:
+    def _renewed(
+        self, claims: list[Renewable], alive: list[bool] | None, sent: float
+    ) -> list[Renewable]:
         """Note when each is due again; return those that are lost."""
         lost = []
-        now = time.monotonic()
         with self._lock:
             for index, claim in enumerate(claims):
                 known = weakref.ref(claim)
@@ -183,9 +191,10 @@ class Heartbeat:
                     continue
                 interval = claim.lease.lease_ms / 3000
                 if alive is None:
-                    self._due[known] = now + min(interval / 3, RETRY_AFTER)
+                    self._due[known] = time.monotonic() + min(interval / 3, RETRY_AFTER)
                 elif alive[index]:
-                    self._due[known] = now + interval
+                    claim.renewed_at = sent
+                    self._due[known] = sent + interval
                 else:
                     claim.lost = True
                     del self._due[known]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from celery_idempotent import signals
-from celery_idempotent.errors import FailedByOperator, InvalidOption
+from celery_idempotent.errors import FailedByOperator, InProgress, InvalidOption
 from celery_idempotent.policy import Policy
 from celery_idempotent.reaper import REQUEUE_MS, definition_of, event_of, send_again, task_of
 from celery_idempotent.records import Identity, Record, Selection, State, Stored
@@ -22,10 +23,20 @@ from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.utils.dispatch import Signal
 
     from celery_idempotent.stores import Store
 
-__all__ = ["OPERATIONS", "Operation", "Outcome", "clock_ms", "is_live", "offered", "operate"]
+__all__ = [
+    "OPERATIONS",
+    "Operation",
+    "Outcome",
+    "clock_ms",
+    "forget",
+    "is_live",
+    "offered",
+    "operate",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +92,13 @@ def operate(
     token: int,
     state: State,
     force: bool = False,
+    who: str = "",
+    reason: str = "",
 ) -> Outcome:
     """Do one of :data:`OPERATIONS` to the record that has this token and this state.
 
     A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
-    at work. Whoever takes the key next gets a larger token.
+    at work. Whoever takes the key next gets a larger token. The log and the event tell ``who`` did it and why.
 
     Raises:
         StoreUnavailable: if the store did not answer; what was asked for may have been done.
@@ -98,43 +111,105 @@ def operate(
         return Outcome.CHANGED
     if not force and is_live(record, clock_ms(store)):
         return Outcome.LIVE
+    by = _Operator(app, store, who or "an operator", reason)
     match operation:
         case "release":
-            outcome = _release(app, store, record)
+            outcome = _release(by, record)
         case "requeue":
-            outcome = _requeue(app, store, record)
+            outcome = _requeue(by, record)
         case "fail":
-            outcome = _fail(app, store, record)
+            outcome = _fail(by, record)
         case "forget":
-            # The state, too: a run that completed a moment ago is not what was seen.
-            outcome = _if(store.forget(identity, token=token, state=state))
+            outcome = _forget(by, record)
     if outcome is Outcome.DONE:
-        logger.warning("idempotency: an operator chose to %s %s", operation, identity)
+        why = f": {' '.join(reason.split())}" if reason else ""  # in one line
+        logger.warning("idempotency: %s chose to %s %s%s", by.who, operation, identity, why)
     tally.write()
     return outcome
 
 
-def _if(done: bool) -> Outcome:
-    return Outcome.DONE if done else Outcome.CHANGED
+def forget(
+    app: Celery, identity: Identity, *, force: bool = False, who: str = "", reason: str = ""
+) -> bool:
+    """Forget whatever record a key has; ``False`` if it has none.
+
+    Raises:
+        InProgress: if an owner within its lease holds the key, and this is not forced.
+        ValueError: if it is forced without a reason.
+        StoreUnavailable: if the store did not answer; it may have been done.
+    """
+    if force and not reason:
+        raise ValueError("to take a key away from a live owner, say why: reason=…")
+    store = get_store(app)
+    while (record := store.get(identity)) is not None:
+        outcome = operate(
+            app,
+            identity,
+            "forget",
+            token=record.token,
+            state=record.state,
+            force=force,
+            who=who,
+            reason=reason,
+        )
+        if outcome is Outcome.DONE:
+            return True
+        if outcome is Outcome.LIVE:
+            raise InProgress(
+                f"{identity} is held by {record.owner}, and was not forgotten: wait for its end, or give"
+                " force=True and a reason.",
+                task_id=record.task_id,
+            )
+        # It has changed since: look again.
+    # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
+    store.forget(identity, token=0)
+    return False
 
 
-def _release(app: Celery, store: Store, record: Record) -> Outcome:
-    if not store.release(record.identity, token=record.token):
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """Who operates on the records of an app, and why."""
+
+    app: Celery
+    store: Store
+    who: str
+    reason: str
+
+    def tell(
+        self, signal: Signal, outcome: str, record: Record, error: BaseException | None = None
+    ) -> None:
+        """Send the event, and count it."""
+        event = event_of(record, error)
+        emit(signal, None, replace(event, who=self.who, reason=self.reason))
+        tally.add(self.store, task_of(self.app, record), outcome)
+
+
+def _forget(by: _Operator, record: Record) -> Outcome:
+    # The state, too: a run that completed a moment ago is not what was seen.
+    if not by.store.forget(record.identity, token=record.token, state=record.state):
         return Outcome.CHANGED
-    emit(signals.released, None, event_of(record))
-    tally.add(store, task_of(app, record), "released")
+    by.tell(signals.forgotten, "forgotten", record)
     return Outcome.DONE
 
 
-def _requeue(app: Celery, store: Store, record: Record) -> Outcome:
+def _release(by: _Operator, record: Record) -> Outcome:
+    if not by.store.release(record.identity, token=record.token):
+        return Outcome.CHANGED
+    by.tell(signals.released, "released", record)
+    return Outcome.DONE
+
+
+def _requeue(by: _Operator, record: Record) -> Outcome:
     # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-    queued = store.requeue(record.identity, deadline_ms=REQUEUE_MS, token=record.token)
+    queued = by.store.requeue(record.identity, deadline_ms=REQUEUE_MS, token=record.token)
     if queued is None:
         return Outcome.CHANGED
-    return Outcome.DONE if send_again(app, queued, None) else Outcome.UNSENT
+    sent = send_again(by.app, queued, None, who=by.who, reason=by.reason)
+    return Outcome.DONE if sent else Outcome.UNSENT
 
 
-def _fail(app: Celery, store: Store, record: Record) -> Outcome:
+def _fail(by: _Operator, record: Record) -> Outcome:
+    app, store = by.app, by.store
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
     definition = definition_of(app, record)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
@@ -149,8 +224,7 @@ def _fail(app: Celery, store: Store, record: Record) -> Outcome:
         return Outcome.CHANGED
     if found.value != value:
         return Outcome.CHANGED
-    emit(signals.settled, None, event_of(record, error))
-    tally.add(store, task_of(app, record), "settled")
+    by.tell(signals.settled, "settled", record, error)
     return Outcome.DONE
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import OnStale, Record, State
+from celery_idempotent.settings import Snapshot, loaded
 
 if TYPE_CHECKING:
     from celery import Celery
 
 __all__ = [
+    "PREFIX",
     "SETTINGS",
     "ConflictPolicy",
     "Mode",
@@ -26,6 +28,7 @@ __all__ = [
     "milliseconds",
     "own_settings",
     "read_options",
+    "snapshot",
 ]
 
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
@@ -263,9 +266,14 @@ _CHECKS: Final[dict[str, Callable[[str, object], tuple[str, object]]]] = {
 assert {name.removesuffix("_ms") for name in (f.name for f in fields(Policy))} == set(_CHECKS)
 
 
+def snapshot(app: Celery) -> Snapshot:
+    """Return the settings that the options of the app's tasks are made of."""
+    return Snapshot(app, [PREFIX + name for name in (*KEY_OPTIONS, *_CHECKS)])
+
+
 def own_settings(app: Celery) -> list[str]:
     """Return the app's settings with our prefix, lower-case, as the user set them in whatever form Celery takes."""
-    conf = _loaded(app)
+    conf = loaded(app)
     prefix = (getattr(conf, "prefix", None) or "").lower()
     found = []
     for mapping in _set_by_user(conf):
@@ -279,18 +287,12 @@ def own_settings(app: Celery) -> list[str]:
 
 def is_explicit(app: Celery, name: str) -> bool:
     """Did the user set ``name``, under any spelling that Celery knows, or does it have Celery's default?"""
-    conf = _loaded(app)
+    conf = loaded(app)
     maps = _set_by_user(conf)
     if not maps:
         return False
     keys = [conf._key(key) for key in conf._to_keys(name)]  # noqa: SLF001  the only way to ask
     return any(key in mapping for mapping in maps for key in keys)
-
-
-def _loaded(app: Celery) -> Any:
-    """Return the app's settings: until one is read, ``app.conf`` is an object that knows none."""
-    app.conf.get("task_acks_late")
-    return app.conf
 
 
 def _set_by_user(conf: Any) -> list[Mapping[str, object]]:

@@ -19,11 +19,13 @@ from celery_idempotent.definition import Definition
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.hooks import (
     KEY_HEADER,
+    RAW_KEY,
+    RAW_SCOPE,
     SCOPE_HEADER,
-    STAMP_HEADER,
     as_mapping,
+    bound,
     own_id,
-    stamp,
+    said_of,
     stamp_of,
 )
 from celery_idempotent.keys import Identified
@@ -36,7 +38,16 @@ from celery_idempotent.tally import tally
 if TYPE_CHECKING:
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["Kept", "identify", "keeper", "publish", "send_kept", "take_keeper", "until_lost"]
+__all__ = [
+    "Kept",
+    "drop_key",
+    "identify",
+    "keeper",
+    "publish",
+    "send_kept",
+    "take_keeper",
+    "until_lost",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -155,22 +166,21 @@ def identify(
     """
     headers = as_mapping(options.get("headers"))
     task_id = options.get("task_id")
-    kept = options.get("stamped_headers") or ()  # Celery's stamps are options, too, and stay
+    kept = options.get("stamped_headers") or ()
     key = options.get(KEY_HEADER)
     scope = options.get(SCOPE_HEADER)
-    for name in (KEY_HEADER, SCOPE_HEADER):
-        if name not in kept:
-            options.pop(name, None)
+    drop_key(options)
     explicit = (key is not None and KEY_HEADER not in kept) or (
         scope is not None and SCOPE_HEADER not in kept
     )
-    if stamp_of(headers, task_id) is not None and not explicit:
+    said = said_of(headers, task_id)
+    if "key" in said and not explicit:
         return None
     if retried is not None and not explicit:
         identified = Identified(retried.record.identity, retried.record.fingerprint)
     else:
-        key = headers.get(KEY_HEADER) if key is None else key
-        scope = headers.get(SCOPE_HEADER) if scope is None else scope
+        key = said.get(RAW_KEY) if key is None else key
+        scope = said.get(RAW_SCOPE) if scope is None else scope
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
                 definition.identify(args, kwargs, task_id=task_id or "")  # raises
@@ -184,8 +194,15 @@ def identify(
             key=key,
             scope=scope,
         )
-    options["headers"] = {**headers, STAMP_HEADER: stamp(identified, str(task_id))}
+    options["headers"] = bound(headers, str(task_id), identified)
     return identified
+
+
+def drop_key(options: dict[str, Any]) -> None:
+    """Take key and scope out of the options of a call; Celery's stamps are options, too, and stay."""
+    for name in (KEY_HEADER, SCOPE_HEADER):
+        if name not in (options.get("stamped_headers") or ()):
+            options.pop(name, None)
 
 
 def _retried(
@@ -248,7 +265,7 @@ def _once(
             return task.AsyncResult(record.task_id)
         case Held(record, _):
             # Its worker never came back, and with early acks its message is gone, too.
-            _as_task(options, identified, record.task_id)
+            _as_task(options, record.task_id)
             return send()
         case Settled(record, _):
             if record.state is State.COMPLETED:
@@ -261,7 +278,7 @@ def _once(
                 "for one intention."
             )
         case Reserved(record):
-            _as_task(options, identified, record.task_id)
+            _as_task(options, record.task_id)
             try:
                 sent = send()
             except BaseException:
@@ -275,10 +292,11 @@ def _once(
             return sent
 
 
-def _as_task(options: dict[str, Any], identified: Identified, task_id: str) -> None:
+def _as_task(options: dict[str, Any], task_id: str) -> None:
     """Let a call go out under the task id that its key has already."""
+    said = said_of(options["headers"], options["task_id"])
     options["task_id"] = task_id
-    options["headers"][STAMP_HEADER] = stamp(identified, task_id)
+    options["headers"] = bound(options["headers"], task_id, more=said)
 
 
 def _event(

@@ -108,13 +108,13 @@ class Record:
     """What the store keeps about one key.
 
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
-    record (``None`` otherwise); ``worker`` is ``hostname:pid`` while a worker holds the key and empty once it is
-    settled. ``value`` is the result of a COMPLETED and the exception of a FAILED record, or ``None`` when it was not
-    kept. ``replaced`` says that the task ended with ``self.replace``: another task carries the task id on;
-    ``delivered`` that the callbacks of the settled task were sent; ``reserved`` that the key was reserved before its
-    message was published, so that a retry makes it QUEUED again. ``steps`` are the results of the steps that an
-    unfinished run recorded, in their order; ``message`` what to publish when it is requeued. ``deadline_ms`` of a
-    QUEUED record is when its message counts as lost.
+    record (``None`` otherwise). ``worker`` is ``hostname:pid/id`` while a worker holds the key, and empty once it is
+    settled; the id tells machines that share a name apart. ``value`` is the result of a COMPLETED and the exception of
+    a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task ended with ``self.replace``:
+    another task carries the task id on; ``delivered`` that the callbacks of the settled task were sent; ``reserved``
+    that the key was reserved before its message was published. ``steps`` are the
+    results of the steps that an unfinished run recorded, in their order; ``message`` what to publish when it is
+    requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
     ``refusals`` are the last five who could not have the key, the latest last. Only ``get`` is sure to bring them, and
     records that differ in nothing else are equal: to refuse somebody changes nothing for those who hold the key.
@@ -142,7 +142,7 @@ class Record:
 
     @property
     def owner(self) -> str:
-        """Who claimed the key last, for people: ``task_id@hostname:pid``."""
+        """Who claimed the key last, for people: ``task_id@hostname:pid/id``."""
         return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
 
     @property
@@ -268,6 +268,11 @@ class Selection:
             return frozenset({State.PROCESSING})
         return self.states or frozenset(State)
 
+    @property
+    def newest_first(self) -> bool:
+        """Are only INTERRUPTED or only FAILED records wanted? Of these every store lists the newest first."""
+        return self.wanted in ({State.INTERRUPTED}, {State.FAILED})
+
     def includes(self, record: Record, now_ms: int) -> bool:
         """Is this one of them, at ``now_ms`` of the store's clock?"""
         identity = record.identity
@@ -297,17 +302,25 @@ class Page:
 class Stats:
     """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
 
-    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``failed`` the
-    FAILED ones. ``at_least`` names those of which there may be more, because no store counts for longer than is good.
+    ``live`` are PROCESSING and QUEUED ones within their lease or deadline, ``stale`` those past it, ``interrupted`` and
+    ``failed`` those in these states. ``at_least`` names those of which there may be more, because no store counts for
+    longer than is good. ``swept_ms`` is when the last sweep ended, ``None`` if none did or the store does not note it.
     """
 
     live: int
     stale: int
     failed: int
     now_ms: int
+    interrupted: int = 0
+    swept_ms: int | None = None
     at_least: frozenset[str] = frozenset()
 
-    def said(self, name: Literal["live", "stale", "failed"]) -> str:
+    @property
+    def swept_at(self) -> datetime | None:
+        """When the last sweep ended."""
+        return None if self.swept_ms is None else _EPOCH + timedelta(milliseconds=self.swept_ms)
+
+    def said(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
         """Return a count for people, with a plus where there may be more."""
         plus = "+" if name in self.at_least else ""
         return f"{getattr(self, name):,}{plus}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import re
 import time
@@ -10,9 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
+from kombu.exceptions import LimitExceeded, OperationalError
+from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
 from celery_idempotent import sentry
 from celery_idempotent.errors import IdempotencyError, InProgress
+from celery_idempotent.hooks import as_mapping, bound, said_of
+from celery_idempotent.patience import patience
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 
@@ -21,22 +26,44 @@ if TYPE_CHECKING:
 
     from celery_idempotent.task import IdempotentTask
 
-__all__ = ["Dropped", "conflict", "longest_wait_ms", "store_failed", "unanswered"]
+__all__ = [
+    "Dropped",
+    "StaysError",
+    "as_published",
+    "conflict",
+    "longest_wait_ms",
+    "store_failed",
+    "unanswered",
+]
 
 logger = logging.getLogger(__name__)
 
-#: Own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
-CONFLICTS_HEADER = "idempotency_conflicts"
-STORE_FAILURES_HEADER = "idempotency_store_failures"
-#: Attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under nobody.
-UNANSWERED_HEADER = "idempotency_unanswered"
+#: In a stamp: own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
+CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
+#: In a stamp: attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under
+#: nobody.
+UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
-#: The visibility timeout of kombu's Redis transport where none is set, in seconds.
+#: Taken for the patience of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
 
 
 _ATTEMPTS = re.compile(f"(?:[0-9a-f]{{{2 * ATTEMPT_BYTES}}}){{1,{_MOST_UNANSWERED}}}")
+
+
+#: The longest pause before a message that cannot be published asks again where it is, in seconds.
+_LONGEST_STAY = 30.0
+
+#: What a broker writes into the headers of a message that it delivers again, or passes on: sent back to it, RabbitMQ
+#: takes the message for one that goes in a circle, and drops it; kombu's Redis transport for restored ever after.
+_OF_THE_BROKER = re.compile(
+    "redelivered|x-death|x-(first|last)-death-.*|x-(delivery|acquired)-count"
+)
+
+
+class StaysError(Exception):
+    """This message cannot be published again: it stays with its worker, and is to ask again now."""
 
 
 class Dropped(Ignore):
@@ -64,7 +91,7 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
         _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
     options: dict[str, Any] = {"expires": None} if same else {}
-    count, delay, again = _again(task, request, CONFLICTS_HEADER, left, options, {})
+    count, delay, again = _again(task, request, CONFLICTS, left, options, {})
     logger.info(
         "idempotency: %s[%s] found %s held by %s (conflict %d), and comes back in %.1f s",
         task.name,
@@ -74,7 +101,7 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
         count,
         delay,
     )
-    _send(task, request, again)
+    _send(task, request, again, delay)
     if same:
         raise Ignore(str(error))
     sentry.still_on_its_way(request)
@@ -101,12 +128,12 @@ def store_failed(
     """The store cannot say whether this call may run: nothing runs, and this copy comes back."""
     if request.is_eager:
         raise error
-    # Without a new one, those that it came with are among its headers.
+    # Without a new one, those that it came with are in its stamp.
     known = {}
     if attempt:
-        attempts = (*unanswered(request.headers), attempt)[-_MOST_UNANSWERED:]
-        known[UNANSWERED_HEADER] = b"".join(attempts).hex()
-    count, delay, again = _again(task, request, STORE_FAILURES_HEADER, None, {}, known)
+        attempts = (*unanswered(said_of(as_mapping(request.headers), request.id)), attempt)
+        known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
+    count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
     logger.error(
         "idempotency: %s[%s] did not run, its store failed (%d times now), and comes back in "
         "%.1f s: %s",
@@ -116,13 +143,13 @@ def store_failed(
         delay,
         error,
     )
-    _send(task, request, again)
+    _send(task, request, again, delay)
     raise Ignore(str(error)) from error
 
 
-def unanswered(headers: Mapping[str, Any] | None) -> tuple[bytes, ...]:
+def unanswered(said: Mapping[str, Any]) -> tuple[bytes, ...]:
     """Return the attempts to claim that a message brings along; of what is none, nothing."""
-    found = (headers or {}).get(UNANSWERED_HEADER)
+    found = said.get(UNANSWERED)
     if not isinstance(found, str) or not _ATTEMPTS.fullmatch(found):
         return ()
     attempts = bytes.fromhex(found)
@@ -142,10 +169,11 @@ def _again(
     The countdown stays well under the visibility timeout: while it lasts, the broker counts the
     message as delivered and not acknowledged.
     """
-    # kombu's Redis transport marks a restored message in its headers, too, for all its retries.
-    headers = {k: v for k, v in (request.headers or {}).items() if k != "redelivered"}
-    before = headers.get(counter, 0)
+    headers = as_mapping(request.headers)
+    before = said_of(headers, request.id).get(counter, 0)
     count = before + 1 if isinstance(before, int) else 1
+    # Should it not be published, it asks again where it is, with what it has come to.
+    request.headers = bound(headers, request.id, more={**known, counter: count})
     limits = [
         2.0 ** min(count - 1, 20),
         task.idempotency_policy.conflict_backoff_max_ms / 1000,
@@ -154,15 +182,32 @@ def _again(
     if left is not None:
         limits.append(max(left, 0.1))
     delay = min(limits) * random.uniform(0.5, 1)
+    if _broker(task).transport.driver_type == "amqp":
+        # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery counts in these and takes no less.
+        delay = max(math.ceil(delay), 1)
     again = task.signature_from_request(
         request,
         countdown=delay,
         retries=request.retries,
-        headers={**headers, **known, counter: count},
         add_to_parent=False,
+        **as_published(request),
         **options,
     )
     return count, delay, again
+
+
+def as_published(request: Any) -> dict[str, Any]:
+    """Return the options with which a message goes out as it came in: its headers, and how its body is written."""
+    headers = as_mapping(request.headers)
+    options: dict[str, Any] = {
+        "headers": {k: v for k, v in headers.items() if not _OF_THE_BROKER.fullmatch(k)}
+    }
+    content_type = as_mapping(request.properties).get("content_type")
+    if content_type in registry.type_to_name:
+        options["serializer"] = registry.type_to_name[content_type]
+    if compression := getattr(request, "compression", None):
+        options["compression"] = compression
+    return options
 
 
 def longest_wait_ms(task: IdempotentTask, request: Any) -> int | None:
@@ -180,31 +225,54 @@ def longest_wait_ms(task: IdempotentTask, request: Any) -> int | None:
 
 def _unacknowledged(task: IdempotentTask) -> float:
     """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
-    visible = task.app.conf.broker_transport_options.get("visibility_timeout")
-    return float(visible or _VISIBILITY_TIMEOUT) / 4
+    broker = patience(task.app)
+    if broker is None:
+        visible = task.app.conf.broker_transport_options.get("visibility_timeout")
+        return float(visible or _VISIBILITY_TIMEOUT) / 4
+    return (broker.held or _VISIBILITY_TIMEOUT) / 4
 
 
-def _send(task: IdempotentTask, request: Any, again: Signature[Any]) -> None:
+def _send(task: IdempotentTask, request: Any, again: Signature[Any], delay: float) -> None:
     """Publish; a message that cannot be published must not be lost.
 
-    With late acks the broker still has it: pause, and give it back as it is. With early acks it is
-    gone there, so keep trying.
+    With late acks the broker still has it. If it is the broker that fails, pause, and give it back as it is: once, for
+    there are queues that drop what comes back too often (RabbitMQ's quorum queues, after 20 times). Any other message
+    stays where it is, and waits there for what it had to wait for.
+
+    Raises:
+        Reject: if the broker gives it out again.
+        StaysError: after a pause, if it is to ask again here.
     """
-    pause = 1.0
-    while True:
-        try:
-            again.apply_async()
-            return
-        except Exception as error:  # noqa: BLE001  a broker fails in its own ways
-            logger.error(
-                "idempotency: %s[%s] cannot be published, pausing %.0f s: %s",
-                task.name,
-                request.id,
-                pause,
-                type(error).__name__,
-            )
-            reason = type(error).__name__
-        time.sleep(pause)
-        if task.acks_late:
-            raise Reject(reason, requeue=True)
-        pause = min(pause * 2, 30.0)
+    try:
+        again.apply_async()
+        return
+    except Exception as error:  # noqa: BLE001  a broker fails in its own ways, a router in others
+        outage = _is_outage(task, error)
+        reason = type(error).__name__
+    late: bool | None = task.acks_late
+    back = outage and late and not as_mapping(request.delivery_info).get("redelivered")
+    pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
+    logger.error(
+        "idempotency: %s[%s] cannot be published, pausing %.0f s: %s",
+        task.name,
+        request.id,
+        pause,
+        reason,
+    )
+    time.sleep(pause)
+    if back:
+        raise Reject(reason, requeue=True)
+    raise StaysError(reason)
+
+
+def _is_outage(task: IdempotentTask, error: Exception) -> bool:
+    """Is it the broker that fails, and not what it was asked to take?"""
+    if isinstance(error, (OperationalError, LimitExceeded, OSError)):
+        return True
+    return isinstance(error, _broker(task).connection_errors)
+
+
+def _broker(task: IdempotentTask) -> Any:
+    """Return the connection that messages are published by, as Celery asks it."""
+    pool: Any = task.app.pool
+    return pool.connection

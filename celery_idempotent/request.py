@@ -1,9 +1,10 @@
 """The worker's main process: when a pool child is gone, the claim it held is interrupted at once.
 
 Without this a lost child's key waits for its lease. The main process knows which child it gave a message to; the record
-knows who claimed it. Only if both agree (task id, host, pid), and only once that pid is gone, the claim is interrupted:
-an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best effort and
-bounded: the lease stays the rule. Pools without processes have no children to lose: there a run ends with an exception.
+knows who claimed it. Only if both agree (task id, worker, pid), and only once that pid is gone, the claim is
+interrupted: an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best
+effort and bounded: the lease stays the rule. Pools without processes have no children to lose: there a run ends with an
+exception.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
@@ -22,7 +23,8 @@ from celery.signals import worker_ready
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import signals
-from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.background import background
+from celery_idempotent.calls import worker_name
 from celery_idempotent.hooks import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.republish import Dropped
@@ -32,6 +34,7 @@ from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery_idempotent.keys import Identified
+    from celery_idempotent.policy import Policy
     from celery_idempotent.task import IdempotentTask
 
 __all__ = ["Request", "gone"]
@@ -46,6 +49,9 @@ _LONGEST_POLL = 1.0
 #: For how many seconds a claim may arrive after its child is known to be gone.
 LATE = 5.0
 
+#: How long a key is tried to be freed while the store does not answer, in seconds.
+UNRESERVE_PATIENCE = 600.0
+
 #: How often the pool looks after its children, in seconds.
 WATCH = 1.0
 
@@ -53,23 +59,123 @@ WATCH = 1.0
 _LARGEST_PID = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Lost:
-    """A child that held, or may have held, the claim of one delivery."""
+    """A child that held, or may have held, the claim of one delivery: the claim is to be interrupted.
+
+    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
+    again for a while::
+
+        child   sends its claim ──┬─ SIGKILL
+        main                      │    the child is gone ─ reads the record: nobody holds it
+        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
+    """
+
+    urgent: ClassVar[bool] = True
 
     task: IdempotentTask
     identity: Identity
     task_id: str
     pid: int
     store: Store
+    give_up: float
     #: The record was read once since the child was gone.
     looked: threading.Event = field(default_factory=threading.Event)
+    _late_until: float | None = field(default=None, init=False)
+    _pause: float = field(default=_POLL, init=False)
+
+    def __str__(self) -> str:
+        return f"interrupt {self.identity}, its lease will end it"
+
+    def step(self) -> float | None:
+        """Interrupt the claim if the child is gone, and the claim is still that child's."""
+        now = time.monotonic()
+        if not gone(self.pid):
+            return _POLL if now < self.give_up else None
+        if self._late_until is None:
+            self._late_until = min(now + LATE, self.give_up)
+        over = self._interrupt()
+        self.looked.set()
+        if over or now > self._late_until:
+            return None
+        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_POLL)
+        return pause
+
+    def _interrupt(self) -> bool:
+        """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
+
+        The token is read, and must be one that a dead child held. A pid can be given out twice, and the message
+        delivered again to the second child that has it. Hence the last question, in this order::
+
+            read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
+
+        Whoever claimed token 5 had that pid, and nobody has it after the read: its holder is dead, whichever child it
+        was. Who claims after the read has another token.
+        """
+        record = self.store.get(self.identity)
+        if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
+            return False
+        if (
+            record.state is not State.PROCESSING
+            or record.task_id != self.task_id
+            or record.worker != worker_name(self.pid)
+            or not gone(self.pid)
+        ):
+            return True
+        task: Any = self.task
+        comes_back = task.acks_late and task.reject_on_worker_lost
+        if record.on_stale != "interrupt" and not comes_back:
+            # Its message is gone: the sweep does what the task wants once the lease is over.
+            return True
+        record = self.store.interrupt(self.identity, token=record.token)
+        if record is not None:
+            logger.warning(
+                "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
+                self.pid,
+                self.identity,
+                record.crashes,
+            )
+            event = Event(
+                task=self.task.name, task_id=self.task_id, identity=self.identity, record=record
+            )
+            emit(signals.interrupted, self.task, event)
+            tally.add(self.store, str(task.name), "interrupted")
+            tally.write()
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreserve:
+    """The key of a message that will never run: the worker discards whatever comes under its task id."""
+
+    urgent: ClassVar[bool] = False
+
+    identity: Identity
+    task_id: str
+    store: Store
+    give_up: float
+
+    def __str__(self) -> str:
+        return f"free {self.identity}"
+
+    def step(self) -> None:
+        """Delete the reservation."""
+        record = self.store.get(self.identity)
+        if record is not None and record.state is State.QUEUED and record.task_id == self.task_id:
+            self.store.release(self.identity, token=record.token)
 
 
 class Request(CeleryRequest):
     """A delivery as the worker's main process sees it."""
 
     _mourned = False
+
+    def __init__(self, message: Any, *args: Any, **options: Any) -> None:
+        """Tell the process that runs the task how the message is written: some transports do not."""
+        super().__init__(message, *args, **options)
+        request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
+        content_type = getattr(message, "content_type", None)
+        request["properties"] = {**as_mapping(request["properties"]), "content_type": content_type}
 
     def on_failure(
         self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
@@ -92,19 +198,20 @@ class Request(CeleryRequest):
         return super().on_timeout(soft, timeout)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """Free the key of a task that was revoked, or expired, before it ran (``idempotency_publish_once``)."""
+        """Free the key of a task that was revoked, or expired, before it ran: it was reserved, or waits for a retry."""
         super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
         task: Any = self.task
         try:
             definition = task.idempotency_definition()
-            if not terminated and definition and definition.policy.publish_once:
-                identity, store = _identity_of(self), get_store(task.app)
-                threading.Thread(
-                    target=_unreserve,
-                    args=(store, identity, self.id),
-                    name="idempotency-unreserve",
-                    daemon=True,
-                ).start()
+            if terminated or definition is None or not _may_be_queued(definition.policy):
+                return
+            job = Unreserve(
+                identity=_identity_of(self),
+                task_id=self.id,
+                store=get_store(task.app),
+                give_up=time.monotonic() + UNRESERVE_PATIENCE,
+            )
+            background.put(job)
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
 
@@ -115,10 +222,7 @@ class Request(CeleryRequest):
         try:
             lost = self._lost()
             if lost is not None:
-                undertaker = threading.Thread(
-                    target=_bury, args=(lost,), name="idempotency-interrupt", daemon=True
-                )
-                undertaker.start()
+                background.put(lost)
                 if gone(lost.pid):
                     # Before the message goes back. A child that is still to be killed is not waited for:
                     # the pool kills it only when this has returned.
@@ -141,7 +245,13 @@ class Request(CeleryRequest):
             # Here, not in the thread: a child that is forked while a thread imports the store's modules
             # would find their import locks taken for ever.
             store=get_store(task.app),
+            give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
         )
+
+
+def _may_be_queued(policy: Policy) -> bool:
+    """May a message of such a task have a QUEUED record?"""
+    return policy.publish_once or policy.on_stale == "requeue"
 
 
 def _identity_of(request: Any) -> Identity:
@@ -156,85 +266,6 @@ def _identity_of(request: Any) -> Identity:
         nesting=headers.get("replaced_task_nesting") or 0,
     )
     return identified.identity
-
-
-def _unreserve(store: Store, identity: Identity, task_id: str) -> None:
-    """Delete the reservation of a message that will never run: the worker discards whatever comes under its id."""
-    try:
-        record = store.get(identity)
-        if record is not None and record.state is State.QUEUED and record.task_id == task_id:
-            store.release(identity, token=record.token)
-    except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
-        logger.warning("idempotency: could not free %s: %s", identity, error)
-
-
-def _bury(lost: Lost) -> None:
-    """Wait until the child is gone, for a lease at most; then interrupt the claim if it is still that child's.
-
-    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
-    again for a while::
-
-        child   sends its claim ──┬─ SIGKILL
-        main                      │    the child is gone ─ reads the record: nobody holds it
-        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
-    """
-    lease = lost.task.idempotency_policy.lease_ms / 1000
-    give_up = time.monotonic() + lease
-    try:
-        while not gone(lost.pid):
-            if time.monotonic() > give_up:
-                return
-            time.sleep(_POLL)
-        late_until, pause = min(time.monotonic() + LATE, give_up), _POLL
-        while True:
-            try:
-                if _interrupt(lost) or time.monotonic() > late_until:
-                    return
-            except StoreUnavailable:
-                if time.monotonic() > give_up:
-                    raise
-            lost.looked.set()
-            time.sleep(pause)
-            pause = min(pause * 2, _LONGEST_POLL)
-    except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
-        logger.warning(
-            "idempotency: could not interrupt %s, its lease will end it: %s", lost.identity, error
-        )
-    finally:
-        lost.looked.set()
-
-
-def _interrupt(lost: Lost) -> bool:
-    """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come."""
-    record = lost.store.get(lost.identity)
-    if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
-        return False
-    if (
-        record.state is not State.PROCESSING
-        or record.task_id != lost.task_id
-        or record.worker != lost.task.worker_name(lost.pid)
-    ):
-        return True
-    task: Any = lost.task
-    comes_back = task.acks_late and task.reject_on_worker_lost
-    if record.on_stale != "interrupt" and not comes_back:
-        # Its message is gone: the sweep does what the task wants once the lease is over.
-        return True
-    record = lost.store.interrupt(lost.identity, token=record.token)
-    if record is not None:
-        logger.warning(
-            "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
-            lost.pid,
-            lost.identity,
-            record.crashes,
-        )
-        event = Event(
-            task=lost.task.name, task_id=lost.task_id, identity=lost.identity, record=record
-        )
-        emit(signals.interrupted, lost.task, event)
-        tally.add(lost.store, str(task.name), "interrupted")
-        tally.write()
-    return True
 
 
 @worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.watch_children")

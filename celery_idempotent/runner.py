@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from celery_idempotent import signals, unfinished
+from celery_idempotent import deferred, signals, unfinished
 from celery_idempotent.atomic import AtomicRun, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
@@ -69,6 +69,9 @@ logger = logging.getLogger(__name__)
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
 
+#: So often an atomic run begins again at once when its transaction failed at the very end.
+MAX_REPEATS = 4
+
 
 class _Patience:
     """How long a duplicate may hold its worker, and how often it asks meanwhile."""
@@ -85,6 +88,26 @@ class _Patience:
         time.sleep(max(min(self._pause, remaining, left), 0.001))
         self._pause = min(self._pause * 1.5, 0.5)
         return True
+
+
+class _Repeats:
+    """How often a run that its database rolled back at the very end may begin again at once."""
+
+    def __init__(self) -> None:
+        self._left = MAX_REPEATS
+        self._due = False
+
+    def another(self) -> bool:
+        """May it, once more?"""
+        self._due = self._left > 0
+        self._left -= self._due
+        return self._due
+
+    def pause(self) -> None:
+        """Wait a moment before another, so that those who collided do not meet again."""
+        if self._due:
+            self._due = False
+            time.sleep(random.uniform(0, 0.01 * 2 ** (MAX_REPEATS - self._left)))
 
 
 class Runner:
@@ -115,13 +138,15 @@ class Runner:
             FingerprintMismatch: if the key belongs to a call with other arguments.
             BaseException: whatever ``body`` raised.
         """
+        if call.around is not None:
+            deferred.give_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        patience = self._patience(call)
+        patience, repeats = self._patience(call), _Repeats()
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
-                answer = self._claim(call, attempt)
+                answer, sent = self._claim(call, attempt)
             except STORE_ERRORS as error:
                 self._reporter.tell(signals.store_failed, call, None, error)
                 return StoreFailed(error, attempt)
@@ -129,15 +154,19 @@ class Runner:
                 case Claimed(record):
                     verdict = self._verdict(record)
                     result = (
-                        self._condemn(call, record, verdict)
+                        self._condemn(call, record, verdict, sent)
                         if verdict is not None
-                        else self._run(call, record, body)
+                        else self._run(call, record, body, sent, repeats)
                     )
                     if isinstance(result, StoreFailed):
                         return StoreFailed(result.error, attempt)
                     if result is not None:
                         return result
+                    repeats.pause()
                 case Held(record, left_ms):
+                    if (ours := deferred.answer(record)) is not None:
+                        self._reporter.tell(signals.replayed, call, ours)
+                        return Replay(ours, 0)
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
                     self._reporter.tell(signals.conflicted, call, record)
@@ -162,13 +191,13 @@ class Runner:
     def _observe(self, call: Call, body: Callable[[], Any]) -> Ran:
         """Run whatever the store says; record, count and log what would have been a duplicate."""
         try:
-            answer = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
+            answer, sent = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
         except STORE_ERRORS as error:
             logger.warning("idempotency: observing nothing, the store failed: %s", error)
             return Ran(self.unguarded(call, body))
         match answer:
             case Claimed(record):
-                ran = self._run(call, record, body)
+                ran = self._run(call, record, body, sent, _Repeats())
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -195,7 +224,7 @@ class Runner:
         before = running.get()
         running.set(self.unguarded_claim(call))
         try:
-            return self._expecting_transaction(body)()
+            return self._expecting_transaction(call, body)()
         finally:
             running.set(before)
 
@@ -211,7 +240,7 @@ class Runner:
             task_id=call.task_id,
             worker=call.worker,
         )
-        return UnguardedClaim(self._any_store(), record, self._lease(record), self._codec)
+        return UnguardedClaim(self._any_store(), record, self._lease(record), self._codec, sent=0)
 
     def _any_store(self) -> Store:
         """Return the store, or one that is of no use, where a claim holds nothing anyway."""
@@ -220,7 +249,7 @@ class Runner:
         except STORE_ERRORS:
             return MemoryStore()
 
-    def _claim(self, call: Call, attempt: bytes) -> Answer:
+    def _claim(self, call: Call, attempt: bytes) -> tuple[Answer, float]:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
         give_up = time.monotonic() + CLAIM_PATIENCE
         delay = 0.0
@@ -240,7 +269,8 @@ class Runner:
                 self._abandon(call, attempt)
                 raise
 
-    def _claim_once(self, call: Call, attempt: bytes) -> Answer:
+    def _claim_once(self, call: Call, attempt: bytes) -> tuple[Answer, float]:
+        """Return the answer, and when it was asked for (``time.monotonic``)."""
         claim = partial(
             self._store().claim,
             call.identity,
@@ -254,18 +284,20 @@ class Runner:
             message=call.message,
             unanswered=call.unanswered,
         )
+        sent = time.monotonic()
         while isinstance(answer := claim(), (Settled, Mismatched)):
             over = answer.record
             if over.task_id == call.task_id or not self.policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
             forget_mark(self._store(), call.identity, token=over.token)
-        return answer
+            sent = time.monotonic()
+        return answer, sent
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         try:
             match self._claim_once(call, attempt):
-                case Claimed(record):
+                case Claimed(record), _:
                     self._store().release(call.identity, token=record.token)
         except STORE_ERRORS:
             pass  # the lease ends it
@@ -286,19 +318,21 @@ class Runner:
             )
         return None
 
-    def _condemn(self, call: Call, record: Record, error: IdempotencyError) -> Result | None:
+    def _condemn(
+        self, call: Call, record: Record, error: IdempotencyError, sent: float
+    ) -> Result | None:
         """Settle the key FAILED without a run: then its record answers. The message comes back if that fails."""
         logger.error("idempotency: %s", error)
         try:
-            self._endings.condemn(call, self._hold(record), error)
+            self._endings.condemn(call, self._hold(record, sent), error)
         except STORE_ERRORS as trouble:
             self._reporter.tell(signals.store_failed, call, record, trouble)
             return StoreFailed(trouble)
         return None
 
-    def _hold(self, record: Record) -> Claim:
+    def _hold(self, record: Record, sent: float) -> Claim:
         kind = ObservedClaim if self.policy.mode == "observe" else Claim
-        return kind(self._store(), record, self._lease(record), self._codec)
+        return kind(self._store(), record, self._lease(record), self._codec, sent=sent)
 
     def _lease(self, record: Record) -> Lease:
         return Lease(
@@ -308,8 +342,15 @@ class Runner:
             keep_ms=self.policy.keep_ms,
         )
 
-    def _run(self, call: Call, record: Record, body: Callable[[], Any]) -> Result | None:
-        """Run the body under the claim; ``None`` if the claim was lost and the call goes on as a duplicate.
+    def _run(
+        self,
+        call: Call,
+        record: Record,
+        body: Callable[[], Any],
+        sent: float,
+        repeats: _Repeats,
+    ) -> Result | None:
+        """Run the body under the claim; ``None`` if that is gone, and the call claims anew, as a duplicate does.
 
         A time limit or SIGTERM is an exception raised at *any* bytecode, also right after the body returned and before
         its value is stored in a variable. ``defaultdict`` calls its factory and stores what it returned within one C
@@ -321,12 +362,19 @@ class Runner:
 
         For the same reason a claim says itself that it is over: whatever is struck after that leaves nothing behind.
         """
-        claim = self._hold(record)
+        claim = self._hold(record, sent)
         atomic = None
         if self.policy.mode == "observe":
-            body = self._expecting_transaction(body)
+            body = self._expecting_transaction(call, body)
         elif self.policy.atomic:
-            atomic = self._atomic(call, claim, body)
+            atomic = AtomicRun(
+                call,
+                claim,
+                body,
+                codec=self._codec,
+                endings=self._endings,
+                again=repeats.another,
+            )
         outcome: defaultdict[None, Any] = defaultdict(atomic or body)
         before = running.get()
         try:
@@ -349,16 +397,13 @@ class Runner:
             running.set(before)
             heartbeat.remove(claim)
 
+    def _expecting_transaction(self, call: Call, body: Callable[[], Any]) -> Callable[[], Any]:
+        if not self.policy.atomic:
+            return body
+        return partial(in_transaction, self._store(), call, self.name, body)
+
     def _refuses(self, value: object) -> bool:
         return unfinished.is_unfinished(value) and self.policy.mode != "observe"
-
-    def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
-        return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)
-
-    def _expecting_transaction(self, body: Callable[[], Any]) -> Callable[[], Any]:
-        return (
-            partial(in_transaction, self._store(), self.name, body) if self.policy.atomic else body
-        )
 
     def _returned(
         self,

@@ -22,6 +22,7 @@ __all__ = [
     "claimed",
     "conflicted",
     "emit",
+    "forgotten",
     "interrupted",
     "lease_lost",
     "mismatched",
@@ -42,7 +43,7 @@ class Event:
 
     ``record`` is the record as far as it is known (the holder's, in a conflict); ``error`` the exception behind a
     failure; ``count`` how many records a sweep interrupted; ``observed`` that this is what would have happened, had
-    ``idempotency_mode`` not been ``"observe"``.
+    ``idempotency_mode`` not been ``"observe"``. Of what an operator did, ``who`` and ``reason`` tell by whom and why.
     """
 
     task: str
@@ -52,6 +53,8 @@ class Event:
     error: BaseException | None = None
     count: int = 0
     observed: bool = False
+    who: str = ""
+    reason: str = ""
 
 
 #: A key was reserved, and its message is published (``idempotency_publish_once``).
@@ -74,6 +77,8 @@ interrupted = Signal(name="idempotency_interrupted")
 lease_lost = Signal(name="idempotency_lease_lost")
 #: A stale record's message was published again: by a sweep, or by an operator.
 requeued = Signal(name="idempotency_requeued")
+#: An operator deleted a record: the next call runs, whatever ran before.
+forgotten = Signal(name="idempotency_forgotten")
 #: A sweep is done; ``event.count`` records were interrupted.
 swept = Signal(name="idempotency_swept")
 #: run() returned, but its result could not be recorded within a lease.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,26 +12,28 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import canvas, delivery, publishing, reaper, republish
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent import autoretry, canvas, delivery, operations, publishing, reaper, republish
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
 from celery_idempotent.entering import Entry, entry_of, put_claim_first
-from celery_idempotent.errors import IdempotencyError, InvalidKey
+from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
 from celery_idempotent.hooks import (
-    KEEP_FAILURE_HEADER,
+    KEEP_FAILURE,
     KEY_HEADER,
+    RAW_KEY,
+    RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
+    bound,
     leaves,
     own_id,
+    said_of,
     stamp_of,
+    unstamp,
 )
 from celery_idempotent.keys import Identified
-from celery_idempotent.policy import (
-    Policy,
-    is_explicit,
-)
+from celery_idempotent.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.replay import replay
 from celery_idempotent.stores import get_store
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from celery.app.task import Context
     from celery.canvas import Signature
 
+    from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.stores.base import Store
+
     TaskBase = Task[Any, Any]
 else:
     TaskBase = Task
@@ -49,8 +53,6 @@ else:
 __all__ = ["IdempotentTask"]
 
 logger = logging.getLogger(__name__)
-
-_HOST = socket.gethostname()
 
 canvas.install()
 
@@ -82,6 +84,9 @@ class IdempotentTask(TaskBase):
     reject_on_worker_lost = None
     Request = "celery_idempotent.request:Request"
 
+    #: Which of its acknowledgement options the task leaves open.
+    _open: tuple[str, ...]
+
     #: Assigned whole, as the last step: Celery lets other threads see a task that is half bound.
     _definition: Definition | None = None
 
@@ -95,9 +100,12 @@ class IdempotentTask(TaskBase):
             InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value.
         """
         off = getattr(cls, "idempotency_mode", app.conf.get("idempotency_mode")) == "off"
-        for attribute in () if off else ("acks_late", "reject_on_worker_lost"):
-            if getattr(cls, attribute) is None and not is_explicit(app, f"task_{attribute}"):
-                setattr(cls, attribute, True)
+        if "_open" not in vars(cls):
+            acks = ("acks_late", "reject_on_worker_lost")
+            cls._open = tuple(name for name in acks if getattr(cls, name) is None)
+        for attribute in cls._open:
+            ours = not off and not is_explicit(app, f"task_{attribute}")
+            setattr(cls, attribute, True if ours else None)  # None: Celery's bind does
         app = getattr(app, "_get_current_object", lambda: app)()  # not a proxy of it
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
@@ -111,10 +119,34 @@ class IdempotentTask(TaskBase):
 
         Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
         does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
+
+        Nor does it where settings are others by now.
         """
-        if self._definition is None and not is_celerys_own(self):
+        definition = self._definition
+        if definition is None or not definition.settings.holds(self.app):
+            if is_celerys_own(self):
+                return None
             self.bind(self.app)
         return self._definition
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; an option takes effect, or is refused.
+
+        Raises:
+            InvalidOption: for a bad value.
+        """
+        if not name.startswith(PREFIX) or self._definition is None:
+            return super().__setattr__(name, value)
+        before = {name: vars(type(self))[name]} if name in vars(type(self)) else {}
+        setattr(type(self), name, value)
+        try:
+            self.bind(self.app)
+        except InvalidOption:
+            delattr(type(self), name)
+            for known, option in before.items():
+                setattr(type(self), known, option)
+            raise
+        return None
 
     def idempotency_definition(self) -> Definition | None:
         """Return the definition of a task that is not left alone, nor switched off."""
@@ -162,6 +194,8 @@ class IdempotentTask(TaskBase):
         if definition is not None:
             return publishing.publish(self, definition, super().apply_async, args, kwargs, options)
         keep = publishing.take_keeper()
+        if not is_celerys_own(self):
+            publishing.drop_key(options)
         if keep is not None:
             return keep(self, publishing.Kept(args=args, kwargs=kwargs, options=options))
         return super().apply_async(args, kwargs, **options)
@@ -196,8 +230,12 @@ class IdempotentTask(TaskBase):
             return (way or super().__call__)(*args, **kwargs)
         with Entry(request) as entry:
             body = partial(way or self._last_step(entry), *args, **kwargs)
-            call = self._call(definition, request, args, kwargs)
-            return self._run_once(definition, request, call, body)
+            while True:
+                try:
+                    call = self._call(definition, request, args, kwargs)
+                    return self._run_once(definition, request, call, body)
+                except republish.StaysError:  # noqa: PERF203  after a pause, nothing ran
+                    continue
 
     def _last_step(self, entry: Entry) -> Callable[..., Any]:
         """Return what is behind this class: ``run``, or another base on the way to it."""
@@ -211,6 +249,7 @@ class IdempotentTask(TaskBase):
     def _run_once(  # noqa: RET503
         self, definition: Definition, request: Any, call: Call, body: Callable[[], Any]
     ) -> Any:
+        """Act on what the protocol says; raises StaysError if it is to be asked again."""
         runner = definition.eager_runner if request.is_eager else definition.runner
         match runner.execute(call, body):
             case Ran(value):
@@ -220,15 +259,15 @@ class IdempotentTask(TaskBase):
             case Conflict(record, left_ms):
                 republish.conflict(self, request, record, left_ms)
             case StoreFailed(error, attempt):
-                if self.idempotency_policy.on_store_error == "open":
-                    logger.warning(
-                        "idempotency: %s[%s] runs without protection: %s",
-                        self.name,
-                        request.id,
-                        error,
-                    )
-                    return runner.unguarded(call, body)
-                republish.store_failed(self, request, error, attempt)
+                if self.idempotency_policy.on_store_error != "open":
+                    republish.store_failed(self, request, error, attempt)
+                logger.warning(
+                    "idempotency: %s[%s] runs without protection: %s",
+                    self.name,
+                    request.id,
+                    error,
+                )
+                return runner.unguarded(call, body)
 
     def _call(
         self,
@@ -238,8 +277,10 @@ class IdempotentTask(TaskBase):
         kwargs: Mapping[str, Any],
     ) -> Call:
         task_id = str(request.id or _id_of_call(self, request))
+        headers = as_mapping(request.headers)
+        said = said_of(headers, task_id)
         identified = self.identify_delivery(
-            {**as_mapping(request.stamps), **as_mapping(request.headers)},
+            {**as_mapping(request.stamps), **headers},
             args,
             kwargs,
             task_id=task_id,
@@ -247,6 +288,9 @@ class IdempotentTask(TaskBase):
             eager=bool(request.is_eager),
         )
         identity = identified.identity
+        if {RAW_KEY, RAW_SCOPE, KEEP_FAILURE} & said.keys():
+            # From here on they are this message's alone: the body may hand its headers to other calls.
+            request.headers = bound(headers, task_id, identified)
         noted = None
         if delivery.sends_on(request):
             noted = partial(delivery.expect, request, get_store(self.app), identity)
@@ -254,12 +298,14 @@ class IdempotentTask(TaskBase):
             identity=identity,
             fingerprint=identified.fingerprint,
             task_id=task_id,
-            worker=self.worker_name(os.getpid()),
+            worker=worker_name(os.getpid()),
             longest_wait_ms=republish.longest_wait_ms(self, request),
             on_settled=noted,
             message=self._message(definition, request),
-            unanswered=republish.unanswered(as_mapping(request.headers)),
-            is_failure=_is_failure if KEEP_FAILURE_HEADER in as_mapping(request.headers) else None,
+            unanswered=republish.unanswered(said),
+            on_late_error=partial(autoretry.outcome, self),
+            around=self.transactions_around if request.is_eager else None,
+            is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
 
     def _message(self, definition: Definition, request: Context) -> bytes | None:
@@ -271,8 +317,8 @@ class IdempotentTask(TaskBase):
             retries=request.retries,
             # As a message that goes round again: the operation has begun in time.
             expires=None,
-            headers={k: v for k, v in as_mapping(request.headers).items() if k != "redelivered"},
             add_to_parent=False,
+            **republish.as_published(request),
         )
         return definition.codec.dump_message(again)
 
@@ -304,34 +350,38 @@ class IdempotentTask(TaskBase):
             return definition.observed(error, task_id)
         if stamped is not None:
             return stamped
+        said = said_of(headers, task_id)
         return definition.identify(
             args,
             kwargs,
             task_id=uuid() if eager else own_id(headers, task_id),
             nesting=nesting,
-            key=headers.get(KEY_HEADER),
-            scope=headers.get(SCOPE_HEADER),
+            key=said.get(RAW_KEY),
+            scope=said.get(RAW_SCOPE),
         )
 
-    @staticmethod
-    def worker_name(pid: int) -> str:
-        """Return how records name the process ``pid`` of this machine."""
-        return f"{_HOST}:{pid}"
+    def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
+        """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
+        return ()
 
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
         claim = current_claim()
+        unstamp(sig, self.request.id)
         if claim is None or claim.record.task_id != self.request.id:
             return super().replace(sig)
         definition = self._ours()
-        if any(self._is_about(part, claim.record.identity) for part in leaves(sig)):
+        parts = list(leaves(sig))
+        if any(self._is_about(part, claim.record.identity) for part in parts):
             # A replacement with our own key must find it free.
             if claim.transaction is not None:
                 raise IdempotencyError(
                     f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
                     "before its transaction is committed: give the replacement a key of its own."
                 )
-            definition.runner.release(claim)
+            # Of a canvas nobody knows when its turn comes: until then its message must not be taken for lost.
+            lost_ms = publishing.until_lost(sig.options) if parts == [sig] else None
+            definition.runner.release(claim, requeue_ms=lost_ms)
         if claim.given_back or self.request.is_eager:
             return super().replace(sig)
         claim.replaced = True
@@ -358,13 +408,13 @@ class IdempotentTask(TaskBase):
         if sig.get("task") != self.name:
             return False
         options: dict[str, Any] = dict(sig.get("options") or {})
-        headers = as_mapping(options.get("headers"))
+        said = said_of(as_mapping(options.get("headers")), None)
         identified = self._ours().identifier.identify(
             sig.get("args"),
             sig.get("kwargs"),
             task_id="",
-            key=options.get(KEY_HEADER, headers.get(KEY_HEADER)),
-            scope=options.get(SCOPE_HEADER, headers.get(SCOPE_HEADER)),
+            key=options.get(KEY_HEADER, said.get(RAW_KEY)),
+            scope=options.get(SCOPE_HEADER, said.get(RAW_SCOPE)),
         )
         return identified.identity == identity
 
@@ -405,11 +455,19 @@ class IdempotentTask(TaskBase):
         """
         return get_store(self.app).get(self._ours().identifier.identity(key, scope))
 
-    def idempotency_forget(self, key: Any, *, scope: Any = None) -> bool:
+    def idempotency_forget(
+        self, key: Any, *, scope: Any = None, reason: str = "", who: str = "", force: bool = False
+    ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
 
+        The log and the signal ``forgotten`` tell who did it (this process, if nobody is named) and the reason. To take
+        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
+
         Raises:
+            InProgress: if an owner within its lease holds the key, and this is not forced.
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        return get_store(self.app).forget(self._ours().identifier.identity(key, scope))
+        identity = self._ours().identifier.identity(key, scope)
+        who = who or worker_name(os.getpid())
+        return operations.forget(self.app, identity, force=force, who=who, reason=reason)

@@ -21,12 +21,12 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from django.db import Error
+from django.db import Error, OperationalError
 from django.db.transaction import Atomic
 
 from celery_idempotent.django.commit_hooks import make_robust
 from celery_idempotent.django.connections import Lines, Session
-from celery_idempotent.django.dialects import LOCK_TIMEOUT_MS, kind
+from celery_idempotent.django.dialects import LOCK_TIMEOUT_MS, error_code, kind
 from celery_idempotent.django.holders import lock_name, lock_number
 from celery_idempotent.django.interruptions import drop, sound, struck
 from celery_idempotent.django.rows import LETTERS, PRUNE_SLACK_MS, digest
@@ -42,7 +42,7 @@ from celery_idempotent.stores.values import pack_value
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["AtomicRun", "TransactionEnded", "abandon", "transaction"]
+__all__ = ["AtomicRun", "SessionLost", "TransactionEnded", "abandon", "transaction"]
 
 _SAVEPOINT = "celery_idempotent_run"
 #: Statements that leave nothing behind; comments and brackets may come first.
@@ -66,6 +66,38 @@ _PATIENCE = (
 )
 
 
+#: The SQLSTATE of a statement in a transaction that an earlier one has broken.
+_ABORTED = "25P02"
+
+_CLOSED = (
+    "the task closed the connection of its own transaction (close_old_connections(), connections.close_all(), or"
+    " connection.close()), which rolled it back: leave that to what comes after an idempotency_atomic task"
+)
+_LOST = (
+    "the session of the task's transaction was lost before the COMMIT: everything is rolled back"
+)
+_BROKEN = (
+    "the task went on after a database error inside its transaction: put the statement that may fail in a"
+    " transaction.atomic() of its own, and catch the error around it"
+)
+_DOOMED = (
+    "the task marked its transaction for rollback, by transaction.set_rollback(True) or by an exception that it caught"
+    " around an atomic(savepoint=False), and nothing of it can be committed: raise an exception to roll back"
+)
+_ENDED = (
+    "the transaction that the task's record should have been settled in is over before its time: the task committed or"
+    " rolled it back, by a statement that commits by itself perhaps, or went on after a deadlock, which rolls back"
+    " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
+)
+
+
+class SessionLost(OperationalError):
+    """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
+
+    def __init__(self) -> None:
+        super().__init__(type(self).__doc__)
+
+
 class TransactionEnded(StoreMisconfigured):
     """The task ended the transaction that should have settled its record with its own writes."""
 
@@ -76,8 +108,8 @@ class AtomicRun:
     :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block
     brings. ``settled`` tells whether it was done: an error that leaves the block after that may
     come from a COMMIT whose answer was lost. Then
-    :meth:`~celery_idempotent.django.store.DjangoStore.release` tells how it went: it waits for the
-    row, and either gives the key back, because nothing was committed, or finds it settled.
+    :meth:`~celery_idempotent.django.store.DjangoStore.committed` tells how it went: it waits for
+    the row, whatever its state.
     """
 
     def __init__(self, session: Session, record: Record | None) -> None:
@@ -152,7 +184,8 @@ class AtomicRun:
 
         Raises:
             TransactionEnded: if the task committed, rolled back or broke the transaction.
-            StoreUnavailable: if the database refused the write: roll back, and try again.
+            StoreUnavailable: if the record could not be reached: roll back, and try again.
+            Error: what befell the transaction as a whole, a serialization failure for instance.
         """
         session, keep_ms = self._session, max(keep_ms, 1)
         if self._identity is None:
@@ -178,6 +211,8 @@ class AtomicRun:
                 ),
             )
         except Error as error:
+            if self.passes(error):
+                raise
             raise StoreUnavailable(
                 f"the record of {self._identity} could not be settled in the task's transaction"
                 f" ({type(error).__name__})"
@@ -185,23 +220,39 @@ class AtomicRun:
         self.settled = written == 1
         return self.settled
 
+    def passes(self, error: Exception) -> bool:
+        """Is this a serialization failure, a deadlock, or the loss of the session?"""
+        vendor = self._session.words.vendor
+        return isinstance(error, SessionLost) or (
+            isinstance(error, Error) and kind(error, vendor) in ("conflict", "lost")
+        )
+
     def _still_there(self) -> None:
         """Raise unless this is the transaction that began the run, and it can still commit."""
-        connection = self._session.connection
-        if connection.needs_rollback:
-            raise TransactionEnded(
-                "the task went on after a database error inside its transaction: put the statement"
-                " that may fail in a transaction.atomic() of its own, and catch the error around it"
-            )
+        own = self._session.connection
+        if own.closed_in_transaction or own.connection is None:
+            raise TransactionEnded(_CLOSED)
+        # Django would refuse the statement. It also tells whether the session is there.
+        doomed, own.needs_rollback = own.needs_rollback, False
+        failure: Error | None = None
         try:
             # It was the first one, so whatever ended the transaction took it along.
             self._session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
         except Error as error:
-            raise TransactionEnded(
-                "the task committed or rolled back the transaction that its record should have been"
-                " settled in: an idempotency_atomic task leaves COMMIT, ROLLBACK and statements"
-                " that commit by themselves alone"
-            ) from error
+            failure = error
+        finally:
+            own.needs_rollback = doomed
+        if failure is not None and kind(failure, own.vendor) == "lost":
+            if isinstance(failure, OperationalError):
+                raise failure
+            raise SessionLost from failure
+        if failure is not None and error_code(failure) == _ABORTED:
+            raise TransactionEnded(_BROKEN) from failure
+        if doomed:
+            cause = getattr(own, "rollback_exc", None)
+            raise TransactionEnded(_DOOMED if cause is None else _BROKEN) from cause
+        if failure is not None:
+            raise TransactionEnded(_ENDED) from failure
 
 
 @contextmanager
@@ -324,6 +375,9 @@ class _Begun(Atomic):
         return False
 
     def _enter(self) -> None:
+        if not self._nested:
+            # Django leaves that of an earlier transaction there.
+            self._own.rollback_exc = None  # type: ignore[attr-defined]
         try:
             super().__enter__()
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from celery_idempotent.django.connections import Session
@@ -12,10 +12,11 @@ from celery_idempotent.django.rows import LETTERS, record_of, summary_columns
 from celery_idempotent.records import Counted, Page, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 
-__all__ = ["browse", "clock_ms", "count", "counts", "stats"]
+__all__ = ["browse", "clock_ms", "count", "counts", "note_sweep", "stats"]
 
 #: Of these there is a lease row each, and so an index.
 _INDEXED = frozenset(State) - {State.COMPLETED}
+_ENDED = {"F": "failed", "I": "interrupted"}
 _HOUR_MS = 3_600_000
 #: So many leases of a kind are counted: joining more of them with their records takes seconds.
 COUNTED = 10_000
@@ -26,63 +27,48 @@ _COUNTER = "celery_idempotent_counter"
 def browse(
     session: Session, selection: Selection, *, cursor: str, limit: int, look_at: int
 ) -> Page:
-    """Return about ``limit`` records from ``cursor`` on: newest first, or by lease."""
-    indexed = selection.wanted <= _INDEXED
-    kind, column = ("l", "l.digest") if indexed else ("r", "r.id")
-    after = _read(cursor, kind)
+    """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""
     now_ms = clock_ms(session)
-    # What is looked at: a stretch of the index. What is shown: all of that which is selected.
-    if indexed:
-        stretch = "SELECT digest FROM celery_idempotent_lease"
-        if after:
-            stretch += " WHERE digest > %s"
-        stretch += " ORDER BY digest LIMIT %s"
-        rest = (
-            " JOIN celery_idempotent_lease l ON l.digest = w.digest"
-            " JOIN celery_idempotent_record r ON r.digest = l.digest AND r.token = l.token"
-        )
-        order = "l.digest"
-    else:
-        stretch = "SELECT id FROM celery_idempotent_record"
-        if after:
-            stretch += " WHERE id < %s"
-        stretch += " ORDER BY id DESC LIMIT %s"
-        rest = (
-            " JOIN celery_idempotent_record r ON r.id = w.id"
-            " LEFT JOIN celery_idempotent_lease l ON l.digest = r.digest AND l.token = r.token"
-        )
-        order = "r.id DESC"
-    start: list[object] = [*([after] if after else []), look_at]
+    walk = _walk(selection, cursor, look_at)
     condition, params = _condition(selection, now_ms)
+    place = ", ".join(f"w.{column}" for column in walk.columns)
     found = session.rows(
-        f"SELECT {column}, {summary_columns(session.words)} FROM ({stretch}) w{rest}"
-        f" WHERE {condition} ORDER BY {order} LIMIT %s",
-        (*start, *params, limit),
+        f"SELECT {place}, {summary_columns(session.words)} FROM ({walk.stretch}) w{walk.rest}"
+        f" WHERE {condition} ORDER BY {walk.order('w.')} LIMIT %s",
+        (*walk.params, *params, limit),
     )
-    looked_at, end = _stretch(session, stretch, start, indexed=indexed)
+    # What is looked at: a stretch of the index. What is shown: all of that which is selected.
+    seen = session.rows(
+        f"SELECT {place} FROM ({walk.stretch}) w ORDER BY {walk.order('w.')}", walk.params
+    )
+    width, end = len(walk.columns), None
     if len(found) == limit:
-        end = found[-1][0]
-    elif looked_at < look_at:
-        end = None
-    records = [record_of(row[1:]) for row in found]
+        end = found[-1][:width]
+    elif len(seen) == look_at:
+        end = seen[-1]
+    records = [record_of(row[width:]) for row in found]
     return Page(
         records=tuple(replace(each, value=None, message=None, steps=()) for each in records),
-        cursor="" if end is None else f"{kind}:{end if kind == 'r' else bytes(end).hex()}",
-        looked_at=looked_at,
+        cursor="" if end is None else walk.cursor(end),
+        looked_at=len(seen),
         now_ms=now_ms,
     )
 
 
 def stats(session: Session) -> Stats:
-    """Count what has a lease row, of each kind no more than :data:`COUNTED`: the index finds them by their due time."""
-    now_ms = clock_ms(session)
+    """Count what has a lease row, of each kind no more than :data:`COUNTED`: indexes find them by due time or state."""
+    ((now_ms, swept_ms),) = session.rows(
+        f"SELECT {session.words.now_ms}, (SELECT max(ended_ms) FROM celery_idempotent_sweep)"
+    )
     counts: Counter[str] = Counter()
     cut: set[str] = set()
     for condition, params, names in (
         ("due_ms <= %s", [now_ms], {"stale"}),
         ("due_ms > %s", [now_ms], {"live"}),
-        # What no sweep has to look at: all that FAILED, and a reservation whose message nobody keeps.
-        ("due_ms IS NULL", [], {"failed", "live", "stale"}),
+        # What no sweep has to look at: what ended badly, and a reservation whose message nobody keeps.
+        ("due_ms IS NULL", [], {"live", "stale"}),
+        ("state = 'I'", [], {"interrupted"}),
+        ("state = 'F'", [], {"failed"}),
     ):
         found = session.rows(
             # A subquery, not a join: that might read all records for a few leases.
@@ -94,18 +80,19 @@ def stats(session: Session) -> Stats:
             (now_ms, now_ms, *params, COUNTED + 1),
         )
         for letter, past, valid, number in found:
-            if valid and letter == LETTERS[State.FAILED]:
-                counts["failed"] += number
-            elif valid and letter != LETTERS[State.INTERRUPTED]:
-                counts["stale" if past else "live"] += number
+            name = _ENDED.get(letter) or ("stale" if past else "live")
+            if valid and name in names:
+                counts[name] += number
         if sum(row[-1] for row in found) > COUNTED:
             cut |= names
     cut |= {name for name, number in counts.items() if number > COUNTED}
     return Stats(
         live=min(counts["live"], COUNTED),
         stale=min(counts["stale"], COUNTED),
+        interrupted=min(counts["interrupted"], COUNTED),
         failed=min(counts["failed"], COUNTED),
         now_ms=now_ms,
+        swept_ms=swept_ms,
         at_least=frozenset(cut),
     )
 
@@ -122,6 +109,16 @@ def count(session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
                 (hour, task[:255], outcome[:32], number),
             )
     session.write(f"DELETE FROM {_COUNTER} WHERE hour <= %s", (hour - COUNTED_HOURS,))
+
+
+def note_sweep(session: Session) -> None:
+    """Note that a sweep ended just now."""
+    words = session.words
+    with session.transaction():
+        session.write(
+            "INSERT INTO celery_idempotent_sweep (id, ended_ms)"
+            f" VALUES (1, {words.now_ms}){words.or_later}"
+        )
 
 
 def counts(session: Session, *, hours: int) -> Sequence[Counted]:
@@ -156,34 +153,80 @@ def _condition(selection: Selection, now_ms: int) -> tuple[str, list[object]]:
     return condition, params
 
 
-def _stretch(
-    session: Session, stretch: str, start: Sequence[object], *, indexed: bool
-) -> tuple[int, Any]:
-    """Return how many keys the stretch has, and the last of them."""
-    column, last = ("digest", "max") if indexed else ("id", "min")
-    if session.words.vendor == "postgresql" and indexed:
-        # It has no max() of bytes before version 18.
-        found = session.rows(f"SELECT digest FROM ({stretch}) w ORDER BY digest", start)
-        return len(found), found[-1][0] if found else None
-    ((number, end),) = session.rows(f"SELECT count(*), {last}({column}) FROM ({stretch}) w", start)
-    return number, end
-
-
-def _read(cursor: str, kind: str) -> int | bytes | None:
-    """Return where a cursor points to.
+def _walk(selection: Selection, cursor: str, look_at: int) -> _Walk:
+    """Return the way through the keys that finds what is selected, from the cursor on.
 
     Raises:
-        ValueError: if it is none of this kind.
+        ValueError: for a cursor of another way.
     """
-    if not cursor:
-        return None
-    word, _, place = cursor.partition(":")
-    try:
-        if word != kind:
-            raise ValueError
-        return int(place) if kind == "r" else bytes.fromhex(place)
-    except ValueError:
-        raise ValueError("this cursor belongs to another list") from None
+    if not selection.wanted <= _INDEXED:
+        walk, after = _Walk("r", ("id",), "record", " DESC"), "id < %s"
+    elif not selection.newest_first:
+        walk, after = _Walk("l", ("digest",), "lease", ""), "digest > %s"
+    else:
+        walk, after = _Walk("n", ("token", "digest"), "lease", " DESC"), "token <= %s"
+        after += " AND (token < %s OR digest < %s)"
+    start, conditions = walk.read(cursor), []
+    if walk.kind == "n":
+        (state,) = selection.wanted
+        conditions.append(f"state = '{LETTERS[state]}'")
+        start = [*start[:1], *start]
+    if start:
+        conditions.append(after)
+    where = " WHERE " + " AND ".join(conditions) if conditions else ""
+    walk.stretch = f"SELECT {', '.join(walk.columns)} FROM celery_idempotent_{walk.table}{where}"
+    walk.stretch += f" ORDER BY {walk.order()} LIMIT %s"
+    walk.params = [*start, look_at]
+    return walk
+
+
+@dataclass(slots=True)
+class _Walk:
+    """A way through the keys: along which columns of which table, and the statement for the next stretch of it."""
+
+    kind: str
+    columns: tuple[str, ...]
+    table: str
+    direction: str
+    stretch: str = ""
+    params: list[object] = field(default_factory=list)
+
+    @property
+    def rest(self) -> str:
+        """What brings the rows of the records and the leases to a stretch ``w``."""
+        if self.table == "record":
+            return (
+                " JOIN celery_idempotent_record r ON r.id = w.id"
+                " LEFT JOIN celery_idempotent_lease l ON l.digest = r.digest AND l.token = r.token"
+            )
+        same = " AND ".join(f"l.{column} = w.{column}" for column in self.columns)
+        return (
+            f" JOIN celery_idempotent_lease l ON {same}"
+            " JOIN celery_idempotent_record r ON r.digest = l.digest AND r.token = l.token"
+        )
+
+    def order(self, of: str = "") -> str:
+        """Return what the stretch is ordered by."""
+        return ", ".join(f"{of}{column}{self.direction}" for column in self.columns)
+
+    def cursor(self, place: Sequence[Any]) -> str:
+        """Return where to go on: after this place."""
+        return ":".join(
+            [self.kind, *(str(p) if isinstance(p, int) else bytes(p).hex() for p in place)]
+        )
+
+    def read(self, cursor: str) -> list[object]:
+        """Return the place that a cursor points to, nothing for the start."""
+        if not cursor:
+            return []
+        kind, *parts = cursor.split(":")
+        try:
+            if kind != self.kind:
+                raise ValueError
+            pairs = zip(self.columns, parts, strict=True)
+            return [bytes.fromhex(p) if column == "digest" else int(p) for column, p in pairs]
+        except ValueError:
+            raise ValueError("this cursor belongs to another list") from None
 
 
 def clock_ms(session: Session) -> int:

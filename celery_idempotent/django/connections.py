@@ -13,8 +13,6 @@ verb becomes part of the thread's transaction.
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,29 +24,21 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent.django.dialects import Dialect, Kind, dialect, error_code, kind
 from celery_idempotent.django.forking import unforked
+from celery_idempotent.django.spare_connections import SpareConnections, is_inherited
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["Busy", "Lines", "Session", "is_idle"]
+__all__ = ["Busy", "Lines", "Session", "in_transaction", "is_idle"]
 
 T = TypeVar("T")
 
-#: How many connections of its own a process uses at once; more only after a wait of as many seconds.
-MAX_OPEN = 8
-_WAIT_SECONDS = 2.0
-#: How many of them it keeps, and for how long.
-MAX_IDLE = 2
-_MAX_AGE = 60.0
 #: How long a verb that collides with others is repeated.
 _PATIENCE_SECONDS = 10.0
 
 #: What PostgreSQL, MariaDB and MySQL call a table that is not there.
 _NO_TABLE = ("42P01", 1146)
-
-#: What a fork brought along: sockets of the parent, which the child must neither use nor close.
-_inherited: list[object] = []
 
 
 class _Conflict(Exception):
@@ -126,15 +116,7 @@ class Lines:
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
-        self._forget()
-
-    def _forget(self) -> None:
-        self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
-        # Its methods are C: an exception out of a signal handler cannot leave its lock taken.
-        self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(MAX_OPEN):
-            self._tickets.put(None)
-        self._pid = os.getpid()
+        self._spare = SpareConnections(alias)
         self._words: Dialect | None = None
 
     def run(self, work: Callable[[Session], T]) -> T:
@@ -177,10 +159,7 @@ class Lines:
 
     def close(self) -> None:
         """Close the connections that are nobody's."""
-        self._forget_after_fork()
-        with contextlib.suppress(IndexError):
-            while True:
-                self._idle.pop()[1].close()
+        self._spare.close()
 
     def words(self, connection: BaseDatabaseWrapper) -> Dialect:
         """Return how this database is spoken to."""
@@ -206,7 +185,6 @@ class Lines:
     @contextlib.contextmanager
     def _session(self, *, fresh: bool) -> Iterator[Session]:
         """Give the connection for one verb, and see that nobody meets a broken one."""
-        self._forget_after_fork()
         own = self.own()
         inside = _within(own)
         if inside or is_idle(own):
@@ -219,55 +197,9 @@ class Lines:
                     _discard_if_broken(own, error)
                 raise
             return
-        with self._ticket():
-            connection = self._open(fresh=fresh)
-            clean = False
-            try:
-                yield Session(connection, self.words(connection), inside=False)
-                clean = True
-            except (_Conflict, IdempotencyError):
-                clean = True
-                raise
-            finally:
-                if clean and len(self._idle) < MAX_IDLE:
-                    self._idle.append((time.monotonic(), connection))
-                else:
-                    connection.close()
-
-    @contextlib.contextmanager
-    def _ticket(self) -> Iterator[None]:
-        # A ticket may be lost to an exception out of a signal handler: late is better than never.
-        try:
-            self._tickets.get(timeout=_WAIT_SECONDS)
-        except queue.Empty:
-            yield
-            return
-        try:
-            yield
-        finally:
-            self._tickets.put(None)
-
-    def _open(self, *, fresh: bool) -> BaseDatabaseWrapper:
-        while not fresh:
-            try:
-                used, connection = self._idle.pop()
-            except IndexError:
-                break
-            if time.monotonic() - used < max(
-                _MAX_AGE, connection.settings_dict["CONN_MAX_AGE"] or 0
-            ):
-                return connection
-            connection.close()
-        if fresh:
-            self.close()
-        connection = connections.create_connection(self.alias)
-        connection.inc_thread_sharing()
-        return connection
-
-    def _forget_after_fork(self) -> None:
-        if self._pid != os.getpid():
-            _inherited.append(self._idle)
-            self._forget()
+        expected = (_Conflict, IdempotencyError)
+        with self._spare.take(fresh=fresh, harmless=expected) as connection:
+            yield Session(connection, self.words(connection), inside=False)
 
     def _vendor(self) -> str:
         return self._words.vendor if self._words is not None else self.own().vendor
@@ -308,16 +240,21 @@ def is_idle(own: BaseDatabaseWrapper) -> bool:
     if own.vendor == "sqlite" and own.is_in_memory_db():  # type: ignore[attr-defined]
         return True
     raw = own.connection
-    if raw is None or own.in_atomic_block or not own.autocommit:
+    if raw is None or own.in_atomic_block or not own.autocommit or is_inherited(raw):
         return False
-    if any(raw is known for known in _inherited):
-        return False
+    # mysqlclient keeps it to itself.
+    return not in_transaction(own, if_untold=False)
+
+
+def in_transaction(own: BaseDatabaseWrapper, *, if_untold: bool = True) -> bool:
+    """Has a transaction begun on the thread's connection, which is open?"""
+    raw: Any = own.connection
     if own.vendor == "postgresql":
-        return int(raw.info.transaction_status) == 0
+        return int(raw.info.transaction_status) != 0
     if own.vendor == "mysql":
-        # PyMySQL tells; mysqlclient keeps it to itself.
-        return not getattr(raw, "server_status", 0) & 1
-    return own.vendor != "sqlite" or not raw.in_transaction
+        status: int | None = getattr(raw, "server_status", None)
+        return if_untold if status is None else bool(status & 1)
+    return own.vendor == "sqlite" and bool(raw.in_transaction)
 
 
 def _discard_if_broken(own: BaseDatabaseWrapper, error: BaseException) -> None:
@@ -326,15 +263,3 @@ def _discard_if_broken(own: BaseDatabaseWrapper, error: BaseException) -> None:
         own.close_if_unusable_or_obsolete()
     else:
         own.close()
-
-
-def _note_inherited() -> None:
-    _inherited.extend(
-        known.connection
-        for known in connections.all(initialized_only=True)
-        if known.connection is not None
-    )
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_inherited)

@@ -51,6 +51,8 @@ class Dialect:
         " ON CONFLICT (hour, task, outcome)"
         " DO UPDATE SET count = celery_idempotent_counter.count + excluded.count"
     )
+    #: Writes over the time of the last sweep.
+    or_later: str = " ON CONFLICT (id) DO UPDATE SET ended_ms = excluded.ended_ms"
     least: str = "least"
     key: str = '"key"'
     #: Divides whole numbers.
@@ -97,6 +99,7 @@ DIALECTS = {
             " ON DUPLICATE KEY UPDATE token = greatest(token, VALUES(token))"
         ),
         or_add=" ON DUPLICATE KEY UPDATE count = count + VALUES(count)",
+        or_later=" ON DUPLICATE KEY UPDATE ended_ms = VALUES(ended_ms)",
         key="`key`",
         div="DIV",
     ),

@@ -1,4 +1,4 @@
-"""Columns of a few bytes, which have to be short ones for MySQL and MariaDB to index them."""
+"""What Django's models lack: columns of a few bytes that MySQL and MariaDB can index, and an index of few rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from django.db import models
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.base.schema import BaseDatabaseSchemaEditor
+    from django.db.backends.ddl_references import Statement
 
     BinaryField = models.BinaryField[Any, Any]
 else:
     BinaryField = models.BinaryField
 
-__all__ = ["ShortBinaryField"]
+__all__ = ["EndedIndex", "ShortBinaryField"]
 
 
 class ShortBinaryField(BinaryField):
@@ -24,3 +26,25 @@ class ShortBinaryField(BinaryField):
         if connection.vendor == "mysql":
             return f"varbinary({self.max_length})"
         return super().db_type(connection)
+
+
+class EndedIndex(models.Index):
+    """Of the leases that ended badly alone: so it costs those of runs at work nothing.
+
+    MySQL and MariaDB have no such index, and warn of a model that asks for one: there it is one of all leases.
+    """
+
+    def create_sql(
+        self,
+        model: type[models.Model],
+        schema_editor: BaseDatabaseSchemaEditor,
+        using: str = "",
+        **kwargs: Any,
+    ) -> Statement:
+        """Return the statement that makes it."""
+        if not schema_editor.connection.features.supports_partial_indexes:
+            return super().create_sql(model, schema_editor, using, **kwargs)
+        partial = models.Index(
+            fields=self.fields, name=self.name, condition=models.Q(state__in=["F", "I"])
+        )
+        return partial.create_sql(model, schema_editor, using, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from django.db import models
 
-from celery_idempotent.django.fields import ShortBinaryField
+from celery_idempotent.django.fields import EndedIndex, ShortBinaryField
 from celery_idempotent.django.outbox_models import OutboxMessage
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "OutboxMessage",
     "Record",
     "Refusals",
+    "Sweep",
 ]
 
 
@@ -108,7 +109,7 @@ class Lease(models.Model):
     on_stale = models.CharField(max_length=1)
     #: Which attempt to claim or reserve wrote this.
     attempt = ShortBinaryField(max_length=16)
-    #: ``hostname:pid``
+    #: ``hostname:pid/id``, the id being one of the worker process.
     worker = models.TextField()
     #: What to publish when it is requeued.
     message = models.BinaryField(null=True)
@@ -117,6 +118,8 @@ class Lease(models.Model):
 
     class Meta:
         default_permissions = ()
+        # Finds what an operator looks for. Of what it is made of, nothing changes while the task runs.
+        indexes = (EndedIndex(fields=["state", "token", "digest"], name="celery_idempotent_ended"),)
 
     def __str__(self) -> str:
         return f"lease of token {self.token}"
@@ -152,6 +155,19 @@ class HighWaterMark(models.Model):
 
     def __str__(self) -> str:
         return f"{self.token}"
+
+
+class Sweep(models.Model):
+    """When the last sweep ended: one row."""
+
+    id = models.SmallIntegerField(primary_key=True)
+    ended_ms = models.BigIntegerField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.ended_ms}"
 
 
 class Counter(models.Model):

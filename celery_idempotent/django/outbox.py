@@ -25,6 +25,7 @@ from django.db import connections, transaction
 
 from celery_idempotent.definition import is_celerys_own
 from celery_idempotent.django import outbox_rows as rows
+from celery_idempotent.django.autocommit import committing
 from celery_idempotent.django.outbox_models import NowMs, OutboxMessage
 from celery_idempotent.django.outbox_payload import Payload, absolute, dump, fixed
 from celery_idempotent.django.outbox_sending import Sent, name_of, publish, send, send_one, sweep
@@ -323,9 +324,9 @@ def pending(*, using: str = "default", limit: int = 100) -> list[Pending]:
 
 def discard(message_id: int, *, using: str = "default") -> bool:
     """Delete a message that shall never be sent; later ones of its group go on. ``False`` if it is gone already."""
-    found = rows.rows(using).filter(pk=message_id)
-    label = found.values_list("task", "task_id").first()
-    if label is None:
-        return False
-    logger.warning("idempotency: staged message %s[%s] is discarded", *label)
-    return rows.delete(using, message_id)
+    with committing(connections[using]):
+        label = rows.rows(using).filter(pk=message_id).values_list("task", "task_id").first()
+        if label is None:
+            return False
+        logger.warning("idempotency: staged message %s[%s] is discarded", *label)
+        return rows.delete(using, message_id)

@@ -15,6 +15,7 @@ from celery.canvas import Signature
 from django.db import DatabaseError, connections
 
 from celery_idempotent.django import outbox_rows as rows
+from celery_idempotent.django.autocommit import committing
 from celery_idempotent.django.outbox_broker import confirming, unreached
 from celery_idempotent.django.outbox_payload import load
 from celery_idempotent.errors import StoreUnavailable
@@ -116,6 +117,11 @@ def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) ->
 
 def send(app: Celery, group: str, *, using: str = "default") -> Sent:
     """Send a group now, in order, also one that rests after a failure, but none that somebody else is sending."""
+    with committing(connections[using]):
+        return _send(app, group, using)
+
+
+def _send(app: Celery, group: str, using: str) -> Sent:
     lease = rows.Lease(using, group)
     head = rows.head_of(using, group)
     if head is None:
@@ -133,6 +139,11 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
 
     Safe to run on any number of machines at once: a group is held by one of them, for a lease.
     """
+    with committing(connections[using]):
+        return _sweep(app, using, limit)
+
+
+def _sweep(app: Celery, using: str, limit: int) -> Sent:
     until = time.monotonic() + BUDGET_SECONDS
     report, failures = Sent(), 0
     if not rows.heads(using, name_of(app), 1):

@@ -118,7 +118,7 @@ def release(session: Session, identity: Identity, token: int, *, may_requeue: bo
         " version = record.version + 1"
         " FROM t, celery_idempotent_lease AS lease"
         " WHERE record.digest = %s AND record.token = %s AND record.state IN ('P', 'Q')"
-        " AND NOT (record.reserved AND %s)"
+        " AND NOT ((record.reserved OR lease.message IS NOT NULL) AND %s)"
         " AND lease.digest = record.digest AND lease.token = record.token"
         " AND lease.steps IS NULL AND lease.expires_ms > us / 1000 RETURNING record.digest"
         "), l AS (DELETE FROM celery_idempotent_lease USING r"

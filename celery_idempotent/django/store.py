@@ -8,14 +8,15 @@ that outlives it, and nothing is held while the task runs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
 from celery_idempotent.django import atomic, browse, refusals, shortcuts, upkeep
+from celery_idempotent.django.autocommit import commits_by_hand, committing
 from celery_idempotent.django.connections import Lines, Session
 from celery_idempotent.django.holders import end_holder
 from celery_idempotent.django.reach import missing_bounds
@@ -48,6 +49,7 @@ from celery_idempotent.stores.transitions import Kept
 
 if TYPE_CHECKING:
     from celery import Celery
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
 __all__ = ["DjangoStore", "open_django"]
 
@@ -337,6 +339,10 @@ class DjangoStore:
         """Return the counters of the last hours."""
         return self.lines.run(lambda session: browse.counts(session, hours=hours))
 
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now."""
+        self.lines.run(browse.note_sweep)
+
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record as it is committed, and for how long it is kept."""
 
@@ -371,7 +377,29 @@ class DjangoStore:
 
         See :class:`~celery_idempotent.django.atomic.AtomicRun`.
         """
-        return atomic.transaction(self.lines, record)
+        run, own = atomic.transaction(self.lines, record), self.lines.own()
+        return _by_itself(own, run) if commits_by_hand(own) else run
+
+    def committed(self, record: Record) -> bool:
+        """Wait for the end of the transaction that settled this claim, and tell whether it was committed."""
+        name = digest(record.identity)
+
+        def work(session: Session) -> bool:
+            # A write waits for whoever is writing the row, also where nobody would have to change it.
+            session.write(
+                "UPDATE celery_idempotent_record SET version = version + 1"
+                " WHERE digest = %s AND token = %s",
+                (name, record.token),
+            )
+            return bool(
+                session.rows(
+                    "SELECT 1 FROM celery_idempotent_record"
+                    " WHERE digest = %s AND token = %s AND state IN ('C', 'F')",
+                    (name, record.token),
+                )
+            )
+
+        return self.lines.run(work)
 
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""
@@ -413,6 +441,14 @@ def open_django(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> 
             " django:// or django://alias"
         )
     return DjangoStore(alias or "default")
+
+
+@contextmanager
+def _by_itself(
+    own: BaseDatabaseWrapper, run: AbstractContextManager[atomic.AtomicRun]
+) -> Iterator[atomic.AtomicRun]:
+    with committing(own), run as begun:
+        yield begun
 
 
 def _from_now(asked: Record, row: Row) -> Record:

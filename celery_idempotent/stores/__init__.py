@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.settings import Snapshot
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
@@ -42,7 +43,17 @@ _WHAT_TO_SET = (
     " nor the broker is a Redis that could keep the idempotency records"
 )
 
-_stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
+#: The settings that a store is made of; without the first, of where the app keeps its results or its messages.
+_SETTINGS = (
+    "idempotency_store",
+    "idempotency_replicas",
+    "idempotency_replica_timeout",
+    "result_backend",
+    "broker_url",
+)
+
+#: The store of each app, and what it was made of.
+_stores: weakref.WeakKeyDictionary[Celery, tuple[Snapshot, Store]] = weakref.WeakKeyDictionary()
 #: Those of apps that have none.
 _memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
@@ -92,22 +103,30 @@ def get_store(app: Celery, *, eager: bool = False) -> Store:
     With ``idempotency_replicas``, a claim and a settle wait for so many replicas, up to
     ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
-    The same app always gets the same store, also in a child that it forked; two apps never share
-    one. An app that has none gets the memory of this process where all of it happens there: its
-    runs are eager (this one is: ``eager``), or its broker is ``memory://``, as in Celery's fixtures.
+    The same app always gets the same store, also in a child that it forked, until it is set to
+    another; two apps never share one. An app that has none gets the memory of this process where
+    all of it happens there: its runs are eager (this one is: ``eager``), or its broker is
+    ``memory://``, as in Celery's fixtures.
     """
     # current_app is a proxy, and so is app of shared_task.
     app = getattr(app, "_get_current_object", lambda: app)()
-    store = _stores.get(app)
-    if store is None:
-        made = _store_of(app)
-        if made is None:
-            if not eager and not _all_is_here(app):
-                raise InvalidOption(_WHAT_TO_SET)
-            return _in_memory(app)
-        # Two threads may both get here; the first store stays.
-        store = _stores.setdefault(app, made)
-    return store
+    known = _stores.get(app)
+    if known is not None:
+        settings, store = known
+        if settings.holds(app):
+            return store
+        # Whoever has it, a run that holds a claim for example, may go on with it.
+        logger.warning(
+            "idempotency: the store of %s was set anew: records stay where they are", app
+        )
+        _stores.pop(app, None)
+    settings, made = Snapshot(app, _SETTINGS), _store_of(app)
+    if made is None:
+        if not eager and not _all_is_here(app):
+            raise InvalidOption(_WHAT_TO_SET)
+        return _in_memory(app)
+    # Two threads may both get here; the first store stays.
+    return _stores.setdefault(app, (settings, made))[1]
 
 
 def _all_is_here(app: Celery) -> bool:

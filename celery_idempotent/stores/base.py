@@ -148,9 +148,10 @@ class Store(Protocol):
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
-        With ``requeue_ms`` (a retry is about to be published) a record that was reserved goes back to QUEUED, with a
-        deadline so many milliseconds from now, and lives that much longer. Any other record with steps becomes
-        INTERRUPTED instead of being deleted, without another crash.
+        With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
+        to QUEUED, with a deadline so many milliseconds from now, and lives that much longer: should the retry never
+        come, a sweep sends the message. Any other record with steps becomes INTERRUPTED instead of being deleted,
+        without another crash.
         """
         ...
 
@@ -210,9 +211,12 @@ class Store(Protocol):
     ) -> Page:
         """Return about ``limit`` of the selected records, having looked at about ``look_at`` keys at most.
 
-        In no particular order. PROCESSING, QUEUED and FAILED records are found through indexes; any other only by
-        looking at keys one after the other: a page may be empty and yet have a cursor to go on with. Records that
-        come, go or change between two pages may be left out, or come twice.
+        All but COMPLETED records are found through indexes. COMPLETED ones are found only by looking at keys one after
+        the other: a page may be empty and yet have a cursor to go on with. Records that come, go or change between two
+        pages may be left out, or come twice.
+
+        Where only INTERRUPTED or only FAILED records are wanted, the newest come first, as far as they are kept for
+        equally long; any other list is in no particular order.
 
         Raises:
             ValueError: for a cursor that is none of this store's.
@@ -236,6 +240,10 @@ class CountingStore(Store, Protocol):
         """Return the counters of the last ``hours`` hours (of at most :data:`COUNTED_HOURS`), oldest hour first."""
         ...
 
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now: ``stats`` tells of the last one, and so whether sweeps run."""
+        ...
+
 
 class Transaction(Protocol):
     """A transaction of the store's database that a run is part of."""
@@ -249,6 +257,13 @@ class Transaction(Protocol):
         replaced: bool = False,
     ) -> bool:
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
+        ...
+
+    def passes(self, error: Exception) -> bool:
+        """Is this, from :meth:`settle` or the commit, an error that the same body may not meet again?
+
+        A serialization failure, a deadlock, the loss of the session.
+        """
         ...
 
     def outside(self) -> AbstractContextManager[None]:
@@ -270,8 +285,16 @@ class TransactionalStore(Store, Protocol):
         it is no more than a transaction, and nothing is settled in it.
 
         :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
-        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body and in the settle;
-        what the database says to the body's own statements, and to the commit, comes through as it is.
+        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or keeps the settle from
+        the record; what the database says to the body's own statements, to the transaction as a whole and to the
+        commit comes through as it is.
+        """
+        ...
+
+    def committed(self, record: Record) -> bool:
+        """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
+
+        Whatever state the record is in by now. :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
         """
         ...
 

@@ -59,9 +59,10 @@ class HybridStore:
         # What else the truth can do, the hybrid can; whoever wants to know looks for the method.
         if isinstance(truth, TransactionalStore):
             self.transaction = partial(self._transaction, truth)
-            self.abandon = truth.abandon
+            self.abandon, self.committed = truth.abandon, truth.committed
         if isinstance(truth, CountingStore):
             self.count, self.counts = truth.count, truth.counts
+            self.note_sweep = truth.note_sweep
         for extra in ("missing_bounds", "outbox_alias", "skews_ms", "upkeep"):
             if hasattr(truth, extra):
                 setattr(self, extra, getattr(truth, extra))
@@ -150,6 +151,10 @@ class HybridStore:
             # Not the value at hand: of a settle that is repeated, the first end stays.
             self.refresh(record.identity)
         return done
+
+    def joined(self) -> bool:
+        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
+        return self.truth.joined()
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent, in the truth first."""

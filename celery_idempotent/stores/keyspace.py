@@ -7,9 +7,14 @@
                                                 and QUEUED only
     idem:{7}!failures                           sorted set: names of FAILED records by the end of
                                                 their retention
+    idem:{7}!interrupted                        sorted set: names of INTERRUPTED records by when
+                                                they expire
     idem:{7}!token                              the largest token that the bucket gave out
     idem:{0}!counts:484722                      hash: how often which outcome (of which task) in
                                                 that hour since the epoch
+    idem:{0}!swept                              when the last sweep ended, ms since the epoch
+    idem:{0}!indexed                            how far the search for INTERRUPTED records without
+                                                an entry in their index is
 
     idem.cache:{7}:payments.charge:acct_1:order-17   the same record, where this is a cache before
                                                      another store (see cache.py)
@@ -80,6 +85,10 @@ class Keyspace:
         """Name the index of the bucket's failed records."""
         return b"%b:{%d}!failures" % (self._start, bucket)
 
+    def interrupted(self, bucket: int) -> bytes:
+        """Name the index of the bucket's interrupted records."""
+        return b"%b:{%d}!interrupted" % (self._start, bucket)
+
     def token(self, bucket: int) -> bytes:
         """Name the bucket's high-water mark of tokens."""
         return b"%b:{%d}!token" % (self._start, bucket)
@@ -87,6 +96,16 @@ class Keyspace:
     def counts(self, hour: int) -> bytes:
         """Name the counters of an hour."""
         return b"%b:{0}!counts:%d" % (self._start, hour)
+
+    @property
+    def swept(self) -> bytes:
+        """Name what says when the last sweep ended."""
+        return b"%b:{0}!swept" % self._start
+
+    @property
+    def indexed(self) -> bytes:
+        """Name what says how far the index of interrupted records is complete."""
+        return b"%b:{0}!indexed" % self._start
 
     def generation(self, bucket: int) -> bytes:
         """Name what changes in a cache when anything in the bucket is forgotten."""

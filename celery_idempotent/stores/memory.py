@@ -53,6 +53,7 @@ class MemoryStore:
         self._kept: dict[Identity, Kept] = {}
         self._counts: Counter[tuple[int, str, str]] = Counter()
         self._highest_token = 0
+        self._swept_ms: int | None = None
         # Reentrant, because a signal handler may call the store while its thread is inside it.
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -290,8 +291,10 @@ class MemoryStore:
             return Stats(
                 live=len(due) - sum(due),
                 stale=sum(due),
+                interrupted=sum(record.state is State.INTERRUPTED for record in records),
                 failed=sum(record.state is State.FAILED for record in records),
                 now_ms=now,
+                swept_ms=self._swept_ms,
             )
 
     def list(
@@ -303,6 +306,9 @@ class MemoryStore:
         with self._locked():
             now, start = self._clock() // 1000, int(cursor or 0)
             records = [kept.record for kept in self._kept.values() if kept.expires_ms > now]
+            if selection.newest_first:
+                records = [record for record in records if record.state in selection.wanted]
+                records.sort(key=lambda record: record.updated_ms, reverse=True)
             found: list[Record] = []
             at = start
             while at < len(records) and at - start < look_at and len(found) < limit:
@@ -334,6 +340,11 @@ class MemoryStore:
                 for (hour, task, outcome), count in sorted(self._counts.items())
                 if hour >= first
             ]
+
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now."""
+        with self._locked():
+            self._swept_ms = self._clock() // 1000
 
     def close(self) -> None:
         """Keep everything: there is nothing to close."""

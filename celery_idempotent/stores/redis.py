@@ -183,11 +183,11 @@ class RedisStore:
         restore: bool = True,
     ) -> bool:
         """Write the end state, unless the key has another token by now."""
-        bucket, name, leases, failures, _ = self._names(record.identity)
+        bucket, name, leases, failures, _, interrupted = self._names(record.identity)
         word, replicated = self._ask_replicated(
             script("settle").call(
                 bucket,
-                (name, leases, failures),
+                (name, leases, failures, interrupted),
                 pack_settled(record, state=state, value=value, replaced=replaced),
                 b"%d" % max(keep_ms, 1),
                 b"1" if self._replicas else b"",
@@ -279,12 +279,13 @@ class RedisStore:
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
         """Delete the record; with ``token`` and ``state`` only if it has these."""
-        bucket, name, leases, failures, _ = self._names(identity)
+        bucket, *keys = self._names(identity)
         only = (
             b"" if token is None else pack_token(token),
             b"" if state is None else pack_state(state),
         )
-        word = self._ask(script("forget").call(bucket, (name, leases, failures), *only))
+        del keys[3]  # the bucket's token stays
+        word = self._ask(script("forget").call(bucket, keys, *only))
         return bool(word == b"forgotten")
 
     def stats(self) -> Stats:
@@ -307,15 +308,20 @@ class RedisStore:
         """Return the counters of the last hours."""
         return redis_browse.counts(self._link, self._keys, hours=hours)
 
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now."""
+        redis_browse.note_sweep(self._link, self._keys)
+
     def close(self) -> None:
         """Close the idle connections."""
         self._link.close()
 
-    def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes]:
+    def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
         """Return the bucket, and the names of the record and of the bucket's indexes and token."""
         bucket, name = self._keys.locate(identity)
         keys = self._keys
-        return bucket, name, keys.leases(bucket), keys.failures(bucket), keys.token(bucket)
+        leases, failures = keys.leases(bucket), keys.failures(bucket)
+        return bucket, name, leases, failures, keys.token(bucket), keys.interrupted(bucket)
 
     def _refusal(
         self, identity: Identity, word: bytes, rest: Sequence[Any]
@@ -351,9 +357,10 @@ class RedisStore:
         return exchange(self._link, (command,))[0]
 
     def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Any:
-        """Run the script of a verb that needs the record and the leases."""
+        """Run the script of a verb that needs the record, the leases and what is interrupted."""
         bucket, name = self._keys.locate(identity)
-        return self._ask(script(verb).call(bucket, (name, self._keys.leases(bucket)), *arguments))
+        keys = (name, self._keys.leases(bucket), self._keys.interrupted(bucket))
+        return self._ask(script(verb).call(bucket, keys, *arguments))
 
     def _ask_replicated(self, command: Command) -> tuple[Any, bool]:
         """Return the answer, and whether as many replicas as we want have what was written."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,9 +12,10 @@ from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.channel import Link, exchange
 from celery_idempotent.stores.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.packed import state_of, unpack
-from celery_idempotent.stores.scripts import Command, plain
+from celery_idempotent.stores.redis_upkeep import INDEXED
+from celery_idempotent.stores.scripts import Command, plain, script
 
-__all__ = ["browse", "count", "counts", "stats"]
+__all__ = ["browse", "count", "counts", "note_sweep", "stats"]
 
 #: So much of a record says all but its value, its message and its steps.
 _HEAD = b"2047"
@@ -22,36 +25,53 @@ _STEP = 500
 
 _HOUR_MS = 3_600_000
 
-_INDEXED = frozenset({State.PROCESSING, State.QUEUED})
+_ENDED = frozenset({State.INTERRUPTED, State.FAILED})
+
+#: So many names of each bucket are merged at first, and so many more of a bucket that has more.
+_AHEAD = 8, 64
 
 
 def browse(
     link: Link, keys: Keyspace, selection: Selection, *, cursor: str, limit: int, look_at: int
 ) -> Page:
     """Return about ``limit`` records from ``cursor`` on."""
-    wanted = selection.wanted
-    if wanted <= _INDEXED:
-        return _Walk(link, keys, selection, limit).through(keys.leases, "l", cursor, look_at)
-    if wanted == {State.FAILED}:
-        return _Walk(link, keys, selection, limit).through(keys.failures, "f", cursor, look_at)
-    return _Walk(link, keys, selection, limit).scan(cursor, look_at)
+    walk = _Walk(link, keys, selection, limit)
+    if State.COMPLETED in selection.wanted:
+        return walk.scan(cursor, look_at)
+    if selection.newest_first:
+        return walk.newest(cursor, look_at)
+    return walk.through(cursor, look_at)
 
 
 def stats(link: Link, keys: Keyspace) -> Stats:
     """Count what the indexes know."""
     now_ms = _now_ms(link)
     now = b"%d" % now_ms
-    commands: list[Command] = []
+    commands = [plain(0, b"GET", keys.swept), plain(0, b"GET", keys.indexed)]
     for bucket in range(BUCKETS):
-        leases, failures = keys.leases(bucket), keys.failures(bucket)
+        leases = keys.leases(bucket)
         commands += (
             plain(bucket, b"ZCOUNT", leases, b"-inf", now),
             plain(bucket, b"ZCARD", leases),
-            plain(bucket, b"ZCOUNT", failures, b"(" + now, b"+inf"),
+            plain(bucket, b"ZCOUNT", keys.interrupted(bucket), b"(" + now, b"+inf"),
+            plain(bucket, b"ZCOUNT", keys.failures(bucket), b"(" + now, b"+inf"),
         )
-    answers = exchange(link, commands)
-    stale, unsettled, failed = (sum(answers[n::3]) for n in range(3))
-    return Stats(live=unsettled - stale, stale=stale, failed=failed, now_ms=now_ms)
+    swept, indexed, *answers = exchange(link, commands)
+    stale, unsettled, interrupted, failed = (sum(answers[n::4]) for n in range(4))
+    return Stats(
+        live=unsettled - stale,
+        stale=stale,
+        interrupted=interrupted,
+        failed=failed,
+        now_ms=now_ms,
+        swept_ms=None if swept is None else int(swept),
+        at_least=frozenset() if indexed in (None, INDEXED) else frozenset({"interrupted"}),
+    )
+
+
+def note_sweep(link: Link, keys: Keyspace) -> None:
+    """Note that a sweep ended just now."""
+    exchange(link, (script("note_sweep").call(0, (keys.swept,)),))
 
 
 def count(link: Link, keys: Keyspace, outcomes: Mapping[tuple[str, str], int]) -> None:
@@ -90,18 +110,38 @@ class _Walk:
         self._found: list[Record] = []
         self._looked_at = 0
 
-    def through(self, index: Callable[[int], bytes], kind: str, cursor: str, look_at: int) -> Page:
-        """Walk through an index, bucket by bucket; the cursor says where in which."""
-        start, skip = _read(cursor, kind, 2)
-        for bucket, first, names in self._of_index(index, start, skip):
+    def through(self, cursor: str, look_at: int) -> Page:
+        """Walk through the indexes, bucket by bucket; the cursor counts the buckets, and says where in one."""
+        start, skip = _read(cursor, "l", 2)
+        for place, first, names in self._of_indexes(start, skip):
+            bucket = place % BUCKETS
             for n in range(0, len(names), _STEP):
                 step = names[n : n + _STEP]
                 for at, record in enumerate(self._records([bucket] * len(step), step), start=1):
                     self._looked_at += 1
                     self._take(record)
                     if len(self._found) >= self._limit or self._looked_at >= look_at:
-                        return self._page(f"{kind}:{bucket}:{first + n + at}")
+                        return self._page(f"l:{place}:{first + n + at}")
         return self._page("")
+
+    def newest(self, cursor: str, look_at: int) -> Page:
+        """Merge the buckets of an index, from its end; the cursor is a score, and how many of that score were seen."""
+        highest, skip = _read(cursor, "n", 2)
+        merged = heapq.merge(*self._downwards(highest), key=lambda entry: -entry[0])
+        entries = itertools.islice(merged, skip, None)
+        score, same = highest, skip
+        while len(self._found) < self._limit and self._looked_at < look_at:
+            most = min(self._limit - len(self._found), look_at - self._looked_at, _STEP)
+            step = list(itertools.islice(entries, most))
+            buckets, names = [each[1] for each in step], [each[2] for each in step]
+            for record in self._records(buckets, names):
+                self._take(record)
+            self._looked_at += len(step)
+            for each in step:
+                score, same = each[0], same + 1 if each[0] == score else 1
+            if len(step) < most:
+                return self._page("")
+        return self._page(f"n:{score}:{same}")
 
     def scan(self, cursor: str, look_at: int) -> Page:
         """Go on with a scan; the cursor names the node, where its scan is, and how much of that step is done."""
@@ -126,24 +166,52 @@ class _Walk:
                 break
         return self._page(f"s:{node}:{at}:0" if node < len(nodes) else "")
 
-    def _of_index(
-        self, index: Callable[[int], bytes], start: int, skip: int
-    ) -> Iterator[tuple[int, int, Sequence[bytes]]]:
-        """Yield each bucket with names in its index, from which position on, and the names."""
+    def _of_indexes(self, start: int, skip: int) -> Iterator[tuple[int, int, Sequence[bytes]]]:
+        """Yield each place (a bucket of one index after the other), from which position on, and the names there."""
+        indexes = self._indexes()
         # Of no bucket more than a page can look at, and of few buckets at once: most are empty.
-        for low in range(start, BUCKETS, 128):
-            buckets = range(low, min(low + 128, BUCKETS))
-            firsts = [skip if bucket == start else 0 for bucket in buckets]
-            answers = exchange(
-                self._link,
-                [
-                    plain(b, b"ZRANGE", index(b), b"%d" % first, b"%d" % (first + 4999))
-                    for b, first in zip(buckets, firsts, strict=True)
-                ],
-            )
-            for bucket, first, names in zip(buckets, firsts, answers, strict=True):
+        for low in range(start, len(indexes) * BUCKETS, 128):
+            places = range(low, min(low + 128, len(indexes) * BUCKETS))
+            commands, firsts = [], [skip if place == start else 0 for place in places]
+            for place, first in zip(places, firsts, strict=True):
+                number, bucket = divmod(place, BUCKETS)
+                words = (indexes[number](bucket), b"%d" % first, b"%d" % (first + 4999))
+                commands.append(plain(bucket, b"ZRANGE", *words))
+            answers = exchange(self._link, commands)
+            for place, first, names in zip(places, firsts, answers, strict=True):
                 if names:
-                    yield bucket, first, names
+                    yield place, first, names
+
+    def _indexes(self) -> list[Callable[[int], bytes]]:
+        """Return the indexes that have all that is wanted."""
+        keys = self._keys
+        found: list[Callable[[int], bytes]] = [] if self._wanted <= _ENDED else [keys.leases]
+        wanted = ((State.INTERRUPTED, keys.interrupted), (State.FAILED, keys.failures))
+        return found + [index for state, index in wanted if state in self._wanted]
+
+    def _downwards(self, highest: int) -> list[Iterator[tuple[int, int, bytes]]]:
+        """Return for each bucket with entries its scores and names, from the highest on (0: from the top)."""
+        (name_of,) = self._indexes()
+        indexes = [(bucket, name_of(bucket)) for bucket in range(BUCKETS)]
+        top = b"%d" % highest if highest else b"+inf"
+
+        def command(bucket: int, index: bytes, first: int, count: int) -> Command:
+            place = (b"LIMIT", b"%d" % first, b"%d" % count, b"WITHSCORES")
+            return plain(bucket, b"ZRANGE", index, top, b"-inf", b"BYSCORE", b"REV", *place)
+
+        def entries(bucket: int, index: bytes, answer: Any) -> Iterator[tuple[int, int, bytes]]:
+            at, size = 0, _AHEAD[0]
+            while True:
+                for name, score in zip(answer[::2], answer[1::2], strict=True):
+                    yield int(float(score)), bucket, name
+                if len(answer) < 2 * size:
+                    return
+                at, size = at + size, _AHEAD[1]
+                (answer,) = exchange(self._link, [command(bucket, index, at, size)])
+
+        answers = exchange(self._link, [command(b, index, 0, _AHEAD[0]) for b, index in indexes])
+        pairs = zip(indexes, answers, strict=True)
+        return [entries(b, index, answer) for (b, index), answer in pairs if answer]
 
     def _records(self, buckets: Sequence[int], names: Sequence[bytes]) -> Iterator[Record | None]:
         commands = [

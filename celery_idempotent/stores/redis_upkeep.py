@@ -1,12 +1,14 @@
-"""Sweep and prune in Redis: what is due in any bucket, found through the indexes and never by a scan."""
+"""Sweep and prune in Redis: what is due in any bucket, found through the indexes."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Record, State, SweepReport
 from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.channel import Link, exchange
@@ -14,11 +16,17 @@ from celery_idempotent.stores.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.packed import unpack
 from celery_idempotent.stores.scripts import Command, plain, script
 
-__all__ = ["prune", "sweep"]
+__all__ = ["INDEXED", "prune", "sweep"]
 
 #: No script works on more records than this at a time, so that no other client waits for one for
 #: long.
 _PER_SCRIPT = 100
+
+#: So many keys a prune looks at, and one step of its scan, while the index of INTERRUPTED records is not complete.
+_PER_PRUNE, _PER_SCAN = 5_000, 500
+
+#: What is noted once it is, or that we may not look.
+INDEXED, _REFUSED = b"done", b"refused"
 
 
 def sweep(link: Link, keys: Keyspace, *, limit: int, requeue_ms: int) -> SweepReport:
@@ -34,7 +42,8 @@ def sweep(link: Link, keys: Keyspace, *, limit: int, requeue_ms: int) -> SweepRe
             break
         left -= len(names)
         asked += names
-        commands.append(script("sweep").call(bucket, (keys.leases(bucket), *names), *arguments))
+        indexes = (keys.leases(bucket), keys.interrupted(bucket))
+        commands.append(script("sweep").call(bucket, (*indexes, *names), *arguments))
     swept = [packed for answer in _ask_all(link, commands) for packed in answer]
     interrupted: list[Record] = []
     requeued: list[Record] = []
@@ -48,14 +57,57 @@ def sweep(link: Link, keys: Keyspace, *, limit: int, requeue_ms: int) -> SweepRe
 def prune(link: Link, keys: Keyspace, *, limit: int) -> int:
     """Drop index entries of expired records; Redis drops the records by itself."""
     commands, left = [], limit
-    for bucket, names in _due(link, keys.failures, each=min(limit, _PER_SCRIPT)):
-        if left <= 0:
-            break
-        commands.append(
-            script("prune").call(bucket, (keys.failures(bucket),), b"%d" % min(left, len(names)))
-        )
-        left -= len(names)
+    for index in (keys.failures, keys.interrupted):
+        for bucket, names in _due(link, index, each=min(limit, _PER_SCRIPT)):
+            if left <= 0:
+                break
+            most = b"%d" % min(left, len(names))
+            commands.append(script("prune").call(bucket, (index(bucket),), most))
+            left -= len(names)
+    _complete_index(link, keys)
     return sum(_ask_all(link, commands))
+
+
+def _complete_index(link: Link, keys: Keyspace) -> None:
+    """Index what was INTERRUPTED before there was an index: once for each store, in steps of so many keys a prune.
+
+    Two at a time do the same twice. A user who may not scan leaves it at that: a sweep shall need no such right.
+    """
+    (place,) = exchange(link, (plain(0, b"GET", keys.indexed),))
+    if place in (INDEXED, _REFUSED):
+        return
+    # Nobody has to have this now: a server that takes no writes is asked again.
+    with suppress(StoreUnavailable):
+        try:
+            place = _index_step(link, keys, place)
+        except StoreMisconfigured:
+            place = _REFUSED
+        exchange(link, (plain(0, b"SET", keys.indexed, place),))
+
+
+def _index_step(link: Link, keys: Keyspace, place: bytes | None) -> bytes:
+    """Look at so many keys from a place on; return where to go on."""
+    node, at = map(int, place.split(b":")) if place else (0, 0)
+    nodes, looked_at = link.nodes(), 0
+    while node < len(nodes) and looked_at < _PER_PRUNE:
+        words = (b"SCAN", b"%d" % at, b"MATCH", keys.pattern, b"COUNT", b"%d" % _PER_SCAN)
+        ((after, names),) = exchange(link, (plain(nodes[node], *words),))
+        _index(link, keys, names)
+        looked_at += _PER_SCAN
+        at = int(after)
+        node += not at
+    return INDEXED if node >= len(nodes) else b"%d:%d" % (node, at)
+
+
+def _index(link: Link, keys: Keyspace, names: Sequence[bytes]) -> None:
+    """Index those of these records that are INTERRUPTED."""
+    located = [(keys.bucket(name), name) for name in names]
+    states = _ask_all(
+        link, [plain(bucket, b"GETRANGE", name, b"0", b"0") for bucket, name in located]
+    )
+    found = [each for each, state in zip(located, states, strict=True) if state == b"I"]
+    index = script("index")
+    _ask_all(link, [index.call(b, (keys.interrupted(b), name)) for b, name in found])
 
 
 def _due(

@@ -15,8 +15,10 @@ VERBS = (
     "checkpoint",
     "claim",
     "forget",
+    "index",
     "interrupt",
     "mark_delivered",
+    "note_sweep",
     "prune",
     "release",
     "renew",
@@ -34,7 +36,7 @@ _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])
 
 
 #: Scripts that take live records apart, with functions that they share.
-_ON_LIVE_RECORDS = frozenset({"checkpoint", "release", "requeue", "sweep"})
+_ON_LIVE_RECORDS = frozenset({"checkpoint", "interrupt", "release", "requeue", "sweep"})
 #: Those that note refusals, or carry them over.
 _ON_REFUSALS = frozenset({"claim", "reserve", "settle"})
 

@@ -177,7 +177,7 @@ def add_step(old: Record, name: str, value: Stored) -> Record:
 def given_back(kept: Kept, requeue_ms: int | None, now_ms: int) -> Kept | None:
     """Return what a release leaves, if anything."""
     old = kept.record
-    if requeue_ms is not None and old.reserved:
+    if requeue_ms is not None and (old.reserved or old.message is not None):
         record = replace(
             old, state=State.QUEUED, updated_ms=now_ms, deadline_ms=now_ms + requeue_ms
         )

@@ -60,6 +60,7 @@ def database(project: None) -> Iterator[None]:
         models.Lease,
         models.Counter,
         models.Refusals,
+        models.Sweep,
     ):
         model._default_manager.all().delete()
 

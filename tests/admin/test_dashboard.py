@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -80,11 +81,13 @@ def test_the_dashboard_counts_what_needs_somebody(
     serve(store)
     settle(store, claim(store, "failed"), State.FAILED)
     settle(store, claim(store, "done"))
+    crashed = claim(store, "crashed")
+    assert store.interrupt(crashed.identity, token=crashed.token)
     claim(store, "stale", lease_ms=1)
     wait_for(lambda: store.stats().stale, what="a lease that ran out")
     claim(store, "live")
     page = operator.get(DASHBOARD)
-    assert "1 live 1 stale 1 failed" in text(page)
+    assert "1 live 1 stale 1 interrupted 1 failed" in text(page)
     assert "oldest PROCESSING" in text(page)
     assert address("stale") in page.content.decode()
     assert "Nothing was counted in this time." in text(page)
@@ -116,11 +119,24 @@ def test_the_dashboard_says_whether_sweeps_run(
     store: Store, serve: Serve, operator: Client
 ) -> None:
     app = serve(store)
-    assert "none has run within 30 days" in text(operator.get(DASHBOARD))
+    assert "Sweep: none has ended yet" in text(operator.get(DASHBOARD))
     reaper.sweep(app)
-    assert "Sweep: 1 in this hour and the last, one every 30 s is scheduled." in text(
-        operator.get(DASHBOARD)
-    )
+    page = text(operator.get(DASHBOARD))
+    assert re.search(r"Sweep: the last one ended \d s ago, one every 30 s is scheduled\.", page)
+
+
+def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
+    memory: Any, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = serve(memory, idempotency_sweep_interval=10)
+    reaper.sweep(app)
+    now = memory.stats()
+    for ago_ms, well in ((29_000, True), (31_000, False)):
+        found = replace(now, now_ms=now.swept_ms + ago_ms)
+        monkeypatch.setattr(memory, "stats", lambda found=found: found)
+        page = text(operator.get(DASHBOARD))
+        assert f"the last one ended {ago_ms // 1000} s ago, one every 10 s is scheduled" in page
+        assert ("is beat running" not in page) is well
 
 
 def test_findings_of_the_checks_are_shown(memory: Store, serve: Serve, operator: Client) -> None:
@@ -206,4 +222,4 @@ def test_a_count_that_may_be_larger_has_a_plus(
     serve(memory)
     found = replace(memory.stats(), live=2, failed=10_000, at_least=frozenset({"live", "failed"}))
     monkeypatch.setattr(memory, "stats", lambda: found)
-    assert "2+ live 0 stale 10,000+ failed" in text(operator.get(DASHBOARD))
+    assert "2+ live 0 stale 0 interrupted 10,000+ failed" in text(operator.get(DASHBOARD))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from celery.signals import before_task_publish
 
-from celery_idempotent import FailedByOperator
+from celery_idempotent import FailedByOperator, signals
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, open_store
@@ -103,6 +103,32 @@ def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
     with pytest.raises(FailedByOperator):
         app.tasks[TASK].apply(("a",), throw=True).get()
     assert "FailedByOperator" in text(operator.get(address("a")))
+
+
+def test_receivers_are_told_who_did_what_and_why(
+    memory: Store, serve: Serve, operator: Client, published: list[str]
+) -> None:
+    app = serve(memory)
+    told: list[Any] = []
+
+    def tell(event: Any, **_: Any) -> None:
+        told.append((event.identity.key, event.who, event.reason))
+
+    operations = {
+        "forget": signals.forgotten,
+        "release": signals.released,
+        "fail": signals.settled,
+        "requeue": signals.requeued,
+    }
+    for operation, signal in operations.items():
+        stale(memory, operation, message=message_of(app, operation))
+        signal.connect(tell)
+        try:
+            confirm(operator, operation, operation, reason=f"to {operation}\nit")
+        finally:
+            signal.disconnect(tell)
+    who = text(operator.get(LIST)).partition("Welcome, ")[2].split()[0].rstrip(".")
+    assert told == [(each, who, f"to {each}\nit") for each in operations]
 
 
 def test_a_reserved_key_is_failed(store: Store, serve: Serve, operator: Client) -> None:

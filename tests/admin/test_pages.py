@@ -73,6 +73,27 @@ def test_filters_and_search_find_what_they_say(
     assert keys(answer) == found
 
 
+def test_a_task_id_finds_what_its_task_left_unfinished_or_failed(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    ids = [f"5b0d3c5e-0000-4000-8000-00000000001{n}" for n in range(4)]
+    claim(store, "live", task_id=ids[0])
+    settle(store, claim(store, "failed", task_id=ids[1]), State.FAILED)
+    crashed = claim(store, "crashed", task_id="5b0d3c5e-0000-4000-8000-000000000000")
+    store.interrupt(crashed.identity, token=crashed.token)
+    again = claim(store, "crashed", task_id=ids[2])  # a later delivery, under another id
+    store.interrupt(again.identity, token=again.token)
+    settle(store, claim(store, "done", task_id=ids[3]))
+    for task_id, key in zip(ids, ("live", "failed", "crashed"), strict=False):
+        assert keys(operator.get(LIST, {"key": task_id})) == {key}
+        assert keys(operator.get(LIST, {"key": task_id, "task": "shop.ship"})) == set()
+    # No store has an index of task ids: the page says so.
+    answer = operator.get(LIST, {"key": ids[3]})
+    assert keys(answer) == set()
+    assert "what it completed is found by the key alone" in text(answer)
+
+
 def test_each_state_has_a_page(filled: Store, operator: Client) -> None:
     for key, said in {
         "done": "whoever asks again gets this result",
@@ -353,7 +374,7 @@ BOUNDS: dict[str, tuple[Any, int]] = {
     "search": (f"{LIST}?key=key-1&task=shop.charge", 11),
     "record": (address, 10),
     "forget": (lambda key: address(key, "forget"), 9),
-    "dashboard": (f"{LIST}dashboard/", 16),
+    "dashboard": (f"{LIST}dashboard/", 17),
     "outbox": (f"{LIST}outbox/", 6),
 }
 

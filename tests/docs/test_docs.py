@@ -75,6 +75,7 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
         name = re.match(r"# (\S+\.py)\n", block)
         assert name is not None, "an example says which file it is"
         files[name[1]] = block
+    del files["shop/api.py"]  # below
     assert {"shop/views.py", "shop/tasks.py", "shop/urls.py", "try.py"} == set(files)
     # Who calls is for the project's middleware to say; this one believes a header.
     settings = (
@@ -92,6 +93,90 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
     environment.pop("DJANGO_SETTINGS_MODULE", None)
     done = subprocess.run(
         [sys.executable, "-W", "error", "try.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+#: What the example for Django REST framework leaves to the reader, and who loses an order.
+ORDERS = {
+    "models.py": """
+from django.conf import settings
+from django.db import models
+
+class Order(models.Model):
+    amount = models.IntegerField(default=5)
+    owner = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.CASCADE)
+    refunded = models.IntegerField(default=0)
+
+    def refund(self):
+        self.refunded += 1
+        self.save()
+""",
+    "urls.py": """
+from django.urls import path
+from shop import api
+
+urlpatterns = [path("<int:pk>/", api.Refund.as_view())]
+""",
+}
+LOSING = """
+from celery import Celery
+from django.conf import settings
+settings.configure(
+    SECRET_KEY="x", ROOT_URLCONF="shop.urls", ALLOWED_HOSTS=["*"], USE_TZ=True,
+    DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+    INSTALLED_APPS=["django.contrib.auth", "django.contrib.contenttypes", "rest_framework", "shop"],
+)
+import django
+django.setup()
+app = Celery("shop", broker="memory://")
+app.conf.idempotency_store = "memory://"
+app.set_default()
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from rest_framework.test import APIClient
+from shop.models import Order
+call_command("migrate", run_syncdb=True, verbosity=0)
+ann, bob = (User.objects.create(username=name) for name in ("ann", "bob"))
+order = Order.objects.create(owner=ann)
+client = APIClient(HTTP_IDEMPOTENCY_KEY="k")
+client.force_authenticate(ann)
+first, again = (client.post(f"/{order.pk}/") for _ in range(2))
+assert (first.status_code, again.status_code) == (201, 201), (first, again)
+assert again["Idempotent-Replayed"] == "true"
+order.refresh_from_db()
+assert order.refunded == 1
+Order.objects.update(owner=bob)
+lost = client.post(f"/{order.pk}/")
+assert (lost.status_code, "refunded" in lost.content.decode()) == (403, False), lost.content
+order.delete()
+assert client.post(f"/{order.pk}/").status_code == 404
+"""
+
+
+def test_in_the_example_for_the_rest_framework_who_lost_an_order_does_not_get_its_answer(
+    tmp_path: Path,
+) -> None:
+    (example,) = (
+        block
+        for block in blocks((ROOT / "docs" / "http.md").read_text())
+        if block.startswith("# shop/api.py")
+    )
+    (tmp_path / "shop").mkdir()
+    for name, text in {"__init__.py": "", "api.py": example, **ORDERS}.items():
+        (tmp_path / "shop" / name).write_text(text)
+    environment = child_environment()
+    environment["PYTHONPATH"] += f":{tmp_path}"
+    environment.pop("DJANGO_SETTINGS_MODULE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", LOSING],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -154,6 +154,18 @@ def test_down_for_longer_than_a_lease_is_told_and_the_task_succeeds(
     assert f"task {result.id} of work key k took effect" in critical
 
 
+def test_a_body_that_makes_sure_of_its_claim_outlasts_a_blip_of_the_store(
+    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes]
+):
+    stage = set_stage()
+    stage.worker()
+    # The first two are one try: for a connection that may have been idle for long, and for the fresh one.
+    redis_proxy.swallow_replies(digests["renew"], times=4)
+    stage.ran_once("k", stage.send("work", "k", "makes sure"))
+    assert redis_proxy.swallowed == 4
+    assert stage.starts("k") == 1
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
 def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
     set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes], silent: bool

@@ -1,9 +1,10 @@
-"""The thread that interrupts a lost child's claim: the pool may fork while it works."""
+"""The thread that tells the store of lost children and expired messages: the pool may fork while it works."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,25 +12,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from celery_idempotent.records import Claimed, State
+from celery_idempotent.records import Claimed, Identity, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
-from tests.support.servers import EmbeddedRedis
+from tests.support.servers import EmbeddedRedis, need
 from tests.support.waiting import wait_for
-from tests.support.workers import alive, child_environment
+from tests.support.workers import Worker, alive, child_environment
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
-#: What the main process of a worker does with its first lost child, and which modules that imports in which thread.
+#: What the main process of a worker does with its first lost child, and with a message that expired, and which modules
+#: that imports in which thread.
 _PROGRAM = """
-import subprocess, sys, threading
+import subprocess, sys, threading, time
 
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
 from celery_idempotent import request
+from celery_idempotent.calls import worker_name
+from celery_idempotent.records import Identity
+from celery_idempotent.stores import get_store
 from tests.faults.app import app
 
 app.finalize()
@@ -44,7 +50,7 @@ class Notice:
 sys.meta_path.insert(0, Notice())
 ended = subprocess.Popen(["true"])
 ended.wait()
-print(ended.pid, flush=True)
+print(worker_name(ended.pid), flush=True)
 sys.stdin.readline()
 
 class Delivery:
@@ -55,9 +61,18 @@ class Delivery:
 threads = []
 start = threading.Thread.start
 threading.Thread.start = lambda self: (threads.append(self), start(self))[1]
+request.background.put(
+    request.Unreserve(
+        identity=Identity(namespace="once", key="k"),
+        task_id="revoked",
+        store=get_store(app),
+        give_up=time.monotonic() + 30,
+    )
+)
 Delivery()._child_lost()
-assert [thread.name for thread in threads] == ["idempotency-interrupt"], threads
-threads[0].join()
+assert {thread.name for thread in threads} == {"idempotency-background"}, threads
+for thread in threads:
+    thread.join()
 print("imported:", *imported)
 """
 
@@ -76,7 +91,7 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
     )
     with main:
         assert main.stdout is not None
-        lost = int(main.stdout.readline())
+        lost = main.stdout.readline().strip()
         app = make_app("memory://", None, conf)
         task: Any = app.tasks["work"]
         claimed = get_store(app).claim(
@@ -85,14 +100,17 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
             lease_ms=30_000,
             keep_ms=30_000,
             task_id="t",
-            worker=task.worker_name(lost),
+            worker=lost,
         )
         assert isinstance(claimed, Claimed)
+        once = Identity(namespace="once", key="k")
+        get_store(app).reserve(once, task_id="revoked", deadline_ms=30_000, keep_ms=30_000)
         output, _ = main.communicate("go on\n", timeout=60)
     assert main.returncode == 0
     # It did all that it can have to do.
     record = task.idempotency_record("k")
     assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
+    assert get_store(app).get(once) is None
     assert output == "imported:\n"
     get_store(app).close()
 
@@ -157,3 +175,64 @@ def test_a_child_that_is_killed_is_missed_within_a_second_or_two(
         (interrupted,) = stage.ledger.entries("signal interrupted", key)
         assert interrupted.time - killed < 2.5
         assert stage.record(key).crashes == 1
+
+
+#: Starts a process as the first one of a container does: its pids are those of any other container.
+_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+@pytest.fixture
+def _containers() -> None:
+    """Skip where this user may not make a pid namespace."""
+    try:
+        subprocess.run([*_CONTAINER, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        need(False, "the right to make pid namespaces (unshare --pid)")
+
+
+def _child_in(container: Worker) -> tuple[int, int]:
+    """Return the pid of the pool's one process, from outside and from inside its container."""
+    (main,) = psutil.Process(container.pid).children()
+    (child,) = main.children()
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    (pids,) = (line for line in status.splitlines() if line.startswith("NSpid:"))
+    return child.pid, int(pids.split()[-1])
+
+
+@pytest.mark.rabbitmq
+@pytest.mark.usefixtures("_containers")
+def test_a_child_that_dies_in_one_container_leaves_the_claim_of_its_namesake_in_another_alone(
+    set_stage: Callable[..., Stage], private_redis: EmbeddedRedis
+):
+    """One message in two containers that share host name and pids: one child runs it, one waits and is killed."""
+    stage = set_stage(
+        store=private_redis.url(),
+        worker_prefetch_multiplier=1,
+        idempotency_on_conflict="wait",
+        idempotency_wait=60,
+    )
+    stage.worker("a", under=_CONTAINER)
+    result = stage.send("work", "k", "", "gate")
+    runner = stage.started("k")
+    before = stage.record("k")
+    b = stage.worker("b", under=_CONTAINER)
+    stage.send("work", "k", "", "gate", task_id=result.id)
+
+    def refused_at() -> int:
+        refusals = stage.record("k").refusals
+        return refusals[-1].at_ms if refusals else 0
+
+    wait_for(refused_at, 20, "the child in B to wait")
+    child, namesake = _child_in(b)
+    assert namesake == runner
+    os.kill(child, signal.SIGKILL)
+    wait_for(lambda: not alive(child), 10, "the child in B to end")
+    ended = refused_at()
+    # Its successor asks after the main process in B has looked, which comes before the message goes back.
+    wait_for(lambda: refused_at() > ended, 20, "the message to be delivered again")
+    assert stage.record("k") == before
+    stage.open("gate")
+    wait_for(lambda: stage.state("k") is State.COMPLETED, what="the run to end")
+    stage.succeeds(result)
+    assert stage.effects("k") == stage.starts("k") == 1
+    assert stage.record("k").crashes == stage.told("interrupted", "k") == 0

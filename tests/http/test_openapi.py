@@ -28,7 +28,7 @@ def test_a_guarded_operation_has_the_header_and_its_answers(schema: Any, path: s
     assert (header["name"], header["required"]) == ("Idempotency-Key", True)
     queued = path == "/payments/"
     own = {"200", "202", "500", "504"} if queued else {"201", "402", "410"}
-    assert set(operation["responses"]) == {"400", "409", "413", "422", "503"} | own
+    assert set(operation["responses"]) == {"400", "409", "411", "413", "422", "503"} | own
     for status in ("400", "409", "422", "503"):
         content = operation["responses"][status]["content"]
         assert set(content["application/problem+json"]["schema"]["required"]) >= {

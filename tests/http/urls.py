@@ -24,7 +24,8 @@ urlpatterns = [
             *("plain", "optional", "strict", "patient", "sized", "status", "raising", "template"),
             *("stream", "file", "stepping", "slow", "coroutine", "rest_outside", "rest_inside"),
             *("observed", "opened", "checked", "held", "aheld", "rest_held"),
-            *("throttled",),
+            *("throttled", "by_caller", "form", "form_read", "rest_form", "form_later"),
+            *("form_read_later", "form_bare_later", "rest_form_later", "aform_later"),
         )
     ],
     path("t/classy/", csrf_exempt(views.Classy.as_view())),

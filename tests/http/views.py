@@ -7,9 +7,11 @@ import io
 import os
 import signal
 import time
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from asgiref.sync import sync_to_async
 from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
@@ -17,7 +19,8 @@ from django.http import FileResponse, Http404, HttpResponse, JsonResponse, Strea
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.views import View
-from rest_framework.decorators import api_view, throttle_classes
+from rest_framework.decorators import api_view, parser_classes, throttle_classes
+from rest_framework.parsers import FormParser, JSONParser, MultiPartParser
 from rest_framework.response import Response
 from rest_framework.throttling import SimpleRateThrottle
 from rest_framework.viewsets import ViewSet
@@ -342,3 +345,68 @@ def not_on_sundays(request: Any) -> HttpResponse | None:
 @idempotent_view(scope=caller, checks=[not_on_sundays])
 def checked(request: Any) -> HttpResponse:
     return JsonResponse({"run": ran(request)})
+
+
+@idempotent_view(scope=caller, fingerprint=lambda request: request.headers["X-Caller"])
+def by_caller(request: Any) -> HttpResponse:
+    """Count the body for nothing, and read it."""
+    return HttpResponse(f"{ran(request)} {request.body.decode()}")
+
+
+def reading(view: Any) -> Any:
+    """Parse the form before the view, as Django's own protection against forged requests does."""
+
+    @wraps(view)
+    def wrapper(request: Any) -> Any:
+        request.POST.get("csrfmiddlewaretoken")
+        return view(request)
+
+    return wrapper
+
+
+@guarded
+def form(request: Any) -> HttpResponse:
+    """Pay what a form says."""
+    return JsonResponse({"run": ran(request), "amount": request.POST.get("amount")}, status=201)
+
+
+form_read = reading(form)
+
+
+@idempotent_view(scope=caller)
+@api_view(["POST"])
+@parser_classes([FormParser, MultiPartParser, JSONParser])
+def rest_form(request: Any) -> Response:
+    ran(request)
+    return Response({"amount": str(request.data.get("amount"))}, status=201)
+
+
+def pay_by(request: Any, data: Any) -> HttpResponse:
+    order = {"amount": int(data.get("amount", 0)), "currency": "EUR", "recipient": "acct_1"}
+    return enqueue(request, pay, kwargs={"payer": 1, **order}, scope="c")
+
+
+@keyed_view(scope=caller)
+def form_later(request: Any) -> HttpResponse:
+    return pay_by(request, request.POST)
+
+
+form_read_later = reading(form_later)
+
+
+def form_bare_later(request: Any) -> HttpResponse:
+    """Hand a request on that nobody has looked at."""
+    return pay_by(request, request.POST)
+
+
+@keyed_view(scope=caller)
+@api_view(["POST"])
+@parser_classes([FormParser, MultiPartParser, JSONParser])
+def rest_form_later(request: Any) -> Any:
+    return pay_by(request, request.data)
+
+
+@keyed_view(scope=caller)
+async def aform_later(request: Any) -> HttpResponse:
+    data = request.POST
+    return await sync_to_async(pay_by)(request, data)

@@ -18,9 +18,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from celery import Celery, Task, current_task
 from celery.signals import (
+    before_task_publish,
     task_postrun,
     task_prerun,
     task_received,
@@ -29,7 +31,7 @@ from celery.signals import (
     worker_ready,
 )
 
-from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, signals
+from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, publishing, signals
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
@@ -86,6 +88,7 @@ def _define(app: Celery) -> None:
     keyed(name="timing_out", idempotency_on_stale="fail", **stale)(work)
     requeue: dict[str, Any] = {"idempotency_on_stale": "requeue", **stale}
     keyed(name="requeued", acks_late=False, **requeue)(work)
+    keyed(name="requeued_retrying", acks_late=False, **requeue)(retrying_soon_lost)
     keyed(name="expiring", acks_late=False, **requeue)(work)
 
     keyed(name="open", idempotency_on_store_error="open")(work)
@@ -147,13 +150,21 @@ def work(self: Any, key: str, gate: str = "", seconds: float = 0.0) -> dict[str,
     return {"run": uuid.uuid4().hex}
 
 
-def retrying(self: Any, key: str) -> dict[str, Any]:
+def retrying(self: Any, key: str, *, countdown: float = 0.1) -> dict[str, Any]:
     """Ask for a retry."""
     _note("start", key)
     if self.request.retries < 1:
-        raise self.retry(countdown=0.1)
+        raise self.retry(countdown=countdown)
     _note("end", key)
     return {"run": uuid.uuid4().hex}
+
+
+def retrying_soon_lost(self: Any, key: str) -> dict[str, Any]:
+    """Ask for a retry that counts as lost a second after it is due, not a minute."""
+    global _label
+    _label = key
+    with mock.patch.object(publishing, "RESERVED_MS", 1000):
+        return retrying(self, key, countdown=1)
 
 
 def failing(self: Any, key: str) -> dict[str, Any]:
@@ -379,6 +390,11 @@ def _announce(outcome: str, *, sender: Any, event: signals.Event, **_: Any) -> N
         Ledger.from_env().append("wrong sender", f"{outcome}: {name}", event.task_id)
 
 
+def _publish(headers: Any, **_: Any) -> None:
+    if headers.get("retries"):
+        crash("publishing a retry")
+
+
 def _watch() -> None:
     """Count and break in this process, and in those that it forks."""
     worker_ready.connect(hurry, weak=False)
@@ -397,6 +413,7 @@ def _watch() -> None:
     for outcome in _OUTCOMES:
         getattr(signals, outcome).connect(partial(_announce, outcome), weak=False)
     signals.settled.connect(lambda **_: crash("settled"), weak=False)
+    before_task_publish.connect(_publish, weak=False)
 
 
 app: Celery | None = None

@@ -185,6 +185,37 @@ class TestRequeue:
         assert on_redis.ledger.count("start", key) == 2
         assert on_redis.received(first.id) == 2
 
+    def test_a_process_that_dies_before_its_retry_is_out_loses_nothing(self, shared, key):
+        """The key is free, the retry is not published, and the broker has no message any more."""
+        shared.crash("publishing a retry", key)
+        first = shared.publish("requeued_retrying", key)
+        shared.noted("crash", f"publishing a retry {key}")
+        record = shared.record("requeued_retrying", key)
+        assert record is not None
+        assert (record.state, record.task_id) == (State.QUEUED, first.id)
+
+        def ended() -> bool:
+            sweep(shared.app)
+            return bool(shared.ledger.count("end", key))
+
+        wait_for(ended, 10, "the run of a retry", interval=0.2)
+        assert first.get(timeout=PATIENCE)
+        # Of the message that was lost, of the one that the sweep sent, of the retry.
+        assert (shared.ledger.count("start", key), shared.ledger.count("end", key)) == (3, 1)
+
+    def test_a_retry_that_is_revoked_is_not_sent_again(self, shared, key):
+        first = shared.publish("requeued_retrying", key)
+
+        def state() -> State | None:
+            record = shared.record("requeued_retrying", key)
+            return None if record is None else record.state
+
+        wait_for(lambda: state() is State.QUEUED, PATIENCE, "the retry to wait", interval=0.005)
+        shared.app.control.revoke(first.id)
+        shared.noted("revoked", task_id=first.id)
+        wait_for(lambda: state() is None, PATIENCE, "the key to be free")
+        assert shared.ledger.count("start", key) == 1
+
     def test_an_interrupted_run_keeps_what_it_needs_to_be_sent_again(self, open_site, key, gate):
         """As an operator would send it: the message has all options of the first."""
         site = open_site("redis")

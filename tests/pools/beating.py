@@ -58,7 +58,8 @@ def main() -> None:
         lease = Lease(
             identity=identity, token=answer.record.token, lease_ms=_LEASE_MS, keep_ms=_LEASE_MS
         )
-        claims.append(Claim(store, answer.record, lease, None))  # type: ignore[arg-type]  # takes no steps
+        claim = Claim(store, answer.record, lease, None, sent=time.monotonic())  # type: ignore[arg-type]  # takes no steps
+        claims.append(claim)
         heartbeat.add(claims[-1])
     longest = 0.0
     give_up = time.monotonic() + 30

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Claimed, Identity, Selection, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -139,6 +139,31 @@ def test_every_statement_finds_its_rows_by_an_index(filled: DjangoStore):
         assert "Seq Scan on celery_idempotent_record" not in plan, (sql, plan)
         explained += "celery_idempotent_record" in sql
     assert explained >= 6
+
+
+def test_what_ended_badly_is_found_by_an_index_of_nothing_else(filled: DjangoStore):
+    ((definition,),) = rows(
+        filled.alias,
+        "SELECT indexdef FROM pg_indexes WHERE indexname = 'celery_idempotent_ended'",
+    )
+    assert "(state, token, digest) WHERE" in definition
+    seen: list[str] = []
+
+    def note(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        if sql.startswith("SELECT"):
+            told = run(f"EXPLAIN {sql}", params, many, context)
+            seen.append("\n".join(line for (line,) in context["cursor"].fetchall()))
+            del told
+        return run(sql, params, many, context)
+
+    execute(filled.alias, "SET enable_seqscan = off")
+    with connections[filled.alias].execute_wrapper(note):
+        for state in (State.INTERRUPTED, State.FAILED):
+            filled.list(Selection(states=frozenset({state})))
+            filled.list(Selection(states=frozenset({state})), cursor="n:1:00")
+    plans = [plan for plan in seen if "celery_idempotent_lease" in plan]
+    assert len(plans) == 8
+    assert all("Scan Backward using celery_idempotent_ended" in plan for plan in plans), plans
 
 
 def test_pages_are_left_room_for_updates(filled: DjangoStore):

@@ -139,7 +139,7 @@ def test_the_callers_open_connection_serves_where_it_is_idle(store: DjangoStore)
     store.close()
     record = claimed(store)
     assert settle(store, record)
-    assert store.lines._idle == []
+    assert store.lines._spare._idle == []
     assert connections[store.alias].connection is own
 
 
@@ -149,7 +149,7 @@ def test_a_thread_that_ends_leaves_no_connection_behind(store: DjangoStore):
     for _ in range(3):
         in_thread(lambda: claim(store))
     # A connection that nobody closed would be a warning, and warnings are errors.
-    assert len(store.lines._idle) == 1
+    assert len(store.lines._spare._idle) == 1
 
 
 def sessions(store: DjangoStore) -> int:

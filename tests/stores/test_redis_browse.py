@@ -101,3 +101,66 @@ def test_a_large_result_does_not_travel(redis_store):
     redis_store._link.exchange = weigh
     assert all_keys(redis_store, COMPLETED) == ["large"]
     assert 0 < max(read) < 4096
+
+
+INTERRUPTED = Selection(states=frozenset({State.INTERRUPTED}))
+
+
+def interrupt(store: RedisStore, identity: Identity) -> None:
+    claim(store, identity)
+    record = store.get(identity)
+    assert record is not None
+    assert store.interrupt(identity, token=record.token)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1000])
+def test_the_newest_come_first_also_where_they_share_a_bucket_and_a_millisecond(
+    redis_store, redis_client, limit
+):
+    wanted = in_one_bucket(20)
+    for identity in wanted:
+        interrupt(redis_store, identity)
+    index = redis_store._keys.interrupted(17)
+    end = redis_client.zscore(index, redis_store._keys.locate(wanted[-1])[1])
+    for identity in wanted[10:]:
+        redis_client.zadd(index, {redis_store._keys.locate(identity)[1]: end})
+    found = all_keys(redis_store, INTERRUPTED, limit=limit)
+    assert set(found[:10]) == {each.key for each in wanted[10:]}
+    assert sorted(found[10:]) == sorted(each.key for each in wanted[:10])
+
+
+def as_an_older_version(store: RedisStore, client: redis.Redis) -> None:
+    """Take away what nobody wrote before there was an index of what is interrupted."""
+    for bucket in range(1024):
+        client.delete(store._keys.interrupted(bucket))
+    client.delete(store._keys.indexed)
+
+
+def test_what_an_older_version_interrupted_is_found_after_some_sweeps(redis_store, redis_client):
+    # Bound to no one's number of keys: others share this server.
+    for n in range(30):
+        claim(redis_store, Identity(namespace="charge", key=f"done-{n}"), complete=True)
+    interrupt(redis_store, Identity(namespace="charge", key="old"))
+    record = redis_store.get(Identity(namespace="charge", key="old"))
+    as_an_older_version(redis_store, redis_client)
+    assert all_keys(redis_store, INTERRUPTED) == []
+    sweeps = 0
+    while redis_client.get(redis_store._keys.indexed) != b"done":
+        redis_store.prune(limit=10)
+        sweeps += 1
+        assert sweeps < 1000, "the search for them does not end"
+    assert all_keys(redis_store, INTERRUPTED) == ["old"]
+    stats = redis_store.stats()
+    assert (stats.interrupted, stats.at_least) == (1, frozenset())
+    assert redis_store.get(Identity(namespace="charge", key="old")) == record
+    # Found once: later sweeps look at no key.
+    read = []
+    exchange = redis_store._link.exchange
+    redis_store._link.exchange = lambda commands: read.extend(commands) or exchange(commands)
+    redis_store.prune(limit=10)
+    assert [each for each in read if each.words[0] == b"SCAN"] == []
+
+
+def test_a_count_says_that_the_search_for_old_ones_goes_on(redis_store, redis_client):
+    redis_client.set(redis_store._keys.indexed, "0:17")
+    assert redis_store.stats().at_least == {"interrupted"}

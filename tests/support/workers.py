@@ -43,7 +43,7 @@ class Worker:
     """A worker of the app in module ``app``, in a process group of its own.
 
     ``directory`` takes its log and is where it runs; ``env`` reaches the app module; ``arguments`` go to the command
-    line. Starting returns when the worker says that it is ready.
+    line, ``under`` comes before it. Starting returns when the worker says that it is ready.
     """
 
     def __init__(
@@ -57,12 +57,14 @@ class Worker:
         queues: Sequence[str] = (),
         env: Mapping[str, object] | None = None,
         arguments: Sequence[str] = (),
+        under: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._directory = directory
         self._environment = child_environment(env)
         self._command = [
+            *under,
             *(sys.executable, "-m", "celery", "-A", app, "worker"),
             *(f"--pool={pool}", f"--concurrency={concurrency}", "--loglevel=INFO"),
             *("-n", f"{name}@%h", "--without-gossip", "--without-mingle", "--without-heartbeat"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, Task, chain, chord
+from celery import Celery, Task, chain, chord, group
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.hooks import RUN_HEADER
+from celery_idempotent.hooks import RUN, said_of
 
 
 def step() -> None: ...
@@ -40,7 +42,8 @@ def published() -> Iterator[list[Any]]:
 
 
 def marks(sig: Any) -> Any:
-    return (sig["options"].get("headers") or {}).get(RUN_HEADER)
+    options = sig["options"]
+    return said_of(options.get("headers") or {}, options["task_id"]).get(RUN)
 
 
 @pytest.mark.parametrize("head", ["ours", "theirs"])
@@ -68,3 +71,64 @@ def test_a_step_that_is_not_known_here_is_marked(app, published):
     """It may be ours where it runs."""
     result = chain(app.signature("ours"), app.signature("elsewhere")).apply_async()
     assert marks(published[0][0]) == result.parent.id
+
+
+_ID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def messages_of(base: type, **settings: Any) -> list[str]:
+    """Everything that an app publishes, with its ids counted through."""
+    app = Celery("off", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store="memory://", **settings)
+    for name in ("one", "other"):
+        app.task(name=name, base=base, shared=False)(step)
+    found: list[str] = []
+    ids: dict[str, str] = {}
+
+    def receive(body: Any, headers: Any, properties: Any, **_: Any) -> None:
+        text = json.dumps([body, headers, properties], sort_keys=True, default=repr)
+        found.append(_ID.sub(lambda each: ids.setdefault(each[0], str(len(ids))), text))
+
+    before_task_publish.connect(receive)
+    try:
+        one, other, unknown = map(app.signature, ("one", "other", "unknown"))
+        one.apply_async(countdown=0, headers={"mine": "1"}, link=other, link_error=other)
+        for canvas in (
+            chain(one, other),
+            chain(one, other, unknown),
+            chain(one, chord([one, one], other, app=app)),
+            group([one, other], app=app),
+            chord([one, one], unknown, app=app),
+        ):
+            canvas.apply_async()
+        app.send_task("unknown", ("argument",))
+    finally:
+        before_task_publish.disconnect(receive)
+        app.close()
+    return found
+
+
+def test_messages_of_an_app_without_tasks_of_ours_are_celerys(app):
+    """Though another app of the process has some."""
+    assert app.tasks["ours"].idempotency_definition()
+    messages = messages_of(Task)
+    assert len(messages) > 8
+    assert not [each for each in messages if "idempotency" in each]
+
+
+def test_so_are_those_of_an_app_that_is_switched_off():
+    assert messages_of(IdempotentTask, idempotency_mode="off") == messages_of(Task)
+    assert messages_of(IdempotentTask) != messages_of(Task)
+
+
+def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app):
+    found: list[Any] = []
+
+    def receive(headers: Any, properties: Any, **_: Any) -> None:
+        found.append({**headers, **properties})
+
+    app.conf.idempotency_mode = "off"
+    before_task_publish.connect(receive)
+    app.tasks["ours"].apply_async(idempotency_key="k", idempotency_scope="s")
+    before_task_publish.disconnect(receive)
+    assert not [name for name in found[0] if "idempotency" in name]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ class Store(MemoryStore):
 
 def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int = 0) -> Claim:
     identity = Identity(namespace="lease", scope="", key=key)
+    sent = time.monotonic()
     answer = store.claim(
         identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=10_000, task_id="t", worker="w"
     )
@@ -51,7 +53,7 @@ def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int 
         lease_ms=lease_ms,
         keep_ms=10_000,
     )
-    return Claim(store, answer.record, held, None)  # type: ignore[arg-type]  # takes no steps
+    return Claim(store, answer.record, held, None, sent=sent)  # type: ignore[arg-type]  # takes no steps
 
 
 @pytest.fixture
@@ -132,13 +134,71 @@ class TestClaim:
             claim.ensure()
         assert store.renewals == []
 
-    def test_a_store_that_does_not_answer_is_not_a_lost_claim(self, store: Store):
-        claim = take(store)
-        store.errors = [StoreUnavailable("away")]
+    @pytest.mark.parametrize("ask", [Claim.renew, Claim.ensure])
+    def test_a_store_that_is_away_for_less_than_the_lease_is_asked_until_it_answers(
+        self, store: Store, ask
+    ):
+        claim = take(store, lease_ms=60_000)
+        store.errors = [StoreUnavailable("away")] * 4
+        ask(claim)
+        assert len(store.renewals) == 5
+        assert not claim.lost
+
+    def test_a_store_that_is_away_for_longer_is_not_a_lost_claim(self, store: Store):
+        claim = take(store, lease_ms=400)
+        store.errors = [StoreUnavailable("away")] * 1000
         with pytest.raises(StoreUnavailable):
             claim.ensure()
+        last = store.times("k")[-1]
+        # It asks until the lease may be over, and what is sent later proves nothing.
+        assert 0.4 <= last - claim.renewed_at < 0.6
         assert not claim.lost
+        store.errors.clear()
         claim.ensure()
+
+    def test_the_lease_surely_lives_from_when_it_was_asked_for_not_from_the_answer(
+        self, store: Store
+    ):
+        claim = take(store, lease_ms=400)
+        claim.renewed_at -= 0.4
+        store.errors = [StoreUnavailable("away")] * 1000
+        with pytest.raises(StoreUnavailable):
+            claim.ensure()
+        assert len(store.renewals) == 1
+
+    def test_a_renewal_by_the_heartbeat_prolongs_the_patience(self, store: Store, heartbeat):
+        claim = take(store, lease_ms=300)
+        first = claim.renewed_at
+        heartbeat.add(claim)
+        wait_for(lambda: store.times("k"), what="a beat", interval=0.005)
+        wait_for(lambda: claim.renewed_at > first, what="the note of it")
+        assert claim.renewed_at <= store.times("k")[0]
+        heartbeat.remove(claim)
+
+    def test_a_claim_that_the_heartbeat_finds_gone_meanwhile_is_lost_at_once(self, store: Store):
+        claim = take(store, lease_ms=60_000)
+
+        def renew(leases: Sequence[Lease]) -> list[bool]:
+            claim.lost = True
+            raise StoreUnavailable("away")
+
+        store.renew = renew  # type: ignore[method-assign]
+        with pytest.raises(LeaseLost):
+            claim.ensure()
+
+    def test_a_step_is_recorded_as_soon_as_the_store_is_back(self, store: Store):
+        claim, tries = take(store, lease_ms=60_000), []
+
+        def checkpoint(*_: object, **__: object) -> bool:
+            tries.append(1)
+            if len(tries) < 4:
+                raise StoreUnavailable("away")
+            return True
+
+        store.checkpoint = checkpoint  # type: ignore[method-assign]
+        claim._codec = SimpleNamespace(dump_step=lambda *_: None, load_value=lambda _: "done")  # type: ignore[assignment]
+        assert claim.step("pay", lambda: "done") == "done"
+        assert len(tries) == 4
 
 
 class TestHeartbeat:
@@ -187,7 +247,7 @@ class TestHeartbeat:
 
     def test_a_claim_is_renewed_at_a_third_of_its_lease(self, heartbeat, store):
         claim = take(store, lease_ms=600)
-        start = time.monotonic()
+        start = claim.renewed_at
         heartbeat.add(claim)
         wait_for(lambda: len(store.renewals) >= 3, what="three renewals", interval=0.005)
         beats = [at - start for at in store.times("k")][:3]
@@ -222,7 +282,7 @@ class TestHeartbeat:
         long, short = take(store, "long", lease_ms=600_000), take(store, "short", lease_ms=300)
         heartbeat.add(long)
         wait_for(lambda: heartbeat._next < float("inf"), what="the thread to wait")
-        start = time.monotonic()
+        start = short.renewed_at
         heartbeat.add(short)
         wait_for(lambda: store.times("short"), 5, "the short one's renewal", interval=0.005)
         assert 0.099 <= store.times("short")[0] - start < 0.3

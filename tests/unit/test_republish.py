@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.republish import UNANSWERED_HEADER, longest_wait_ms, unanswered
+from celery_idempotent.republish import UNANSWERED, longest_wait_ms, unanswered
 
 
 def task(visibility_timeout: int | None = None, **options: Any) -> Any:
@@ -43,7 +43,7 @@ def test_nothing_waits_in_the_process_that_it_waits_for():
 
 
 @pytest.mark.parametrize(
-    ("header", "attempts"),
+    ("said", "attempts"),
     [
         (None, 0),
         ("0123456789abcdef", 1),
@@ -56,7 +56,7 @@ def test_nothing_waits_in_the_process_that_it_waits_for():
         (["0123456789abcdef"], 0),
     ],
 )
-def test_what_is_no_list_of_attempts_counts_for_nothing(header, attempts):
-    found = unanswered({UNANSWERED_HEADER: header})
+def test_what_is_no_list_of_attempts_counts_for_nothing(said, attempts):
+    found = unanswered({UNANSWERED: said})
     assert len(found) == attempts
     assert all(len(each) == 8 for each in found)

@@ -18,7 +18,8 @@ from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, WorkerLostError
 
-from celery_idempotent import IdempotentTask, request, signals
+from celery_idempotent import IdempotentTask, calls, request, signals
+from celery_idempotent.calls import worker_name
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Claimed, Identity, Record, State
 from celery_idempotent.request import gone
@@ -161,14 +162,14 @@ def hold(store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: st
         lease_ms=20_000,
         keep_ms=60_000,
         task_id=task_id,
-        worker=task.worker_name(pid),
+        worker=worker_name(pid),
     )
     assert isinstance(answer, Claimed)
     return answer.record
 
 
 def undertakers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "idempotency-interrupt"]
+    return [t for t in threading.enumerate() if t.name == "idempotency-background"]
 
 
 @pytest.fixture(autouse=True)
@@ -399,10 +400,32 @@ class TestWhoseClaim:
 
     def test_of_the_same_pid_on_another_machine_stays(self, make, store, task, dead, monkeypatch):
         with monkeypatch.context() as patch:
-            patch.setattr(type(task), "worker_name", staticmethod(lambda pid: f"elsewhere:{pid}"))
+            patch.setattr(calls, "_HOST", "elsewhere")
             before = hold(store, task, dead)
         self.lose(make(dead))
         assert store.get(identity()) == before
+
+    def test_of_the_same_pid_on_another_machine_of_the_same_name_stays(
+        self, make, store, task, dead, monkeypatch
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "_ORIGIN", os.urandom(4).hex())
+            before = hold(store, task, dead)
+        self.lose(make(dead))
+        assert store.get(identity()) == before
+
+    def test_of_a_pid_that_was_given_out_again_stays(self, make, store, task, dead, monkeypatch):
+        before = hold(store, task, dead)
+        get = store.get
+
+        def read(identity: Identity) -> Record | None:
+            monkeypatch.setattr(request, "gone", lambda _: False)
+            found: Record | None = get(identity)
+            return found
+
+        monkeypatch.setattr(store, "get", read)
+        self.lose(make(dead))
+        assert get(identity()) == before
 
     def test_of_another_task_id_in_the_same_process_stays(self, make, store, task, dead):
         before = hold(store, task, dead, task_id="t2")

@@ -99,6 +99,7 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 def test_there_is_one_for_each_outcome():
     assert set(NAMES) == {
+        "forgotten",
         "requeued",
         "reserved",
         "claimed",

@@ -17,6 +17,7 @@ from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celer
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import allow_join_result
 from celery.signals import before_task_publish
+from kombu.exceptions import EncodeError, OperationalError
 
 from celery_idempotent import (
     ALL_ARGUMENTS,
@@ -30,8 +31,11 @@ from celery_idempotent import (
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
+    republish,
 )
+from celery_idempotent.calls import worker_name
 from celery_idempotent.records import Claimed, Identity, Record, State
+from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.workers import child_environment
@@ -267,6 +271,154 @@ class TestStamp:
         assert [message.stamp["key"] for message in published] == ["tick", "tick"]
 
 
+class TestForwardedHeaders:
+    """A task that hands its own headers to another call hands on nothing that was said about its own message."""
+
+    @pytest.fixture
+    def family(self, app: Celery, runs: list[Any]) -> dict[str, Any]:
+        """Two parents, which do what they are told, and their children."""
+
+        def parent(self: Any) -> None:
+            family["does"](self)
+
+        def child(n: int) -> str:
+            runs.append(n)
+            if n < 0:
+                raise ValueError(n)
+            return f"child {n}"
+
+        task, ours = app.task(shared=False, name="child", base=IdempotentTask), IdempotentTask
+        family: dict[str, Any] = {
+            "parent": app.task(shared=False, name="parent", bind=True, base=ours)(parent),
+            "plain": app.task(shared=False, name="plain", bind=True, base=Task)(parent),
+            "keyed": app.task(shared=False, name="keyed", base=ours, idempotency_key="n")(child),
+            "child": task(child),
+            "does": lambda _: None,
+        }
+        family["child"].idempotency_fingerprint = None
+        return family
+
+    @staticmethod
+    def sent_by_name(
+        app: Celery, published: Published, name: str, **options: Any
+    ) -> SimpleNamespace:
+        app.send_task(name, **options)
+        return published[-1]
+
+    @staticmethod
+    def has_run(app: Celery, published: Published, message: SimpleNamespace) -> None:
+        """Deliver a message, and then all that comes of it."""
+        at = published.index(message)
+        while at < len(published):
+            deliver(app, published[at])
+            at += 1
+
+    @pytest.mark.parametrize("parent", ["parent", "plain"])
+    @pytest.mark.parametrize("how", ["call", "name", "plain child", "chain", "signature", "link"])
+    def test_each_child_runs(self, app, published, runs, family, parent, how):
+        def does(task: Any) -> None:
+            headers, child = task.request.headers, family["child"]
+            if how == "call":
+                for n in (1, 2):
+                    child.apply_async((n,), headers=headers)
+            elif how == "name":
+                for n in (1, 2):
+                    app.send_task("child", (n,), headers=headers)
+            elif how == "plain child":
+                again = family["plain"].si().set(headers=headers)
+                family["does"] = lambda task: child.apply_async((1,), headers=task.request.headers)
+                again.apply_async()
+                child.apply_async((2,), headers=headers)
+            elif how == "chain":
+                chain(*[child.si(n).set(headers=headers) for n in (1, 2)]).apply_async()
+            elif how == "signature":
+                for n in (1, 2):
+                    task.signature_from_request(task.request, (), {}).set(task_id=None)
+                    child.s(n).apply_async(headers=dict(headers))
+            else:
+                child.apply_async((1,), headers=headers, link=child.si(2).set(headers=headers))
+
+        family["does"] = does
+        self.has_run(
+            app, published, self.sent_by_name(app, published, parent, idempotency_key="batch-3")
+        )
+        assert sorted(runs) == [1, 2]
+
+    def test_nor_does_it_share_their_fate(self, app, store, published, family):
+        """What its publisher wants to learn of a failure, and how often it came round, are the parent's alone."""
+
+        def does(task: Any) -> None:
+            family["keyed"].apply_async((-1,), headers=task.request.headers)
+
+        family["does"] = does
+        headers = {"idempotency_key": "p", "idempotency_keep_failure": True}
+        message = self.sent_by_name(app, published, "parent", headers=headers)
+        other = hold(store, "p", "parent")
+        deliver(app, message)
+        store.release(other.identity, token=other.token)
+        deliver(app, published[-1])
+        child = published[-1]
+        assert child.task == "keyed"
+        assert child.stamp.keys() == {"id", "key", "fingerprint"}
+        assert child.stamp["id"] == child.id
+        assert not [name for name in child.headers if name.startswith("idempotency_")]
+        deliver(app, child)
+        assert record(store, "-1", "keyed") is None, "released, as for anybody who does not ask"
+
+    def test_a_key_that_is_given_beside_them_counts(self, app, published, family):
+        def does(task: Any) -> None:
+            headers = {**task.request.headers, "idempotency_key": "mine"}
+            family["child"].apply_async((1,), headers=headers)
+            family["child"].apply_async((1,), headers=task.request.headers, idempotency_key="too")
+
+        family["does"] = does
+        message = self.sent_by_name(app, published, "parent", idempotency_key="batch-3")
+        deliver(app, message)
+        assert [each.stamp["key"] for each in published[1:]] == ["mine", "too"]
+
+    def test_its_other_headers_are_handed_on(self, app, published, family):
+        family["does"] = lambda task: family["child"].apply_async(
+            (1,), headers=task.request.headers
+        )
+        headers = {"idempotency_key": "k", "x-trace": "abc"}
+        deliver(app, self.sent_by_name(app, published, "parent", headers=headers))
+        assert published[-1].headers["x-trace"] == "abc"
+
+    def test_its_retry_keeps_what_was_said(self, app, store, published, family):
+        def does(task: Any) -> None:
+            if not task.request.retries:
+                raise task.retry(countdown=0)
+            raise ValueError
+
+        family["does"] = does
+        headers = {
+            "idempotency_key": "k",
+            "idempotency_scope": "tenant",
+            "idempotency_keep_failure": True,
+        }
+        message = self.sent_by_name(app, published, "parent", headers=headers)
+        deliver(app, message)
+        retry = published[-1]
+        assert (retry.id, retry.retries, retry.stamp["key"]) == (message.id, 1, "k")
+        deliver(app, retry)
+        found = store.get(Identity(namespace="parent", scope="tenant", key="k"))
+        assert found.state is State.FAILED
+
+    def test_a_replacement_that_takes_them_along_runs(self, app, published, runs, family):
+        """It has the task id of what it replaces, and is another operation."""
+
+        def does(task: Any) -> None:
+            family["does"] = lambda _: runs.append("replacement")
+            raise task.replace(family["parent"].si().set(headers=task.request.headers))
+
+        family["does"] = does
+        self.has_run(
+            app, published, self.sent_by_name(app, published, "parent", idempotency_key="k")
+        )
+        assert runs == ["replacement"]
+        assert published[0].id == published[1].id
+
+
 class TestCelerysStamps:
     def test_a_stamped_key_is_the_key_and_stays_a_stamp(self, app, store, published, charge, runs):
         sig = charge.s("o-1")
@@ -439,7 +591,7 @@ class TestDelivery:
 
         message = send(published, task, "k")
         deliver(app, message)
-        assert seen[0].worker.endswith(f":{os.getpid()}")
+        assert seen[0].worker == worker_name(os.getpid())
         assert seen[0].task_id == message.id
 
     def test_a_record_can_be_asked_for_and_forgotten(self, app, published, charge, runs):
@@ -452,6 +604,73 @@ class TestDelivery:
         assert charge.idempotency_forget("o-1") is False
         deliver(app, message)
         assert runs == ["o-1", "o-1"]
+
+    def test_a_live_claim_is_not_forgotten_unless_that_is_forced_with_a_reason(
+        self, charge, store, caplog
+    ):
+        told: list[Any] = []
+
+        def tell(sender: Any, event: Any, **_: Any) -> None:
+            told.append(event)
+
+        claimed = store.claim(
+            Identity(namespace="shop.charge", key="o-1"),
+            attempt=b"12345678",
+            lease_ms=60_000,
+            keep_ms=60_000,
+            task_id="first",
+            worker="host:1",
+        )
+        forgotten.connect(tell)
+        try:
+            with pytest.raises(InProgress, match="held by first@host:1") as refused:
+                charge.idempotency_forget("o-1", reason="stuck")
+            assert refused.value.task_id == "first"
+            with pytest.raises(ValueError, match="say why"):
+                charge.idempotency_forget("o-1", force=True)
+            assert charge.idempotency_record("o-1") == claimed.record
+            assert told == []
+            assert charge.idempotency_forget(
+                "o-1", reason="its host is gone", who="ada", force=True
+            )
+            assert charge.idempotency_record("o-1") is None
+        finally:
+            forgotten.disconnect(tell)
+        (event,) = told
+        assert (event.who, event.reason) == ("ada", "its host is gone")
+        assert (event.identity, event.record) == (claimed.record.identity, claimed.record)
+        (line,) = [each.getMessage() for each in caplog.records if "chose" in each.getMessage()]
+        assert line == "idempotency: ada chose to forget shop.charge key o-1: its host is gone"
+
+    def test_a_stale_or_settled_record_is_forgotten_without_force(self, charge, store, caplog):
+        identity = Identity(namespace="shop.charge", key="o-1")
+        claim = {"identity": identity, "attempt": b"12345678", "keep_ms": 60_000}
+        store.claim(**claim, lease_ms=0)
+        assert charge.idempotency_forget("o-1") is True
+        answer = store.claim(**claim, lease_ms=60_000)
+        store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        assert charge.idempotency_forget("o-1") is True
+        # Nobody is named: it was this process.
+        assert caplog.text.count(f"{worker_name(os.getpid())} chose to forget") == 2
+
+    def test_a_key_that_is_claimed_while_it_is_forgotten_keeps_its_live_claim(
+        self, charge, store, monkeypatch
+    ):
+        identity = Identity(namespace="shop.charge", key="o-1")
+        claim = {"identity": identity, "keep_ms": 60_000}
+        store.claim(**claim, attempt=b"12345678", lease_ms=0)
+        forget = store.forget
+
+        def overtaken(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.undo()
+            store.claim(**claim, attempt=b"87654321", lease_ms=60_000)
+            done: bool = forget(*args, **kwargs)
+            return done
+
+        monkeypatch.setattr(store, "forget", overtaken)
+        with pytest.raises(InProgress):
+            charge.idempotency_forget("o-1")
+        assert store.get(identity).attempts == 2
 
     def test_a_result_that_was_not_kept_comes_from_the_result_backend(
         self, app, published, runs, store
@@ -496,8 +715,7 @@ class TestConflicts:
         assert runs == []
         assert app.AsyncResult(message.id).state == "RETRY"
         assert (again.id, again.args, again.retries) == (message.id, message.args, 0)
-        assert again.stamp == message.stamp
-        assert again.headers["idempotency_conflicts"] == 1
+        assert again.stamp == {**message.stamp, "conflicts": 1}
         assert again.headers["x"] == 1
         assert again.properties.get("priority") == 3
         assert eta_in(again) <= 1
@@ -535,7 +753,7 @@ class TestConflicts:
         waits = []
         for n in range(1, 8):
             deliver(app, published[-1])
-            assert published[-1].headers["idempotency_conflicts"] == n
+            assert published[-1].stamp["conflicts"] == n
             assert published[-1].retries == 0
             waits.append(eta_in(published[-1]))
         assert all(wait <= 5 for wait in waits)
@@ -613,8 +831,9 @@ class TestStoreFailures:
         assert runs == []
         assert app.AsyncResult(message.id).state == "PENDING"
         again = published[-1]
-        assert (again.id, again.retries, again.stamp) == (message.id, 0, message.stamp)
-        assert again.headers["idempotency_store_failures"] == 2
+        assert (again.id, again.retries) == (message.id, 0)
+        said = {**message.stamp, "store_failures": 2, "unanswered": again.stamp["unanswered"]}
+        assert again.stamp == said
         # What did not begin may still expire.
         assert again.headers["expires"] is not None
         deliver(app, again)
@@ -625,6 +844,107 @@ class TestStoreFailures:
         with pytest.raises(StoreUnavailable):
             charge.apply(("o-1",), throw=True)
         assert runs == []
+
+
+class TestAMessageThatCannotBePublishedAgain:
+    @pytest.fixture
+    def task(self, app: Celery, runs: list[Any]) -> Any:
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+        def task(key: str) -> None:
+            runs.append(key)
+
+        return task
+
+    @pytest.fixture
+    def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """Those that were made; each test says what happens meanwhile, by :attr:`meanwhile`."""
+        self.meanwhile: Any = lambda: None
+        pauses: list[float] = []
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                self.meanwhile()
+
+        monkeypatch.setattr(republish, "time", SimpleNamespace(sleep=pause))
+        return pauses
+
+    def refuse(self, app: Celery, error: Exception) -> None:
+        def route(*_: Any, **__: Any) -> None:
+            raise error
+
+        app.conf.task_routes = (route,)
+        amqp: Any = app.amqp
+        amqp.flush_routes()
+        amqp.router = amqp.Router()
+
+    @pytest.mark.parametrize("late", [True, False])
+    @pytest.mark.parametrize("error", [ValueError("countdown"), EncodeError("a set")])
+    def test_for_no_fault_of_the_broker_waits_where_it_is(
+        self, app, store, published, runs, task, pauses, late, error
+    ):
+        task.acks_late = late
+        message = send(published, task, "k")
+        other = hold(store, "k", "t")
+        self.refuse(app, error)
+        self.meanwhile = lambda: store.release(other.identity, token=other.token)
+        deliver(app, message)
+        assert (runs, len(pauses)) == (["k"], 3)
+        assert pauses == sorted(pauses)
+        assert app.AsyncResult(message.id).state == "SUCCESS"
+
+    @pytest.mark.parametrize("error", [OperationalError("gone"), ConnectionResetError()])
+    def test_goes_back_to_its_broker_once(self, app, store, published, runs, task, pauses, error):
+        message = send(published, task, "k")
+        other = hold(store, "k", "t")
+        self.refuse(app, error)
+        self.meanwhile = lambda: store.release(other.identity, token=other.token)
+        back = deliver(app, message)
+        assert (back.info.state, len(pauses)) == ("REJECTED", 1)
+        deliver(app, message, redelivered=True)
+        assert (runs, len(pauses)) == (["k"], 3)
+
+    def test_is_not_given_back_where_it_was_acknowledged(
+        self, app, store, published, runs, task, pauses
+    ):
+        task.acks_late = False
+        message = send(published, task, "k")
+        other = hold(store, "k", "t")
+        self.refuse(app, OperationalError("gone"))
+        self.meanwhile = lambda: store.release(other.identity, token=other.token)
+        deliver(app, message)
+        assert (runs, len(pauses)) == (["k"], 3)
+
+    def test_is_not_taken_for_one_that_goes_in_a_circle(self, app, store, published, task):
+        """RabbitMQ drops what comes back to where it was, by what it wrote into the headers itself."""
+        message = send(published, task, "k")
+        hold(store, "k", "t")
+        mine = {"x-mine": 1}
+        theirs = {
+            "x-death": [{"queue": "celery_delayed_0", "reason": "expired"}],
+            "x-first-death-queue": "celery_delayed_0",
+            "x-last-death-reason": "expired",
+            "x-delivery-count": 1,
+            "redelivered": True,
+        }
+        message.headers |= {**mine, **theirs}
+        deliver(app, message)
+        assert published[-1].headers.keys() & (mine | theirs).keys() == mine.keys()
+
+    def test_counts_whole_seconds_where_its_broker_does(
+        self, app, store, published, task, monkeypatch
+    ):
+        monkeypatch.setattr(app.pool.connection.transport, "driver_type", "amqp")
+        seen: list[float] = []
+        monkeypatch.setattr(
+            "celery_idempotent.republish._send", lambda *sent: seen.append(sent[-1])
+        )
+        message = send(published, task, "k")
+        hold(store, "k", "t")
+        for _ in range(3):
+            deliver(app, message)
+        assert seen == [1, 1, 1]
+        assert all(isinstance(each, int) for each in seen)
 
 
 class TestRetries:
@@ -1196,6 +1516,39 @@ class TestReplace:
         deliver(app, duplicate)
         assert app.AsyncResult(duplicate.id).result == "receipt o-1"
         assert runs == ["replaced", "o-1"]
+
+    @pytest.mark.parametrize("alone", [True, False])
+    def test_the_message_is_kept_until_a_replacement_with_its_own_key_is_there(
+        self, app, store, published, charge, alone
+    ):
+        """As for a retry. In a canvas its turn may come much later: nobody could say when it is lost."""
+
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            bind=True,
+            idempotency_key="key",
+            idempotency_on_stale="requeue",
+        )
+        def task(self: Any, key: str) -> Any:
+            if self.request.replaced_task_nesting:
+                return "replaced"
+            sig = task.si(key).set(countdown=100)
+            raise self.replace(sig if alone else charge.si("o-1") | sig)
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        (replacement,) = published[1:]
+        found = store.get(Identity(namespace="t", key="k"))
+        if not alone:
+            assert found is None
+            return
+        assert (found.state, found.task_id) == (State.QUEUED, message.id)
+        assert found.deadline_ms - found.updated_ms == pytest.approx(160_000, abs=5000)
+        assert found.message
+        deliver(app, replacement)
+        assert app.AsyncResult(message.id).result == "replaced"
 
     @pytest.mark.parametrize(
         ("retention", "expires", "age", "state"),

@@ -55,7 +55,15 @@ def define(app: Celery, body: Any, **options: Any) -> Any:
         (generator, "generator"),
         (async_generator, "generator"),
     ],
-    ids=str,
+    ids=[
+        "coroutine",
+        "partial",
+        "partial-of-partial",
+        "callable",
+        "partial-of-callable",
+        "generator",
+        "async-generator",
+    ],
 )
 def test_a_body_that_returns_before_it_has_run_is_refused_where_it_is_defined(
     app: Celery, body: Any, kind: str
@@ -127,7 +135,7 @@ def hidden(body: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-@pytest.mark.parametrize("body", [coroutine, generator, async_generator], ids=str)
+@pytest.mark.parametrize("body", [coroutine, generator, async_generator])
 def test_what_hides_behind_a_decorator_fails_and_settles_nothing(app: Celery, body: Any) -> None:
     task = define(app, hidden(body))
     error = task.apply(("k",)).result

@@ -70,6 +70,10 @@ def _define(app: Celery) -> None:
     automatic: dict[str, Any] = {"autoretry_for": (ZeroDivisionError,), "default_retry_delay": 0.2}
     idempotent(name="autoretrying", idempotency_key="key", max_retries=3, **automatic)(dividing)
 
+    idempotent(name="loose", idempotency_fingerprint=None)(work)
+    idempotent(name="handing_on")(handing_on)
+    app.task(name="handing_on_plainly", base=Task, bind=True, shared=False)(handing_on)
+
     idempotent(name="replacing", idempotency_key="key", idempotency_lease=0.5)(replacing)
     idempotent(name="appending")(appending)
     idempotent(name="webhook", idempotency_key="delivery")(webhook)
@@ -154,6 +158,12 @@ def dividing(self: Any, key: str, good: int) -> dict[str, Any]:
     if self.request.retries < good:
         return {"never": 1 / 0}
     return _answer(self)
+
+
+def handing_on(self: Any, *children: str) -> None:
+    """Call children with the headers that this task was called with."""
+    for child in children:
+        self.app.tasks["loose"].apply_async((child,), headers=self.request.headers)
 
 
 def replacing(self: Any, key: str, text: str, gate: str = "") -> Any:

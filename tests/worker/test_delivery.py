@@ -183,6 +183,13 @@ class TestAMessageOfAnOldPublisher:
         answers = results(shared, *(each.id for each in (*old, new)))
         assert answers == [answers[0]] * 3
 
+    @pytest.mark.parametrize("parent", ["handing_on", "handing_on_plainly"])
+    def test_and_a_task_that_hands_its_headers_on_hands_on_no_key(self, shared, key, parent):
+        children = [f"{key}/{n}" for n in range(2)]
+        shared.app.send_task(parent, children, idempotency_key=key)
+        for child in children:
+            wait_for(lambda child=child: shared.ledger.count("end", child), 20, f"{child} to run")
+
     def test_without_any_key_is_guarded_by_its_task_id(self, shared, key, send):
         task_id = str(uuid.uuid4())
         send(*[("guarded", [key], {"task_id": task_id})] * 3)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from celery_idempotent.checks import Finding, check
+from celery_idempotent.checks import Finding, check_settings, check_store
 from celery_idempotent.django.admin.charts import Chart, charts
 from celery_idempotent.django.admin.detail import duration
 from celery_idempotent.django.admin.forms import PERIODS
@@ -34,16 +34,26 @@ _HOUR_MS = 3_600_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweeps:
-    """Whether sweeps run: ``last`` is the hour of the last one, ``lately`` how many this hour and the last saw."""
+    """Whether sweeps run: ``last`` is when the last one ended, ``ago_ms`` how long ago that was.
+
+    ``interval`` is in seconds, ``None`` where somebody else than this app asks for sweeps, if anybody does.
+    """
 
     interval: float | None
     last: datetime | None
-    lately: int
+    ago_ms: int
+
+    @property
+    def ago(self) -> str:
+        """How long ago the last one ended, for people."""
+        return duration(self.ago_ms)
 
     @property
     def well(self) -> bool:
-        """Did one run lately?"""
-        return self.lately > 0
+        """Did one end less than three intervals ago? Without an interval: did any?"""
+        if self.last is None:
+            return False
+        return self.interval is None or self.ago_ms < 3000 * self.interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +79,7 @@ class Board:
     @property
     def tiles(self) -> dict[str, str]:
         """The counts as they are told."""
-        return {name: self.stats.said(name) for name in ("live", "stale", "failed")}
+        return {name: self.stats.said(name) for name in ("live", "stale", "interrupted", "failed")}
 
 
 def board(app: Celery, *, period: str, task: str) -> Board:
@@ -100,10 +110,10 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         oldest_for="" if oldest is None else duration(max(stats.now_ms - oldest.updated_ms, 0)),
         oldest_of_many=oldest_of_many,
         counts=isinstance(store, CountingStore),
-        sweeps=_sweeps(app, counted, last_hour),
+        sweeps=_sweeps(app, stats),
         charts=drawn[:CHARTS],
         more=len(drawn[CHARTS:]),
-        findings=check(app),
+        findings=[*check_settings(app), *check_store(app)],  # workers would take a second
     )
 
 
@@ -111,14 +121,10 @@ def _counted(store: Store) -> Sequence[Counted]:
     return store.counts(hours=COUNTED_HOURS) if isinstance(store, CountingStore) else ()
 
 
-def _sweeps(app: Celery, counted: Sequence[Counted], last_hour: int) -> Sweeps:
-    done = [each for each in counted if (each.task, each.outcome) == (SWEEP, "swept")]
+def _sweeps(app: Celery, stats: Stats) -> Sweeps:
     try:
         interval = sweep_interval(app)
     except InvalidOption:
         interval = None  # a worker does not start with it, and says so
-    return Sweeps(
-        interval=interval,
-        last=max((each.at for each in done), default=None),
-        lately=sum(each.count for each in done if each.hour >= last_hour - 1),
-    )
+    ago_ms = max(stats.now_ms - (stats.swept_ms or 0), 0)
+    return Sweeps(interval=interval, last=stats.swept_at, ago_ms=ago_ms)

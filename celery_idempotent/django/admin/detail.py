@@ -58,8 +58,8 @@ class Detail:
 
 def detail(record: Record, now_ms: int) -> Detail:
     """Return what there is to say about a record at ``now_ms`` of the store's clock."""
-    # A host name has no colon but in IPv6, and the pid comes last.
-    host, _, pid = record.worker.rpartition(":")
+    # A host name has no colon but in IPv6. What follows the pid tells machines of one name apart, for machines.
+    host, _, pid = record.worker.partition("/")[0].rpartition(":")
     return Detail(
         record=record,
         live=is_live(record, now_ms),

@@ -29,7 +29,8 @@ SEARCHED = 30
 class Listing:
     """A page of records. ``cursor`` asks for the next one; ``looked_at`` keys were seen since the list began.
 
-    ``unsearched``: of so many tasks nobody asked whether they have the key.
+    ``unsearched``: of so many tasks nobody asked whether they have the key. ``cut``: there were too many unfinished
+    and failed records to look at each of them for a task id.
     """
 
     records: tuple[Record, ...]
@@ -37,6 +38,7 @@ class Listing:
     cursor: str = ""
     looked_at: int = 0
     unsearched: int = 0
+    cut: bool = False
 
     def rows(self) -> Iterator[tuple[Record, bool]]:
         """Yield each record, and whether it is stale."""
@@ -70,10 +72,11 @@ def browse(store: Store, form: FilterForm) -> Listing:
 
 
 def search(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing:
-    """Return the records whose key is what was typed, or whose key is that task id.
+    """Return the records whose key is what was typed, or whose key or owner is that task id.
 
     A key is found by its whole identity: in the task and the scope that are named, else in every task of the app, as
-    far as there are not too many, and the namespaces of views, and without a scope.
+    far as there are not too many, and the namespaces of views, and without a scope. A task id is looked for among the
+    unfinished and failed records, which an index finds; nothing finds those of a task that completed.
     """
     text, task = form.cleaned_data["key"], form.cleaned_data["task"]
     known = [task] if task else list(namespaces)
@@ -87,12 +90,23 @@ def search(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing
             )
         )
     ]
-    now_ms = clock_ms(store)
-    selection = form.selection(now_ms)
+    owned = store.list(
+        Selection(
+            states=frozenset(State) - {State.COMPLETED},
+            namespace=task or None,
+            scope=form.cleaned_data["scope"] or None,
+        ),
+        limit=LOOK_AT,
+        look_at=LOOK_AT,
+    )
+    keys = {record.identity for record in found}
+    found += [r for r in owned.records if r.task_id == text and r.identity not in keys]
+    selection = form.selection(owned.now_ms)
     return Listing(
-        records=tuple(record for record in found if selection.includes(record, now_ms)),
-        now_ms=now_ms,
+        records=tuple(record for record in found if selection.includes(record, owned.now_ms)),
+        now_ms=owned.now_ms,
         unsearched=max(len(known) - SEARCHED, 0),
+        cut=bool(owned.cursor),
     )
 
 

@@ -132,7 +132,14 @@ def carry_out(
     note = audit.Note(request, identity, operation, reason=reason, forced=force)
     try:
         outcome = operate(
-            celery_app(), identity, operation, token=seen[0], state=seen[1], force=force
+            celery_app(),
+            identity,
+            operation,
+            token=seen[0],
+            state=seen[1],
+            force=force,
+            who=request.user.get_username(),
+            reason=reason,
         )
     except IdempotencyError:
         note.failed(_aftermath(identity, seen))

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from celery_idempotent.django.http.authorizing import object_permissions
 from celery_idempotent.django.http.decorators import idempotent_view, keyed_view
 from celery_idempotent.django.http.problems import problem
 from celery_idempotent.django.http.queueing import aenqueue, enqueue
@@ -19,6 +20,7 @@ __all__ = [
     "enqueue",
     "idempotent_view",
     "keyed_view",
+    "object_permissions",
     "problem",
     "status_url",
     "user_scope",

@@ -13,13 +13,18 @@ from django.core.signals import setting_changed
 from django.db import connections
 
 from celery_idempotent.django.http import namespaces
+from celery_idempotent.django.http.bodies import TOO_LARGE, receive, too_large
 from celery_idempotent.django.http.describing import note_shown
 from celery_idempotent.django.http.ending import to_the_end
 from celery_idempotent.django.http.guards import Guard, Guarded
 from celery_idempotent.django.http.headers import read_key
 from celery_idempotent.django.http.options import SETTING, HttpOptions, read_options
 from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.django.http.transactions import atomic_requests, left_alone
+from celery_idempotent.django.http.transactions import (
+    atomic_requests,
+    left_alone,
+    roll_back_requests,
+)
 from celery_idempotent.django.http.transactions import spared as spared_by
 from celery_idempotent.errors import InvalidOption
 
@@ -102,7 +107,8 @@ def keyed_view(view: Any = None, /, **options: Any) -> Any:
 #: Options of the answers of ``enqueue()``, and all that it heeds.
 _QUEUEING = frozenset(("on_pending", "show_errors"))
 _KEYED = _QUEUEING | {
-    *("anonymous", "docs_url", "methods", "required", "retry_after", "scope", "strict"),
+    *("anonymous", "docs_url", "max_request_bytes", "methods", "required", "retry_after"),
+    *("scope", "strict"),
 }
 
 
@@ -171,15 +177,18 @@ def _rest_class(cls: Any, marks: Marks) -> None:
             return refused
         # With a key, the transaction is within the claim.
         within = not marks.guards or request.idempotency_key is not None  # type: ignore[attr-defined]  # ours
-        with atomic_requests(frozenset(connections) if within else spared):
-            return dispatch(self, request, *args, **kwargs)
+        try:
+            with atomic_requests(frozenset(connections) if within else spared):
+                return dispatch(self, request, *args, **kwargs)
+        except TOO_LARGE as error:
+            return _too_large(request, marks.options, error)
 
     @wraps(initial)
     def begun(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         initial(self, request, *args, **kwargs)
         name = str(request.method).lower()
         handler = getattr(self, name, None)
-        if handler is not None and marks.guards:
+        if handler is not None:
             keyed = request._request.idempotency_key is not None  # noqa: SLF001  Django's own request
             within = spared if keyed else frozenset(connections)
             setattr(self, name, _function(handler, marks, spared=within))
@@ -194,12 +203,13 @@ def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) 
         spared = spared_by(view)
 
     def prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guarded | HttpResponseBase | None:
-        seen = args[0] if hasattr(args[0], "META") else args[1]
-        request = getattr(seen, "_request", seen)
+        seen, request = _request_of(args)
         refused = _refusal(request, marks.options)
         if refused is not None:
             return refused
-        if not marks.guards or getattr(request, "idempotency_guarded", False):
+        if not marks.guards:
+            return _unreceived(request, marks.options)
+        if getattr(request, "idempotency_guarded", False):
             return None  # decorated twice, a view is guarded once
         key = request.idempotency_key
         # Of a method Django knows nothing: ATOMIC_REQUESTS is around it, or was switched off for its view.
@@ -209,12 +219,14 @@ def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) 
             request=request,
             seen=seen,
             key=key,
+            args=args[1:] if seen is args[0] else args[2:],
+            kwargs=kwargs,
             run=call if key is None else lambda: _rendered(seen, call(), kwargs),
             spared=frozenset(connections) if lonely else spared,
         )
         return guarded if marks.guard.has_work(guarded) else None
 
-    async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+    async def awaiting(*args: Any, **kwargs: Any) -> Any:
         prepared = prepare(args, kwargs)
         if prepared is None:
             return await view(*args, **kwargs)
@@ -229,18 +241,33 @@ def _function(view: Any, marks: Marks, *, spared: frozenset[str] | None = None) 
         respond = sync_to_async(marks.guard.respond, thread_sensitive=True)
         return await to_the_end(respond(guarded), name=marks.name)
 
+    async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await awaiting(*args, **kwargs)
+        except TOO_LARGE as error:
+            return _too_large(_request_of(args)[1], marks.options, error)
+
     @wraps(view)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if getattr(args[0], "view_is_async", False):  # dispatch() returns what its handler returns
             return asynchronous(*args, **kwargs)
-        prepared = prepare(args, kwargs)
-        if isinstance(prepared, Guarded):
-            return _final(prepared, marks.guard.respond(prepared))
-        return view(*args, **kwargs) if prepared is None else prepared
+        try:
+            prepared = prepare(args, kwargs)
+            if isinstance(prepared, Guarded):
+                return _final(prepared, marks.guard.respond(prepared))
+            return view(*args, **kwargs) if prepared is None else prepared
+        except TOO_LARGE as error:
+            return _too_large(_request_of(args)[1], marks.options, error)
 
     made: Any = wraps(view)(asynchronous) if iscoroutinefunction(view) else wrapper
     made.idempotency = marks
     return left_alone(made) if marks.guards else made
+
+
+def _request_of(args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the request that a function or a method is called with, and Django's own that may be within."""
+    seen = args[0] if hasattr(args[0], "META") else args[1]
+    return seen, getattr(seen, "_request", seen)
 
 
 def _refusal(request: Any, options: HttpOptions) -> HttpResponseBase | None:
@@ -254,6 +281,25 @@ def _refusal(request: Any, options: HttpOptions) -> HttpResponseBase | None:
     except Refusal as refusal:
         return refusal.response(options.docs_url)
     return None
+
+
+def _unreceived(request: Any, options: HttpOptions) -> HttpResponseBase | None:
+    """Receive the body of a request that is to be queued, and return the answer to one that cannot be."""
+    if request.method not in options.methods or options.mode == "off":
+        return None
+    try:
+        receive(request, options)
+    except Refusal as refusal:
+        return refusal.response(options.docs_url)
+    return None
+
+
+def _too_large(request: Any, options: HttpOptions, error: Exception) -> HttpResponseBase:
+    """Answer a request over one of Django's own limits, for which Django has a page."""
+    if request.method not in options.methods:
+        raise error
+    roll_back_requests()
+    return too_large().response(options.docs_url)
 
 
 def require_key(request: HttpRequest, options: HttpOptions) -> str | None:

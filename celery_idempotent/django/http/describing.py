@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
-from celery_idempotent.django.applications import load_tasks
-from celery_idempotent.django.http.messages import CONTENT_TYPE, read_response
+from celery_idempotent.checks.loading import load_tasks
+from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
 from celery_idempotent.django.http.options import HttpOptions, ShowErrors
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.errors import (
@@ -200,6 +200,8 @@ def _response_of(record: Record) -> dict[str, Any]:
     except ResultUnavailable:
         return {"result_kept": False}
     told: dict[str, Any] = {"status": response.status_code}
+    if is_for_the_view(record.value):
+        return {"result": told}
     if "Location" in response:
         told["location"] = response["Location"]
     if response.headers.get("Content-Type", "").partition(";")[0].endswith("json"):

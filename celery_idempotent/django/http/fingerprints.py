@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from django.core.exceptions import RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
+from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.fingerprints import NoFormError, digest, form, quote
+from celery_idempotent.fingerprints import NoFormError, Written, digest, form, quote
 
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
 
 __all__ = ["read_body", "request_fingerprint"]
+
+#: So many digits, times ten to the power of up to so much, a float tells apart.
+_FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
 
 _FORM = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
@@ -31,14 +35,12 @@ def read_body(request: HttpRequest, options: HttpOptions) -> None:
     Not a form of POST: what was parsed of it is shared. Nor where it does not count.
 
     Raises:
-        Refusal: ``request_too_large``.
+        Refusal: as :func:`~celery_idempotent.django.http.bodies.receive`.
+        RequestDataTooBig: if it is over Django's own limit.
     """
-    _check_length(request.META.get("CONTENT_LENGTH"), options)
+    receive(request, options)
     if options.fingerprint is None and not _is_upload(request):
-        try:
-            _check_length(len(request.body), options)
-        except RequestDataTooBig as error:
-            raise _too_large() from error
+        request.body  # noqa: B018  kept by Django
 
 
 def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -> bytes:
@@ -47,7 +49,8 @@ def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -
     The body stays readable for the view.
 
     Raises:
-        Refusal: ``request_too_large`` or ``body_unreadable``.
+        Refusal: ``body_unreadable``.
+        RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent: if it is over one of Django's own limits.
     """
     if options.fingerprint is not None:
         value = options.fingerprint(seen)
@@ -56,26 +59,23 @@ def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -
         except NoFormError as refused:
             raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
     else:
-        body = _body(request, options)
+        body = _body(request)
     query = form(dict(request.GET.lists()))
     parts = (str(request.method), request.path_info)
     return digest(" ".join([*map(quote, parts), query, body]))
 
 
-def _body(request: HttpRequest, options: HttpOptions) -> str:
+def _body(request: HttpRequest) -> str:
     content_type = (request.content_type or "").lower()
     try:
         if content_type in (_FORM, _MULTIPART):
             _check_charset(request)
         if content_type == _MULTIPART:
-            return _multipart(request, options)
+            return _multipart(request)
         raw = request.body
-        _check_length(len(raw), options)
         if content_type == _FORM:
             data = QueryDict(raw, encoding=request.encoding or "utf-8")
             return f"form {_fields(data)}"
-    except (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent) as error:
-        raise _too_large() from error
     except (MultiPartParserError, UnicodeError) as error:
         raise Refusal("body_unreadable", "The form in it is malformed.") from error
     if content_type == "application/json" or content_type.endswith("+json"):
@@ -94,18 +94,35 @@ def _check_charset(request: HttpRequest) -> None:
 
 
 def _json(raw: bytes) -> str | None:
-    """Return the canonical form of a JSON body; ``None`` if it is none, then its bytes count."""
+    """Return the canonical form of a JSON body; ``None`` if it is none, or too deep for one: then its bytes count."""
     try:
-        return form(json.loads(raw))
+        return form(json.loads(raw, parse_float=_number))
     except (ValueError, RecursionError, NoFormError):
         return None
+
+
+def _number(text: str) -> float | Written:
+    """Return a number of JSON as what tells it from any other: as a float, unless it has more digits than that.
+
+    Numbers of up to 15 digits are as many floats. ``0.1``, ``0.10`` and ``1e-1`` are one number.
+    """
+    if len(text) <= _FLOAT_DIGITS + 1 and "e" not in text and "E" not in text:
+        return float(text)
+    mantissa, _, exponent = text.lower().partition("e")
+    whole, _, fraction = mantissa.lstrip("-").partition(".")
+    padded = (whole + fraction).lstrip("0")
+    digits = padded.rstrip("0")
+    power = int(exponent or 0) - len(fraction) + len(padded) - len(digits)
+    if not digits or (len(digits) <= _FLOAT_DIGITS and abs(power) <= _FLOAT_POWER):
+        return float(text)
+    return Written(f"{'-' if text.startswith('-') else ''}{digits}e{power}")
 
 
 def _fields(data: QueryDict) -> str:
     return form(dict(data.lists()))
 
 
-def _multipart(request: HttpRequest, options: HttpOptions) -> str:
+def _multipart(request: HttpRequest) -> str:
     """Return the form of fields and files; the boundary between them is a new one with each attempt."""
     data: QueryDict
     if _is_upload(request):
@@ -113,12 +130,9 @@ def _multipart(request: HttpRequest, options: HttpOptions) -> str:
     else:
         # What is read here as a whole stays readable for the view.
         raw = request.body
-        _check_length(len(raw), options)
         upload: Any = request.upload_handlers
         parser = MultiPartParser(request.META, BytesIO(raw), upload, request.encoding)
         data, files = parser.parse()
-    sizes = sum(file.size or 0 for _, many in files.lists() for file in many)
-    _check_length(sizes, options)
     hashed: Mapping[str, list[str]] = {
         name: [_file(file) for file in many] for name, many in files.lists()
     }
@@ -137,19 +151,3 @@ def _is_upload(request: HttpRequest) -> bool:
     """Is this a form with files that Django parses by itself? It does so for POST only."""
     multipart = (request.content_type or "").lower() == _MULTIPART
     return multipart and request.method == "POST" and not hasattr(request, "_body")
-
-
-def _too_large() -> Refusal:
-    return Refusal("request_too_large", "It is larger than this service reads.")
-
-
-def _check_length(length: object, options: HttpOptions) -> None:
-    try:
-        number = int(str(length or 0))
-    except ValueError:
-        number = 0
-    if number > options.max_request_bytes:
-        raise Refusal(
-            "request_too_large",
-            f"An idempotent request has up to {options.max_request_bytes} bytes.",
-        )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, Result, StoreFailed
+from celery_idempotent.calls import Call, Conflict, Ran, Replay, Result, StoreFailed, worker_name
+from celery_idempotent.django.http.authorizing import refused_replay
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.fingerprints import read_body, request_fingerprint
@@ -37,8 +37,6 @@ __all__ = ["Guard", "Guarded", "http_identity"]
 
 logger = logging.getLogger(__name__)
 
-_HOST = socket.gethostname()
-
 
 class _NotToKeepError(Exception):
     """The view ran, and its answer is not one to repeat: the key is given back."""
@@ -50,7 +48,7 @@ class _NotToKeepError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
-    """One request: ``seen`` is what its view gets, ``run`` calls the view.
+    """One request: ``seen`` is what its view gets, with ``args`` and ``kwargs`` of its URL; ``run`` calls the view.
 
     Without a key nothing is claimed. ``spared`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for this
     view.
@@ -60,6 +58,8 @@ class Guarded:
     seen: Any
     key: str | None
     run: Callable[[], Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     spared: frozenset[str] = frozenset()
 
 
@@ -131,7 +131,7 @@ class Guard:
         """Answer the request, from the view or from the record.
 
         Raises:
-            Exception: what the view raises; the key is free then.
+            Exception: what the view raises, or the reading of the body; the key is free then.
         """
         options, key = self.options, guarded.key
         try:
@@ -147,7 +147,7 @@ class Guard:
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
                 task_id=str(uuid.uuid4()),
-                worker=f"{_HOST}:{os.getpid()}",
+                worker=worker_name(os.getpid()),
             )
             refuse_open_transactions()
             return self._answer(self._execute(call, guarded), call, guarded)
@@ -197,7 +197,7 @@ class Guard:
             case Ran(response):
                 return response  # type: ignore[no-any-return]  # what _run returned
             case Replay(record):
-                return self._replay(record)
+                return self._refused(guarded) or self._replay(record)
             case Conflict():
                 raise Refusal(
                     "request_in_progress",
@@ -213,13 +213,22 @@ class Guard:
                         return answered.response
                 begun = getattr(guarded.request, "idempotency_guarded", False)
                 known = (
-                    "Nobody knows yet whether it was carried out." if begun else "Nothing was done."
+                    "Nobody knows yet whether it was carried out."
+                    if begun
+                    else "Whether an earlier request with this key was carried out is not known; this one was not."
                 )
                 raise Refusal(
                     "store_unavailable",
                     f"{known} Send the same request with the same key again.",
                     retry_after=self.options.retry_after,
                 )
+
+    def _refused(self, guarded: Guarded) -> HttpResponseBase | None:
+        """Return the answer to a caller who may not have the replay."""
+        authorize, name = self.options.authorize, self._name
+        if authorize is None:
+            return None
+        return refused_replay(authorize, guarded.seen, guarded.args, guarded.kwargs, name=name)
 
     def _replay(self, record: Record) -> HttpResponseBase:
         if record.state is State.FAILED:
@@ -234,6 +243,6 @@ class Guard:
         if record.value is None:
             raise Refusal("result_not_kept", "The response could not be kept.")
         try:
-            return read_response(record.value)
+            return read_response(record.value, self.options.attributes)
         except ResultUnavailable as unavailable:
             raise Refusal("result_not_kept", str(unavailable)) from None

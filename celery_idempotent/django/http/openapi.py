@@ -67,8 +67,9 @@ _STATUS: Final[dict[str, Any]] = {
 _PATTERN: Final = r'^"([ !#-\[\]-~]|\\["\\]){1,253}"$'
 _BARE: Final = r"^[!#-+\--:<-\[\]-~]{1,253}$"
 _REFUSALS: Final = {
-    400: "The Idempotency-Key header is missing or malformed, or the body is not valid.",
+    400: "The Idempotency-Key header is missing or malformed, or the body is not valid or not whole.",
     409: "A request with this key is in progress; see Retry-After.",
+    411: "The body has no Content-Length, and this server needs one.",
     413: "The request is too large.",
     422: "This key belongs to another request.",
     503: "It cannot be checked whether this is a repetition, or the task could not be queued; see Retry-After.",

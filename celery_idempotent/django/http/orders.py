@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, connections
 
+from celery_idempotent.django.autocommit import commits_by_hand
+from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.decorators import require_key
 from celery_idempotent.django.http.guards import http_identity
@@ -66,8 +68,10 @@ class Order:
     def outbox(self) -> str | None:
         """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
         alias: str | None = getattr(self.store, "outbox_alias", None)
-        ours = alias == (self.using or DEFAULT_DB_ALIAS)
-        return alias if ours and not self.eager else None
+        if alias is None or alias != (self.using or DEFAULT_DB_ALIAS) or self.eager:
+            return None
+        # What is staged is to be committed with this request's own work, or at once.
+        return None if commits_by_hand(connections[alias]) else alias
 
     @property
     def patience_ms(self) -> int:
@@ -118,7 +122,7 @@ def read_order(
     """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.
 
     Raises:
-        Refusal: if its key or its caller cannot be told.
+        Refusal: if its key or its caller cannot be told, or its body is not whole.
         InvalidOption: for an option of the message that is not the caller's to choose.
     """
     if chosen := [name for name in _OURS if name in publish]:
@@ -128,6 +132,7 @@ def read_order(
         )
     plain = getattr(request, "_request", request)
     key = require_key(plain, options) or str(uuid.uuid4())
+    receive(plain, options, parsed=True)
     if callable(scope):
         scope = scope(request)
     if scope is None:

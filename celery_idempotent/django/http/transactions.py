@@ -9,7 +9,14 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
-__all__ = ["atomic_aliases", "atomic_requests", "left_alone", "refuse_open_transactions", "spared"]
+__all__ = [
+    "atomic_aliases",
+    "atomic_requests",
+    "left_alone",
+    "refuse_open_transactions",
+    "roll_back_requests",
+    "spared",
+]
 
 
 def spared(view: Any) -> frozenset[str]:
@@ -39,6 +46,13 @@ def atomic_requests(without: frozenset[str]) -> Iterator[None]:
         for alias in atomic_aliases(without):
             stack.enter_context(transaction.atomic(using=alias))
         yield
+
+
+def roll_back_requests() -> None:
+    """See to it that nothing is committed by a request whose exception is made an answer."""
+    for alias in atomic_aliases(frozenset()):
+        if connections[alias].in_atomic_block:
+            transaction.set_rollback(True, using=alias)
 
 
 def refuse_open_transactions() -> None:

@@ -1,14 +1,10 @@
--- Note that a crash took the owner of the PROCESSING record with this token.
+-- Note that a crash took the owner of the PROCESSING record with this token. Put after live.lua.
 --
--- KEYS     1 record · 2 leases
+-- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 token, 7 bytes
 -- returns  {'interrupted', record} | {'lost'}
 local old = redis.call('GET', KEYS[1])
 if not old or old:sub(1, 1) ~= 'P' or old:sub(3, 9) ~= ARGV[1] then return {'lost'} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local crashes = math.min(old:byte(22) + 1, 255)
-local new = 'I' .. old:sub(2, 15) .. struct.pack('>I6B', now, crashes) .. old:sub(23)
-redis.call('ZREM', KEYS[2], KEYS[1])
-redis.call('SET', KEYS[1], new, 'KEEPTTL')
-return {'interrupted', new}
+return {'interrupted', interrupt(KEYS[2], KEYS[3], KEYS[1], old, now, math.min(old:byte(22) + 1, 255))}

@@ -17,11 +17,21 @@ local function foreign(record)
   return bit.band(record:byte(2), 142) ~= 0
 end
 
+-- Make a live record INTERRUPTED, with this many crashes, for as long as it would have lived, and index it.
+local function interrupt(leases, interrupted, name, old, now, crashes)
+  local new = 'I' .. old:sub(2, 15) .. struct.pack('>I6B', now, crashes) .. old:sub(23)
+  -- ZREM comes first, so that a server without memory left lets a crash be noted.
+  redis.call('ZREM', leases, name)
+  redis.call('SET', name, new, 'KEEPTTL')
+  redis.call('ZADD', interrupted, now + math.max(redis.call('PTTL', name), 0), name)
+  return new
+end
+
 -- Make a live record QUEUED for its message to be published, and count that; nil if it has none.
 --
 -- A crash counts where a lease ran out. The record lives as much longer as its deadline is away,
 -- and with `doubling` that is twice as far each time, up to 1,024 times.
-local function requeue(leases, name, old, now, delay, doubling, attempt)
+local function requeue(leases, interrupted, name, old, now, delay, doubling, attempt)
   local count = extension(old)
   if old:sub(count, count) ~= 'M' then return nil end
   count = past(old, count)
@@ -41,6 +51,7 @@ local function requeue(leases, name, old, now, delay, doubling, attempt)
   local left = math.max(redis.call('PTTL', name), 0)
   -- ZREM comes first, so that a server without memory left lets a sweep do its work.
   redis.call('ZREM', leases, name)
+  if state == 'I' then redis.call('ZREM', interrupted, name) end
   redis.call('SET', name, new, 'PX', left + delay)
   redis.call('ZADD', leases, now + delay, name)
   return new

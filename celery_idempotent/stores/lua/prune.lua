@@ -1,6 +1,6 @@
--- Drop the index entries of failed records past their retention; Redis expires the records.
+-- Drop the entries of an index of what ended badly that are past their retention; Redis expires the records.
 --
--- KEYS     1 failures
+-- KEYS     1 failures or interrupted
 -- ARGV     1 how many at most
 -- returns  how many were dropped
 local time = redis.call('TIME')

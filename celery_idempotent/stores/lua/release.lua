@@ -1,10 +1,10 @@
 -- Give the key back: delete the PROCESSING or QUEUED record with this token. Put after live.lua.
 --
--- KEYS     1 record · 2 leases
--- ARGV     1 token, 7 bytes · 2 ms until the deadline of a reserved record's retry, or ''
+-- KEYS     1 record · 2 leases · 3 interrupted
+-- ARGV     1 token, 7 bytes · 2 ms until the retry of a record counts as lost, or ''
 --          3 '1' to keep a record with crashes, as one with steps is, else ''
 -- returns  'released'
---          'requeued': it was reserved, and is QUEUED again
+--          'requeued': it was reserved or has a message, and is QUEUED until its retry is there
 --          'interrupted': it stays
 --          'lost'
 local old = redis.call('GET', KEYS[1])
@@ -13,8 +13,9 @@ if state ~= 'P' and state ~= 'Q' or old:sub(3, 9) ~= ARGV[1] then return 'lost' 
 -- ZREM comes first, so that a server without memory left gives back what it let in.
 redis.call('ZREM', KEYS[2], KEYS[1])
 
-local requeued = ARGV[2] ~= '' and bit.band(old:byte(2), 16) ~= 0
 local stays, at = ARGV[3] == '1' and old:byte(22) > 0, extension(old)
+local awaited = bit.band(old:byte(2), 16) ~= 0 or old:sub(at, at) == 'M'
+local requeued = ARGV[2] ~= '' and awaited
 while not requeued and not stays and at <= #old do
   stays, at = old:sub(at, at) == 'S', past(old, at)
 end
@@ -26,8 +27,7 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if not requeued then
-  local new = 'I' .. old:sub(2, 15) .. struct.pack('>I6', now) .. old:sub(22)
-  redis.call('SET', KEYS[1], new, 'KEEPTTL')
+  interrupt(KEYS[2], KEYS[3], KEYS[1], old, now, old:byte(22))
   return 'interrupted'
 end
 local deadline = now + ARGV[2]

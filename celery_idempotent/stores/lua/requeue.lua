@@ -1,6 +1,6 @@
 -- Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED. Put after live.lua.
 --
--- KEYS     1 record · 2 leases
+-- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 until the deadline, ms · 2 attempt id, 8 bytes
 --          3 token that it must have, 7 bytes, and then need not be stale, or '' for any
 -- returns  {'requeued', record} | {'none'} | {'unreadable'}: written by a newer version
@@ -17,5 +17,5 @@ if state == 'Q' then
   return old:sub(30, 37) == ARGV[2] and {'requeued', old} or {'none'}
 end
 if state == 'P' and ARGV[3] == '' and struct.unpack('>I6', old, 24) > now then return {'none'} end
-local new = requeue(KEYS[2], KEYS[1], old, now, tonumber(ARGV[1]), false, ARGV[2])
+local new = requeue(KEYS[2], KEYS[3], KEYS[1], old, now, tonumber(ARGV[1]), false, ARGV[2])
 return new and {'requeued', new} or {'none'}

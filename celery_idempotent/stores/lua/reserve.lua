@@ -1,6 +1,6 @@
 -- Take the key for a message that is about to be published. Put after live.lua and refusals.lua.
 --
--- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket)
+-- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
 -- ARGV     1 who reserves, 8 bytes · 2 until the deadline, ms · 3 life of the record, ms
 --          4 fingerprint, 16 bytes or '' · 5 task id, packed · 6 message, packed, or ''
 -- returns  {'reserved', record}
@@ -90,4 +90,5 @@ redis.call('SET', KEYS[4], new:sub(3, 9))
 redis.call('SET', KEYS[1], new, 'PX', ARGV[3])
 redis.call('ZADD', KEYS[2], deadline, KEYS[1])
 if not old then redis.call('ZREM', KEYS[3], KEYS[1]) end
+if old and old:sub(1, 1) == 'I' then redis.call('ZREM', KEYS[5], KEYS[1]) end
 return {'reserved', new}

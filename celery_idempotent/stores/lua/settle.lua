@@ -1,6 +1,6 @@
 -- Write the end state, unless the key has another token by now. Put after live.lua and refusals.lua.
 --
--- KEYS     1 record · 2 leases · 3 failures
+-- KEYS     1 record · 2 leases · 3 failures · 4 interrupted
 -- ARGV     1 the record as settled, with the claim's times and counts · 2 how long to keep it, ms
 --          3 '1' to write a settled record again, so that a WAIT waits for it, else ''
 --          4 '1' to leave it at that where the record is gone, else ''
@@ -34,6 +34,7 @@ else
 end
 -- ZREM comes first, so that a server without memory left accepts the result of what it let in.
 redis.call('ZREM', KEYS[2], KEYS[1])
+if old and old:sub(1, 1) == 'I' then redis.call('ZREM', KEYS[4], KEYS[1]) end
 redis.call('SET', KEYS[1], new, 'PX', ARGV[2])
 if new:sub(1, 1) == 'F' then
   redis.call('ZADD', KEYS[3], now + ARGV[2], KEYS[1])

@@ -1,13 +1,13 @@
 -- End those of these records whose lease or deadline ran out, and mend the index for the others.
 -- Put after live.lua.
 --
--- KEYS     1 leases · 2... records that the index calls due
+-- KEYS     1 leases · 2 interrupted · 3... records that the index of leases calls due
 -- ARGV     1 until the deadline of what is requeued, ms · 2 attempt id, 8 bytes
 -- returns  for each record: as it is now, INTERRUPTED or QUEUED, or nil if there was nothing to do
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local swept = {}
-for i = 2, #KEYS do
+for i = 3, #KEYS do
   local name, new = KEYS[i], nil
   local old = redis.call('GET', name)
   local state = old and old:sub(1, 1)
@@ -20,15 +20,13 @@ for i = 2, #KEYS do
       if state == 'Q' and old:sub(30, 37) == ARGV[2] then new = old end
     else
       if state == 'Q' or bit.band(old:byte(2), 64) ~= 0 then
-        new = requeue(KEYS[1], name, old, now, tonumber(ARGV[1]), true, ARGV[2])
+        new = requeue(KEYS[1], KEYS[2], name, old, now, tonumber(ARGV[1]), true, ARGV[2])
       end
       if not new then
         redis.call('ZREM', KEYS[1], name)
         -- A reservation without a message is left to the next one.
         if state == 'P' then
-          local crashes = math.min(old:byte(22) + 1, 255)
-          new = 'I' .. old:sub(2, 15) .. struct.pack('>I6B', now, crashes) .. old:sub(23)
-          redis.call('SET', name, new, 'KEEPTTL')
+          new = interrupt(KEYS[1], KEYS[2], name, old, now, math.min(old:byte(22) + 1, 255))
         end
       end
     end
@@ -37,6 +35,6 @@ for i = 2, #KEYS do
     -- to that version.
     redis.call('ZREM', KEYS[1], name)
   end
-  swept[i - 1] = new or false
+  swept[i - 2] = new or false
 end
 return swept

@@ -49,7 +49,7 @@ class ListingContract(ContractBase):
         page = store.list(Selection())
         assert (page.records, page.cursor) == ((), "")
         stats = store.stats()
-        assert (stats.live, stats.stale, stats.failed) == (0, 0, 0)
+        assert (stats.live, stats.stale, stats.interrupted, stats.failed) == (0, 0, 0, 0)
 
     def test_each_state_lists_its_own(self, store: Store) -> None:
         for state in EVERY:
@@ -58,6 +58,8 @@ class ListingContract(ContractBase):
             assert self.keys(store, Selection(states=frozenset({State(state)}))) == [state]
         some = frozenset({State.PROCESSING, State.FAILED})
         assert self.keys(store, Selection(states=some)) == ["FAILED", "PROCESSING"]
+        trouble = frozenset({State.INTERRUPTED, State.FAILED})
+        assert self.keys(store, Selection(states=trouble), limit=1) == ["FAILED", "INTERRUPTED"]
         assert self.keys(store, Selection()) == sorted(EVERY)
 
     def test_a_list_tells_all_but_what_was_stored(self, store: Store) -> None:
@@ -79,6 +81,64 @@ class ListingContract(ContractBase):
         pages = self.pages(store, selection, limit=7)
         assert all(len(page) <= 7 for page in pages)
         assert sorted(record.identity.key for page in pages for record in page) == wanted
+
+    @pytest.mark.parametrize("state", ["INTERRUPTED", "FAILED"])
+    def test_what_ended_badly_is_listed_newest_first(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        wanted = [f"{n:03}" for n in range(12)]
+        for key in wanted:
+            self.make(store, state, key)
+            advance(5)
+        selection = Selection(states=frozenset({State(state)}))
+        pages = self.pages(store, selection, limit=5)
+        assert [each.identity.key for page in pages for each in page] == wanted[::-1]
+
+    @pytest.mark.parametrize("state", ["INTERRUPTED", "FAILED"])
+    def test_what_ended_badly_is_found_without_looking_at_others(
+        self, store: Store, state: str
+    ) -> None:
+        others = [each for each in EVERY if each != state]
+        for n in range(40):
+            self.make(store, others[n % len(others)], f"{n:03}")
+        self.make(store, state, "wanted")
+        page = store.list(Selection(states=frozenset({State(state)})), look_at=2)
+        assert [record.identity.key for record in page.records] == ["wanted"]
+        assert page.looked_at <= 2
+
+    @pytest.mark.parametrize("verb", ["claim", "reserve", "requeue", "settle", "forget"])
+    def test_what_is_interrupted_no_more_is_not_counted(self, store: Store, verb: str) -> None:
+        record = self.claim(store, message=MESSAGE)
+        store.interrupt(KEY, token=record.token)
+        assert store.stats().interrupted == 1
+        match verb:
+            case "claim":
+                self.claim(store)
+            case "reserve":
+                self.reserve(store)
+            case "requeue":
+                assert store.requeue(KEY, deadline_ms=60_000)
+            case "settle":
+                assert self.settle(store, record)
+            case "forget":
+                assert store.forget(KEY)
+        assert store.stats().interrupted == 0
+        assert store.list(Selection(states=frozenset({State.INTERRUPTED}))).records == ()
+
+    def test_what_a_release_interrupts_is_counted(self, store: Store) -> None:
+        record = self.claim(store)
+        store.checkpoint(KEY, token=record.token, name="charge", value=VALUE)
+        assert store.release(KEY, token=record.token)
+        assert self.found(store).state is State.INTERRUPTED
+        assert store.stats().interrupted == 1
+
+    def test_what_was_interrupted_and_is_over_is_not_counted(
+        self, store: Store, advance: Advance
+    ) -> None:
+        self.make(store, "INTERRUPTED", "over")
+        advance(self.lease_ms + self.keep_ms + 1)
+        assert store.stats().interrupted == 0
+        assert self.keys(store, Selection(states=frozenset({State.INTERRUPTED}))) == []
 
     def test_a_page_looks_at_so_many_keys_only(self, store: Store) -> None:
         for n in range(30):
@@ -119,10 +179,10 @@ class ListingContract(ContractBase):
         for state in ("PROCESSING", "QUEUED", "COMPLETED", "FAILED", "INTERRUPTED"):
             self.make(store, state, state)
         stats = store.stats()
-        assert (stats.live, stats.stale, stats.failed) == (2, 1, 1)
+        assert (stats.live, stats.stale, stats.interrupted, stats.failed) == (2, 1, 1, 1)
         store.sweep(limit=10)
         stats = store.stats()
-        assert (stats.live, stats.stale, stats.failed) == (2, 0, 1)
+        assert (stats.live, stats.stale, stats.interrupted, stats.failed) == (2, 0, 2, 1)
 
     def test_a_cursor_of_another_list_is_refused(self, store: Store) -> None:
         with pytest.raises(ValueError, match="cursor"):
@@ -149,6 +209,20 @@ class ListingContract(ContractBase):
         now_ms = store.stats().now_ms
         assert now_ms // 3_600_000 - counted.hour in (0, 1)
         assert now_ms - counted.at.timestamp() * 1000 < 2 * 3_600_000
+
+    def test_the_end_of_the_last_sweep_is_known(self, store: Store, advance: Advance) -> None:
+        counting = self.counting(store)
+        assert store.stats().swept_ms is None
+        counting.note_sweep()
+        first = store.stats()
+        assert first.swept_ms is not None
+        assert 0 <= first.now_ms - first.swept_ms < 2000
+        advance(5)
+        counting.note_sweep()
+        second = store.stats()
+        assert second.swept_ms is not None
+        assert second.swept_ms >= first.swept_ms + 5
+        assert list(counting.counts(hours=24)) == []
 
     def counting(self, store: Store) -> CountingStore:
         """Return the store as one that counts, which is no duty."""

@@ -210,6 +210,42 @@ class RequeueContract(ContractBase):
         assert swept.steps == (("pay", VALUE),)
         assert self.claim(store).steps == swept.steps
 
+    def test_a_claim_with_a_message_keeps_it_until_its_retry_is_out(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.claim(store, on_stale="requeue", message=MESSAGE)
+        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        for _ in range(2):
+            # The answer to the first one may be lost.
+            assert store.release(KEY, token=record.token, requeue_ms=2 * self.lease_ms) is True
+            found = self.found(store)
+            assert found == dataclasses.replace(
+                record,
+                state=State.QUEUED,
+                steps=(("pay", VALUE),),
+                updated_ms=found.updated_ms,
+                deadline_ms=found.updated_ms + 2 * self.lease_ms,
+            )
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).requeued == ()
+        again = self.claim(store, message=b"the retry")
+        assert (again.attempts, again.crashes, again.message) == (2, 0, b"the retry")
+        assert again.reserved is False
+
+    def test_a_claim_with_a_message_whose_retry_never_went_out_is_requeued(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.claim(store, on_stale="requeue", message=MESSAGE)
+        store.release(KEY, token=record.token, requeue_ms=10 * self.keep_ms)
+        advance(10 * self.keep_ms + 1)
+        (swept,) = store.sweep(limit=10, requeue_ms=self.lease_ms).requeued
+        assert (swept.message, swept.task_id, swept.crashes) == (MESSAGE, record.task_id, 0)
+
+    def test_without_a_retry_a_claim_with_a_message_is_free_again(self, store: Store) -> None:
+        record = self.claim(store, on_stale="requeue", message=MESSAGE)
+        assert store.release(KEY, token=record.token) is True
+        assert store.get(KEY) is None
+
     def test_what_was_requeued_is_held_for_other_publishers_until_its_deadline(
         self, store: Store, advance: Advance
     ) -> None:

@@ -233,7 +233,9 @@ class ReservationContract(ContractBase):
         assert store.release(KEY, token=self.claim(store).token) is True
         assert store.get(KEY) is None
 
-    def test_a_key_that_was_not_reserved_is_free_for_its_retry(self, store: Store) -> None:
+    def test_a_key_without_reservation_and_message_is_free_for_its_retry(
+        self, store: Store
+    ) -> None:
         record = self.claim(store)
         assert store.release(KEY, token=record.token, requeue_ms=1000) is True
         assert store.get(KEY) is None

@@ -1,0 +1,49 @@
+"""May this caller still see the answer? Asked before every replay, for which the view itself is not called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.core.exceptions import PermissionDenied
+from django.http import HttpResponseBase
+
+from celery_idempotent.django.http.messages import awaited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["object_permissions", "refused_replay"]
+
+
+def object_permissions(request: Any, *_: object, **__: object) -> bool:
+    """Ask what a view of Django REST framework about one object asks: its ``get_object()``.
+
+    For ``@idempotent_view(authorize=object_permissions)``: whoever is not given the object by ``get_queryset()`` any
+    more, or is refused by a ``has_object_permission()``, gets the framework's 404 or 403. An action of a router that
+    is about no object (``create``) has nothing to ask.
+    """
+    view = request.parser_context["view"]
+    if getattr(view, "detail", None) is not False:
+        view.get_object()
+    return True
+
+
+def refused_replay(
+    authorize: Callable[..., Any],
+    seen: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+) -> HttpResponseBase | None:
+    """Return the answer to a caller who may not have the replay, ``None`` for any other.
+
+    Raises:
+        PermissionDenied: if ``authorize`` says neither yes nor what to answer.
+    """
+    found = awaited(authorize(seen, *args, **kwargs), f"authorize of {name}")
+    if isinstance(found, HttpResponseBase):
+        return found
+    if not found:
+        raise PermissionDenied
+    return None

@@ -1,0 +1,264 @@
+"""Who lost an object does not get the answer about it: ``authorize`` is asked before every replay, and for no run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent.errors import InvalidOption
+from tests.http.sites import new_key
+from tests.sql import databases
+
+app = Celery("authorize", broker="memory://", set_as_current=False)
+app.conf.idempotency_store = "memory://"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with databases.ready(tmp_path_factory.mktemp("authorize")):
+        from django.core.management import call_command
+
+        call_command("migrate", "auth", verbosity=0)
+        yield
+
+
+@pytest.fixture
+def factory() -> Any:
+    from django.test import RequestFactory
+
+    return RequestFactory()
+
+
+OPTIONS: dict[str, Any] = {"app": f"{__name__}.app", "scope": lambda _: "caller"}
+
+
+class Lost:
+    """What a test has taken from the caller."""
+
+    def __init__(self) -> None:
+        self.object = self.permission = False
+
+
+def refund_view(lost: Lost, **options: Any) -> Any:
+    """A generic view about one object, as the first example of docs/http.md."""
+    from django.contrib.auth.models import Group
+    from rest_framework.generics import GenericAPIView
+    from rest_framework.permissions import BasePermission
+    from rest_framework.response import Response
+
+    from celery_idempotent.django.http import idempotent_view
+
+    class IsOwner(BasePermission):
+        def has_object_permission(self, request: Any, view: Any, obj: Any) -> bool:
+            return not lost.permission
+
+    @idempotent_view(**OPTIONS, **options)
+    class Refund(GenericAPIView):  # type: ignore[type-arg]
+        authentication_classes = ()
+        permission_classes = (IsOwner,)
+
+        def get_queryset(self) -> Any:
+            return Group.objects.none() if lost.object else Group.objects.all()
+
+        def post(self, request: Any, pk: int) -> Any:
+            return Response({"private": self.get_object().name}, status=201)
+
+    return Refund.as_view()
+
+
+@pytest.mark.parametrize(("taken", "status"), [("object", 404), ("permission", 403)])
+def test_in_the_rest_framework_a_replay_asks_for_the_object_and_its_permissions(
+    factory: Any, taken: str, status: int
+) -> None:
+    from django.contrib.auth.models import Group
+
+    from celery_idempotent.django.http import object_permissions
+
+    group = Group.objects.create(name=new_key())
+    lost = Lost()
+    view = refund_view(lost, authorize=object_permissions)
+    headers = {"HTTP_IDEMPOTENCY_KEY": new_key()}
+
+    def ask() -> Any:
+        answer = view(factory.post(f"/{group.pk}/", **headers), pk=group.pk)
+        return answer if getattr(answer, "is_rendered", True) else answer.render()
+
+    first = ask()
+    assert (first.status_code, group.name in first.content.decode()) == (201, True)
+    setattr(lost, taken, True)
+    refused = ask()
+    assert (refused.status_code, group.name in refused.content.decode()) == (status, False)
+    setattr(lost, taken, False)
+    again = view(factory.post(f"/{group.pk}/", **headers), pk=group.pk)
+    assert (again.status_code, again.content) == (201, first.content)
+    assert again["Idempotent-Replayed"] == "true"
+
+
+def test_without_it_nobody_asks(factory: Any) -> None:
+    """As docs/http.md says."""
+    from django.contrib.auth.models import Group
+
+    group = Group.objects.create(name=new_key())
+    lost = Lost()
+    view = refund_view(lost)
+    headers = {"HTTP_IDEMPOTENCY_KEY": new_key()}
+    first = view(factory.post("/", **headers), pk=group.pk)
+    lost.object = lost.permission = True
+    again = view(factory.post("/", **headers), pk=group.pk)
+    assert (again.status_code, again.content) == (201, first.content)
+
+
+def test_a_router_asks_for_no_object_where_an_action_has_none(factory: Any) -> None:
+    from rest_framework.response import Response
+    from rest_framework.routers import SimpleRouter
+    from rest_framework.viewsets import GenericViewSet
+
+    from celery_idempotent.django.http import idempotent_view, object_permissions
+
+    @idempotent_view(**OPTIONS, authorize=object_permissions)
+    class Things(GenericViewSet):  # type: ignore[type-arg]
+        authentication_classes = ()
+        permission_classes = ()
+
+        def create(self, request: Any) -> Any:
+            return Response(status=201)
+
+        def update(self, request: Any, pk: str) -> Any:
+            return Response(status=200)
+
+        def get_object(self) -> Any:
+            from django.http import Http404
+
+            raise Http404
+
+    router = SimpleRouter()
+    router.register("things", Things, basename="thing")
+    urls: list[Any] = router.urls
+    views = {pattern.name: pattern.callback for pattern in urls}
+    for name, method, url, statuses in (
+        ("thing-list", "post", {}, [201, 201]),
+        ("thing-detail", "put", {"pk": "1"}, [200, 404]),
+    ):
+        key = new_key()
+        asked = [getattr(factory, method)("/", HTTP_IDEMPOTENCY_KEY=key) for _ in statuses]
+        assert [views[name](each, **url).status_code for each in asked] == statuses
+
+
+def kinds() -> dict[str, Any]:
+    from django.http import HttpResponse
+    from django.views import View
+    from rest_framework.decorators import api_view, authentication_classes, permission_classes
+    from rest_framework.response import Response
+
+    def plain(request: Any, pk: int) -> Any:
+        return HttpResponse("private")
+
+    async def coroutine(request: Any, pk: int) -> Any:
+        return HttpResponse("private")
+
+    class Classy(View):
+        def post(self, request: Any, pk: int) -> Any:
+            return HttpResponse("private")
+
+    @api_view(["POST"])
+    @authentication_classes([])
+    @permission_classes([])
+    def rest(request: Any, pk: int) -> Any:
+        return Response("private")
+
+    return {"plain": plain, "coroutine": coroutine, "classy": Classy, "rest": rest}
+
+
+def ask(kind: str, authorize: Any, key: str) -> Any:
+    from types import ModuleType
+
+    from django.test import Client, override_settings
+    from django.urls import path
+
+    from celery_idempotent.django.http import idempotent_view
+
+    view: Any = idempotent_view(**OPTIONS, authorize=authorize)(kinds()[kind])
+    module = ModuleType("authorized_urls")
+    target = view.as_view() if kind == "classy" else view
+    module.__dict__["urlpatterns"] = [path("<int:pk>/", target)]
+    client = Client(raise_request_exception=False, HTTP_HOST="localhost")
+    with override_settings(ROOT_URLCONF=module):
+        return client.post("/5/", headers={"Idempotency-Key": key})
+
+
+@pytest.mark.parametrize("kind", ["plain", "coroutine", "classy", "rest"])
+def test_it_is_asked_with_the_request_and_its_url_for_replays_alone(kind: str) -> None:
+    from django.http import HttpResponse
+
+    asked: list[Any] = []
+    answers: dict[Any, int] = {
+        True: 200,
+        "an object": 200,
+        False: 403,
+        None: 403,
+        HttpResponse(status=418): 418,
+    }
+
+    def authorize(request: Any, pk: int) -> Any:
+        asked.append((request.method, pk))
+        return answer
+
+    key = new_key()
+    for answer in answers:
+        assert ask(kind, authorize, key).status_code == (answers[answer] if asked else 200)
+        if not asked:
+            assert ask(kind, authorize, key).status_code == 200
+    assert asked == [("POST", 5)] * len(answers)
+
+
+def test_what_forgets_to_await_its_question_lets_nobody_in() -> None:
+    async def really(request: Any, pk: int) -> bool:
+        return False
+
+    key = new_key()
+    assert ask("plain", lambda request, pk: really(request, pk), key).status_code == 200
+    assert ask("plain", lambda request, pk: really(request, pk), key).status_code == 500
+
+
+def test_a_question_that_cannot_be_asked_is_refused() -> None:
+    from celery_idempotent.django.http import idempotent_view, keyed_view
+
+    async def coroutine(request: Any) -> bool:
+        return True
+
+    for wrong in (5, coroutine):
+        with pytest.raises(InvalidOption, match="authorize"):
+            idempotent_view(authorize=wrong)(kinds()["plain"])
+    with pytest.raises(InvalidOption, match="does nothing for keyed_view"):
+        keyed_view(authorize=lambda _: True)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_the_status_resource_cannot_ask_and_tells_no_more_than_the_status(
+    factory: Any, guarded: bool
+) -> None:
+    from django.http import JsonResponse
+    from django.test import override_settings
+
+    from celery_idempotent.django.http import idempotent_view
+    from celery_idempotent.django.http.status import status
+
+    @idempotent_view(**OPTIONS, authorize=(lambda _: False) if guarded else None)
+    def view(request: Any) -> Any:
+        return JsonResponse({"private": 1}, status=201, headers={"Location": "/private/"})
+
+    key = new_key()
+    assert view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)).status_code == 201
+    asked = factory.get("/")
+    asked.user = SimpleNamespace(pk=1, is_authenticated=True)
+    with override_settings(IDEMPOTENCY_HTTP=OPTIONS):
+        shown: Any = status(asked, "http", key)
+    told = json.loads(shown.content)
+    assert told["state"] == "COMPLETED"
+    private = {} if guarded else {"location": "/private/", "body": {"private": 1}}
+    assert told["result"] == {"status": 201, **private}

@@ -1,0 +1,177 @@
+"""A request that is too large is 413 at every door, and nothing that was begun for it stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from tests.http.sites import new_key
+from tests.sql.databases import add_alias, database, drop_alias, execute, ready, rows
+
+ALIAS = "limits"
+FORM = "application/x-www-form-urlencoded"
+VIEWS = [
+    *(("keyed", kind) for kind in ("plain", "coroutine", "classy", "rest")),
+    *(("guarded", kind) for kind in ("plain", "coroutine", "rest")),
+    *(("guarded by a fingerprint of its own", kind) for kind in ("plain", "coroutine", "rest")),
+    *(("without a key", kind) for kind in ("plain", "rest")),
+]
+
+app = Celery("limits", broker="memory://", set_as_current=False)
+app.conf.idempotency_store = "memory://"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    directory: Path = tmp_path_factory.mktemp("limits")
+    with ready(directory), database("sqlite", directory) as settings:
+        add_alias(ALIAS, {**settings, "ATOMIC_REQUESTS": True})
+        execute(ALIAS, "CREATE TABLE note (text TEXT)")
+        try:
+            yield
+        finally:
+            drop_alias(ALIAS)
+
+
+def parts(count: int, *, file: bool) -> bytes:
+    name = '; filename="a.txt"' if file else ""
+    lines = [
+        f'--x\r\nContent-Disposition: form-data; name="a"{name}\r\n\r\n1\r\n' for _ in range(count)
+    ]
+    return "".join([*lines, "--x--\r\n"]).encode()
+
+
+#: What is over which limit.
+TOO_LARGE = {
+    "ours": (FORM, b"a=" + b"1" * 30_000),
+    "Django's of bytes": (FORM, b"a=" + b"1" * 15_000),
+    "Django's of fields": (FORM, b"&".join([b"a=1"] * 101)),
+    "Django's of parts": ("multipart/form-data; boundary=x", parts(103, file=False)),
+    "Django's of files": ("multipart/form-data; boundary=x", parts(11, file=True)),
+}
+LIMITS = {
+    "DATA_UPLOAD_MAX_MEMORY_SIZE": 10_000,
+    "DATA_UPLOAD_MAX_NUMBER_FIELDS": 100,
+    "DATA_UPLOAD_MAX_NUMBER_FILES": 10,
+    "IDEMPOTENCY_HTTP": {"max_request_bytes": 20_000, "app": f"{__name__}.app"},
+}
+
+
+def views(door: Any) -> dict[str, Any]:
+    """Views of every kind that write, and then look at the form."""
+    from django.db.transaction import non_atomic_requests
+    from django.http import JsonResponse
+    from django.views import View
+    from rest_framework.decorators import (
+        api_view,
+        authentication_classes,
+        parser_classes,
+        permission_classes,
+    )
+    from rest_framework.parsers import FormParser, MultiPartParser
+    from rest_framework.response import Response
+
+    def plain(request: Any) -> Any:
+        execute(ALIAS, "INSERT INTO note VALUES (%s)", (request.GET["note"],))
+        return JsonResponse({"a": request.POST["a"]})
+
+    @non_atomic_requests(using=ALIAS)  # Django has no transactions for coroutines
+    async def coroutine(request: Any) -> Any:
+        await asyncio.sleep(0)
+        return JsonResponse({"a": request.POST["a"]})
+
+    class Classy(View):
+        def post(self, request: Any) -> Any:
+            return plain(request)
+
+    @api_view(["POST"])
+    @authentication_classes([])
+    @permission_classes([])
+    @parser_classes([FormParser, MultiPartParser])
+    def rest(request: Any) -> Any:
+        execute(ALIAS, "INSERT INTO note VALUES (%s)", (request.GET["note"],))
+        return Response({"a": request.data["a"]})
+
+    return {
+        "plain": door(plain),
+        "coroutine": door(coroutine),
+        "classy": door(Classy).as_view(),
+        "rest": door(rest),
+    }
+
+
+def doors() -> dict[str, Any]:
+    from celery_idempotent.django.http import idempotent_view, keyed_view
+
+    def scope(_: Any) -> str:
+        return "caller"
+
+    return {
+        "keyed": keyed_view(scope=scope),
+        "guarded": idempotent_view(scope=scope),
+        "guarded by a fingerprint of its own": idempotent_view(scope=scope, fingerprint=scope),
+        "without a key": idempotent_view(scope=scope, required=False, checks=[lambda _: None]),
+    }
+
+
+def ask(view: Any, kind: str, body: bytes, key: str | None, note: str) -> Any:
+    from django.test import Client, override_settings
+    from django.urls import path
+
+    module = ModuleType("limited_urls")
+    module.__dict__["urlpatterns"] = [path("", view)]
+    client = Client(raise_request_exception=False, HTTP_HOST="localhost")
+    headers = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
+    with override_settings(ROOT_URLCONF=module, **LIMITS):
+        extra: dict[str, Any] = headers
+        return client.generic("POST", f"/?note={note}", body, content_type=kind, **extra)
+
+
+@pytest.mark.parametrize("limit", TOO_LARGE)
+@pytest.mark.parametrize(("door", "kind"), VIEWS)
+def test_a_request_over_a_limit_is_413_and_leaves_nothing(door: str, kind: str, limit: str) -> None:
+    if (door, limit) == ("without a key", "ours"):
+        pytest.skip("for idempotent requests")
+    view, note = views(doors()[door])[kind], new_key()
+    key = None if door == "without a key" else new_key()
+    answer = ask(view, *TOO_LARGE[limit], key, note)
+    assert (answer.status_code, answer.headers["Content-Type"]) == (413, "application/problem+json")
+    assert answer.json()["code"] == "request_too_large"
+    assert rows(ALIAS, "SELECT 1 FROM note WHERE text = %s", (note,)) == []
+    small = ask(view, FORM, b"a=1", key, note)
+    assert (small.status_code, small.json()) == (200, {"a": "1"}), "the key is free"
+
+
+def test_enqueue_itself_refuses_what_nobody_has_looked_at() -> None:
+    from django.test import RequestFactory, override_settings
+
+    from celery_idempotent import IdempotentTask
+    from celery_idempotent.django.http import enqueue
+
+    @app.task(base=IdempotentTask, name="limits.task", shared=False)
+    def task() -> None:
+        """Never comes to be published."""
+
+    request = RequestFactory().generic(
+        "POST", "/", b"1" * 30_000, "text/plain", HTTP_IDEMPOTENCY_KEY="k"
+    )
+    with override_settings(**LIMITS):
+        assert enqueue(request, task, scope="caller").status_code == 413
+
+
+def test_a_limit_that_a_safe_request_meets_is_left_to_django() -> None:
+    from django.core.exceptions import TooManyFieldsSent
+    from django.test import RequestFactory, override_settings
+
+    from celery_idempotent.django.http import idempotent_view
+
+    view = idempotent_view(lambda request: request.GET["a"], scope=lambda _: "caller")
+    request = RequestFactory().get("/?" + "&".join(["a=1"] * 101))
+    with override_settings(**LIMITS), pytest.raises(TooManyFieldsSent):
+        view(request)
