@@ -30,7 +30,12 @@ from celery_idempotent.errors import (
     StoreUnavailable,
 )
 from celery_idempotent.records import State
-from celery_idempotent.stores.base import Store, Transaction, TransactionalStore
+from celery_idempotent.stores.base import (
+    Store,
+    Transaction,
+    TransactionalStore,
+    has_transactions,
+)
 
 __all__ = ["AtomicRun", "in_transaction", "transactional"]
 
@@ -43,7 +48,7 @@ def transactional(store: Store, task: str) -> TransactionalStore:
     Raises:
         StoreMisconfigured: if not.
     """
-    if isinstance(store, TransactionalStore):
+    if has_transactions(store):
         return store
     raise StoreMisconfigured(
         f"Task {task} is atomic (idempotency_atomic), and {type(store).__name__} has no transactions that it could "
@@ -159,7 +164,7 @@ class AtomicRun:
         """
         call, claim, endings = self._call, self._claim, self._endings
         patient = isinstance(error, Exception)
-        if isinstance(claim.store, TransactionalStore):
+        if has_transactions(claim.store):
             with suppress(*STORE_ERRORS):
                 claim.store.abandon(claim.record)
         if self.superseded and patient:

@@ -15,7 +15,7 @@ from celery_idempotent.calls import STORE_ERRORS, Call, Codec, Reporter
 from celery_idempotent.claim import Claim
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import State, Stored
-from celery_idempotent.stores.base import TransactionalStore
+from celery_idempotent.stores.base import has_transactions
 
 __all__ = ["Endings"]
 
@@ -117,7 +117,7 @@ class Endings:
             database                                               (at work) ─────── committed ─────┴─ COMPLETED
         """
         store = claim.store
-        assert isinstance(store, TransactionalStore)
+        assert has_transactions(store)
         give_up = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
         delay = 0.0
         while True:

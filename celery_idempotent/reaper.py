@@ -17,11 +17,12 @@ from celery.signals import beat_init
 from celery_idempotent import signals
 from celery_idempotent.definition import Definition
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
+from celery_idempotent.lease import heartbeat
 from celery_idempotent.policy import Policy, milliseconds
 from celery_idempotent.records import Record, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import CountingStore
+from celery_idempotent.stores.base import can_count
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     tally.write()
     emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
     counts |= _upkeep(app, store, limit)
-    if isinstance(store, CountingStore):
+    if can_count(store):
         store.note_sweep()
     busy = report.interrupted or report.requeued or pruned
     logger.log(
@@ -184,7 +185,7 @@ def event_of(record: Record, error: BaseException | None = None) -> Event:
 
 
 def install(app: Celery) -> None:
-    """Give ``app`` the sweep task and its beat entry, once, as soon as its tasks are complete.
+    """Give ``app`` the sweep task and its beat entry, as soon as its tasks are complete, and a close; all that once.
 
     Raises:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
@@ -194,11 +195,23 @@ def install(app: Celery) -> None:
         if app in _installed:
             return
         _installed.add(app)
+    _finish_with(app)
     if vars(app)["finalized"]:
         _register(app, interval)
     else:
         # Not at once: the app may be walking through its tasks right now.
         app.on_after_finalize.connect(lambda **_: _register(app, interval), weak=False)
+
+
+def _finish_with(app: Celery) -> None:
+    """Let ``app.close()`` end the heartbeat's thread, too."""
+    close = app.close
+
+    def close_and_finish() -> None:
+        close()
+        heartbeat.finish()
+
+    app.close = close_and_finish  # type: ignore[method-assign]
 
 
 def sweep_interval(app: Celery) -> float | None:

@@ -15,18 +15,19 @@ record is written by the last statement only, and on condition that it still has
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from django.db import Error, OperationalError
+from django.db import Error
 from django.db.transaction import Atomic
 
 from celery_idempotent.django.commit_hooks import make_robust
 from celery_idempotent.django.connections import Lines, Session
-from celery_idempotent.django.dialects import LOCK_TIMEOUT_MS, error_code, kind
+from celery_idempotent.django.dialects import LOCK_TIMEOUT_MS, kind
+from celery_idempotent.django.elsewhere import Surroundings
+from celery_idempotent.django.ended import SessionLost, still_there
 from celery_idempotent.django.holders import lock_name, lock_number
 from celery_idempotent.django.interruptions import drop, sound, struck
 from celery_idempotent.django.rows import LETTERS, PRUNE_SLACK_MS, digest
@@ -42,17 +43,9 @@ from celery_idempotent.stores.values import pack_value
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["AtomicRun", "SessionLost", "TransactionEnded", "abandon", "transaction"]
+__all__ = ["AtomicRun", "abandon", "transaction"]
 
 _SAVEPOINT = "celery_idempotent_run"
-#: Statements that leave nothing behind; comments and brackets may come first.
-_READS = re.compile(
-    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
-    r"(?:(?:SELECT|SHOW|EXPLAIN|DESC|DESCRIBE|VALUES|TABLE|PRAGMA|SET|SAVEPOINT|RELEASE|ROLLBACK)\b"
-    r"|WITH\b(?!.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b))",
-    re.IGNORECASE | re.DOTALL,
-)
-
 _OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
 
 #: Bounds one wait of ours, and no statement of the task: what its COMMIT waits for is its own business, too.
@@ -64,42 +57,6 @@ _PATIENCE = (
     " FROM patience",
     " RETURNING set_config('lock_timeout', was, true)",
 )
-
-
-#: The SQLSTATE of a statement in a transaction that an earlier one has broken.
-_ABORTED = "25P02"
-
-_CLOSED = (
-    "the task closed the connection of its own transaction (close_old_connections(), connections.close_all(), or"
-    " connection.close()), which rolled it back: leave that to what comes after an idempotency_atomic task"
-)
-_LOST = (
-    "the session of the task's transaction was lost before the COMMIT: everything is rolled back"
-)
-_BROKEN = (
-    "the task went on after a database error inside its transaction: put the statement that may fail in a"
-    " transaction.atomic() of its own, and catch the error around it"
-)
-_DOOMED = (
-    "the task marked its transaction for rollback, by transaction.set_rollback(True) or by an exception that it caught"
-    " around an atomic(savepoint=False), and nothing of it can be committed: raise an exception to roll back"
-)
-_ENDED = (
-    "the transaction that the task's record should have been settled in is over before its time: the task committed or"
-    " rolled it back, by a statement that commits by itself perhaps, or went on after a deadlock, which rolls back"
-    " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
-)
-
-
-class SessionLost(OperationalError):
-    """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
-
-    def __init__(self) -> None:
-        super().__init__(type(self).__doc__)
-
-
-class TransactionEnded(StoreMisconfigured):
-    """The task ended the transaction that should have settled its record with its own writes."""
 
 
 class AtomicRun:
@@ -114,6 +71,7 @@ class AtomicRun:
 
     def __init__(self, session: Session, record: Record | None) -> None:
         self.settled = False
+        self.surroundings = Surroundings(session.connection)
         self._session = session
         self._identity = record.identity if record is not None else None
         self._name = digest(record.identity) if record is not None else b""
@@ -161,7 +119,7 @@ class AtomicRun:
 
     def outside(self) -> AbstractContextManager[None]:
         """Refuse statements that write, other than through another connection."""
-        return self._session.connection.execute_wrapper(_only_read)
+        return self.surroundings.step()
 
     def unlock(self) -> None:
         """Say that nobody is at work any more, where a lock outlives its transaction."""
@@ -190,7 +148,7 @@ class AtomicRun:
         session, keep_ms = self._session, max(keep_ms, 1)
         if self._identity is None:
             raise StoreMisconfigured("this transaction has no claim to settle")
-        self._still_there()
+        still_there(session, _SAVEPOINT)
         now = session.words.now_ms
         before, between, after = _PATIENCE if session.words.vendor == "postgresql" else ("", "", "")
         try:
@@ -226,33 +184,6 @@ class AtomicRun:
         return isinstance(error, SessionLost) or (
             isinstance(error, Error) and kind(error, vendor) in ("conflict", "lost")
         )
-
-    def _still_there(self) -> None:
-        """Raise unless this is the transaction that began the run, and it can still commit."""
-        own = self._session.connection
-        if own.closed_in_transaction or own.connection is None:
-            raise TransactionEnded(_CLOSED)
-        # Django would refuse the statement. It also tells whether the session is there.
-        doomed, own.needs_rollback = own.needs_rollback, False
-        failure: Error | None = None
-        try:
-            # It was the first one, so whatever ended the transaction took it along.
-            self._session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
-        except Error as error:
-            failure = error
-        finally:
-            own.needs_rollback = doomed
-        if failure is not None and kind(failure, own.vendor) == "lost":
-            if isinstance(failure, OperationalError):
-                raise failure
-            raise SessionLost from failure
-        if failure is not None and error_code(failure) == _ABORTED:
-            raise TransactionEnded(_BROKEN) from failure
-        if doomed:
-            cause = getattr(own, "rollback_exc", None)
-            raise TransactionEnded(_DOOMED if cause is None else _BROKEN) from cause
-        if failure is not None:
-            raise TransactionEnded(_ENDED) from failure
 
 
 @contextmanager
@@ -402,16 +333,3 @@ def _refuse_outer(own: BaseDatabaseWrapper) -> None:
             "an idempotency_atomic task commits its own writes with its record, so it cannot run"
             " inside another transaction: call it outside of atomic()"
         )
-
-
-def _only_read(
-    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Mapping[str, Any]
-) -> Any:
-    """Refuse what writes: a step is not run again, and what it wrote would be rolled back by a later failure."""
-    text = sql if isinstance(sql, str) else sql.as_string(None)  # psycopg composes statements
-    if not _READS.match(text):
-        raise IdempotencyError(
-            "a step of an idempotency_atomic task may not write to the database of its transaction: a failure after it"
-            " would roll the write back and keep the step. Write outside of the step, with what it returned"
-        )
-    return execute(sql, params, many, context)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django import atomic, browse, refusals, shortcuts, upkeep
+from celery_idempotent.django import atomic, browse, elsewhere, refusals, shortcuts, upkeep
 from celery_idempotent.django.autocommit import commits_by_hand, committing
 from celery_idempotent.django.connections import Lines, Session
 from celery_idempotent.django.holders import end_holder
@@ -69,6 +69,7 @@ class DjangoStore:
     def __init__(self, alias: str = "default") -> None:
         self.alias = alias
         self.lines = Lines(alias)
+        elsewhere.watch()
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
         # a child that is forked while a thread imports finds the locks of its modules taken for ever.
         with suppress(StoreMisconfigured, ImproperlyConfigured):

@@ -10,22 +10,34 @@ from django.db import connections
 
 from celery_idempotent.claim import current_claim
 from celery_idempotent.django.testcases import in_testcase
+from celery_idempotent.errors import IdempotencyError
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.django.elsewhere import Surroundings
     from celery_idempotent.stores.base import Store
 
 __all__ = ["alias_in_use", "transactions_around"]
 
 
 def alias_in_use() -> str | None:
-    """Return the database whose transaction the running atomic task will commit with its record; else ``None``."""
+    """Return the database whose transaction the running atomic task will commit with its record; else ``None``.
+
+    Raises:
+        IdempotencyError: in another thread than that of the transaction.
+    """
     claim = current_claim()
     if claim is None or claim.transaction is None:
         return None
     alias: str | None = getattr(claim.store, "outbox_alias", None)
+    around: Surroundings | None = getattr(claim.transaction, "surroundings", None)
+    if alias is not None and around is not None and around.has(connections[alias]):
+        raise IdempotencyError(
+            "an idempotency_atomic task publishes with its transaction, which belongs to the thread of its body, and "
+            "this is another thread: publish from the body"
+        )
     return alias if alias is not None and connections[alias].in_atomic_block else None
 
 

@@ -7,6 +7,7 @@ and before the acknowledgement. ``hold-<key>`` keeps the payment waiting inside 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -204,6 +205,8 @@ def misbehave(key: str, how: str) -> None:
     elif how == "durable":
         with transaction.atomic(durable=True):
             pass
+    elif how == "asyncio":
+        asyncio.run(asyncio.to_thread(write, "effects", key, 0))
     elif how == "raise":
         raise ValueError
     elif how == "retry once" and misbehave.request.retries == 0:

@@ -42,9 +42,9 @@ from django.db import (
 )
 
 from celery_idempotent.django import atomic, holders
-from celery_idempotent.django.atomic import TransactionEnded
 from celery_idempotent.django.connections import Session
 from celery_idempotent.django.dialects import DIALECTS
+from celery_idempotent.django.ended import TransactionEnded
 from celery_idempotent.django.rows import digest
 from celery_idempotent.django.store import DjangoStore
 

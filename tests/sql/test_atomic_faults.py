@@ -502,19 +502,20 @@ class TestPersistentConnections:
 
 
 class TestMisbehaviour:
-    HOWS = ("commit", "raw", "durable", "raise", "retry once")
+    HOWS = ("commit", "raw", "durable", "asyncio", "raise", "retry once")
 
     @pytest.mark.parametrize("vendor", databases.VENDORS)
     def test_a_task_that_ends_its_transaction_is_told_so(self, till, vendor):
         place = till(vendor)
         place.worker("worker", concurrency=2)
         results = {how: place.ask("misbehave", how, how) for how in self.HOWS}
-        for how in ("commit", "durable", "raise"):
+        for how in ("commit", "durable", "asyncio", "raise"):
             with pytest.raises(Exception) as caught:
                 results[how].get(timeout=PATIENCE)
             assert type(caught.value).__name__ in (
                 "TransactionManagementError",
                 "RuntimeError",
+                "IdempotencyError",
                 "ValueError",
             )
             assert place.effects(how) == 0

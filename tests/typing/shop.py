@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery, chain, group, shared_task
 
@@ -16,12 +16,12 @@ other = Celery("another shop", task_cls=IdempotentTask, set_as_current=False)
 app.conf.update(task_always_eager=True, idempotency_store="memory://")
 
 
-@app.task
+@app.task(shared=False)
 def charge(order_id: str, amount: int = 1) -> str:
     return f"{order_id}: {amount}"
 
 
-@app.task(idempotency_key="order_id", bind=True)
+@app.task(idempotency_key="order_id", bind=True, shared=False)
 def ship(self: IdempotentTask, order_id: str) -> str:
     return self.idempotency.key
 
@@ -36,9 +36,19 @@ def based(order_id: str) -> str:
     return order_id
 
 
-@shared_task(base=IdempotentTask)
-def shared(order_id: str) -> str:
-    return order_id
+if TYPE_CHECKING:  # they would be tasks of every app of the process, those of other tests as well
+
+    @app.task
+    def bare(order_id: str) -> str:
+        return order_id
+
+    @shared_task(base=IdempotentTask)
+    def shared(order_id: str) -> str:
+        return order_id
+
+    for each in (bare, shared, elsewhere):
+        each.apply_async(("a",), idempotency_key="k")
+        each.s("a").set(idempotency_key="k", idempotency_scope="tenant")
 
 
 def calls() -> list[Any]:
@@ -56,4 +66,4 @@ def calls() -> list[Any]:
     chain(charge.s("c"), ship.si("d")).apply_async(**batch)
     record = charge.idempotency_record("k", scope="tenant")
     assert record is not None
-    return [record.identity.key, ship.delay("z").get(), elsewhere.name, shared.name]
+    return [record.identity.key, ship.delay("z").get(), elsewhere.name]

@@ -26,7 +26,7 @@ from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 __all__ = [
     "CONTENT_TYPE",
@@ -165,6 +165,16 @@ def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpRespons
     """
     if stored.content_type != CONTENT_TYPE or stored.compression:
         raise ResultUnavailable("What is kept for this key is no response.")
+    try:
+        return _read(stored, {*KEPT_ATTRIBUTES, *attributes})
+    except ResultUnavailable:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever Django says of what is no response
+        problem = f"What is kept for this key cannot be read ({type(error).__name__})."
+        raise ResultUnavailable(problem) from None
+
+
+def _read(stored: Stored, known: Collection[str]) -> HttpResponse:
     head, _, body = stored.body.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
@@ -178,7 +188,6 @@ def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpRespons
         del response["Content-Type"]
     for name in (_AUTHORIZED, _ATTRIBUTES):
         del response[name]
-    known = {*KEPT_ATTRIBUTES, *attributes}
     for name, value in json.loads(headers.get(_ATTRIBUTES, "{}")).items():
         if name in known:
             setattr(response, name, value)
