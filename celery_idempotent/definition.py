@@ -47,7 +47,6 @@ class Definition:
     identifier: Identifier
     codec: TaskCodec
     runner: Runner
-    eager_runner: Runner
     keyed: bool
     overridden: bool
     settings: Snapshot
@@ -95,31 +94,31 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
     if policy.mode != "off":
         _check_body(task, base, observed=policy.mode == "observe")
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
-
-    def runner(**which: bool) -> Runner:
-        store = partial(_store_of, app, **which)
-        return Runner(name, policy=policy, store=store, codec=codec, sender=lambda: app.tasks[name])
-
     return Definition(
         policy=policy,
         identifier=Identifier(name, _signature_of(task), **about),
         codec=codec,
-        runner=runner(),
-        eager_runner=runner(eager=True),
+        runner=Runner(
+            name,
+            policy=policy,
+            store=partial(_store_of, app),
+            codec=codec,
+            sender=lambda: app.tasks[name],
+        ),
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
         settings=settings,
     )
 
 
-def _store_of(app: Celery, *, eager: bool = False) -> Store:
+def _store_of(app: Celery) -> Store:
     """Return the app's store, for a run: the message of one that has none comes back until there is one.
 
     Raises:
         StoreMisconfigured: if there is none.
     """
     try:
-        return get_store(app, eager=eager)
+        return get_store(app)
     except InvalidOption as error:
         raise StoreMisconfigured(str(error)) from error
 

@@ -246,8 +246,7 @@ class IdempotentTask(TaskBase):
         self, definition: Definition, request: Any, call: Call, body: Callable[[], Any]
     ) -> Any:
         """Act on what the protocol says; raises StaysError if it is to be asked again."""
-        runner = definition.eager_runner if request.is_eager else definition.runner
-        match runner.execute(call, body):
+        match definition.runner.execute(call, body):
             case Ran(value):
                 return value
             case Replay(record, age_ms):
@@ -263,7 +262,7 @@ class IdempotentTask(TaskBase):
                     request.id,
                     error,
                 )
-                return runner.unguarded(call, body)
+                return definition.runner.unguarded(call, body)
 
     def _call(
         self,
@@ -289,7 +288,7 @@ class IdempotentTask(TaskBase):
             request.headers = bound(headers, task_id, identified)
         noted = None
         if delivery.sends_on(request):
-            noted = partial(delivery.expect, request, get_store(self.app), identity)
+            noted = partial(self._expect_sending, request, identity)
         return Call(
             identity=identity,
             fingerprint=identified.fingerprint,
@@ -303,6 +302,9 @@ class IdempotentTask(TaskBase):
             around=self.transactions_around if request.is_eager else None,
             is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
+
+    def _expect_sending(self, request: Context, identity: Identity, token: int) -> None:
+        delivery.expect(request, get_store(self.app), identity, token)
 
     def _message(self, definition: Definition, request: Context) -> bytes | None:
         """Return this message as a sweep would publish it again, if the policy wants that."""

@@ -96,7 +96,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
     return store
 
 
-def get_store(app: Celery, *, eager: bool = False) -> Store:
+def get_store(app: Celery) -> Store:
     """Return the app's store.
 
     It is the setting ``idempotency_store``, else where the app keeps its results or its messages.
@@ -105,8 +105,8 @@ def get_store(app: Celery, *, eager: bool = False) -> Store:
 
     The same app always gets the same store, also in a child that it forked, until it is set to
     another; two apps never share one. An app that has none gets the memory of this process where
-    all of it happens there: its runs are eager (this one is: ``eager``), or its broker is
-    ``memory://``, as in Celery's fixtures.
+    all of it happens there: its runs are eager, or its broker is ``memory://``, as in Celery's
+    fixtures.
     """
     # current_app is a proxy, and so is app of shared_task.
     app = getattr(app, "_get_current_object", lambda: app)()
@@ -122,7 +122,7 @@ def get_store(app: Celery, *, eager: bool = False) -> Store:
         _stores.pop(app, None)
     settings, made = Snapshot(app, _SETTINGS), _store_of(app)
     if made is None:
-        if not eager and not _all_is_here(app):
+        if not _all_is_here(app):
             raise InvalidOption(_WHAT_TO_SET)
         return _in_memory(app)
     # Two threads may both get here; the first store stays.
@@ -130,10 +130,15 @@ def get_store(app: Celery, *, eager: bool = False) -> Store:
 
 
 def _all_is_here(app: Celery) -> bool:
-    """Does all that this app publishes run in this very process?"""
+    """Does all of it happen in this very process: the run at work, or every run of this app?"""
+    from celery._state import get_current_task
+
+    task: Any = get_current_task()
+    if app.conf.task_always_eager or (task is not None and task.request.is_eager):
+        return True
     broker: Any = app.conf.broker_url
     first = broker[0] if isinstance(broker, (list, tuple)) and broker else broker
-    return bool(app.conf.task_always_eager) or str(first).startswith("memory://")
+    return str(first).startswith("memory://")
 
 
 def _in_memory(app: Celery) -> Store:

@@ -27,16 +27,10 @@ from tests.support.workers import child_environment
 def app() -> Iterator[Any]:
     """An app that is not configured, as a test suite may have it."""
     app: Any = Celery("no store", broker="amqp://", backend="rpc://", set_as_current=False)
-    app.runs = []
+    app.runs, app.sent = [], []
+    app.send_task = lambda name, *_, **options: app.sent.append({"name": name, **options})
     yield app
     app.close()
-
-
-@pytest.fixture
-def sent(app: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    found: list[Any] = []
-    monkeypatch.setattr(app, "send_task", lambda *_, **options: found.append(options))
-    return found
 
 
 def define(app: Any, **options: Any) -> Any:
@@ -58,7 +52,7 @@ def define(app: Any, **options: Any) -> Any:
 
 def deliver(task: Any, key: str) -> Any:
     """Run a message as a worker's child does; return the state it ends in."""
-    request = {"id": "m", "args": (key,), "kwargs": {}, "delivery_info": {}, "is_eager": False}
+    request = {"id": "m", "args": (key,), "kwargs": {}, "delivery_info": {}, "callbacks": [LINK]}
     return build_tracer(task.name, task, app=task.app)("m", [key], {}, request).info
 
 
@@ -74,14 +68,17 @@ def failures() -> Iterator[list[Any]]:
     signals.store_failed.disconnect(note)
 
 
+LINK = {"task": "other", "args": (), "kwargs": {}, "options": {}}
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_a_message_for_a_task_that_a_worker_came_to_know_late_comes_back(
-    app: Any, sent: list[Any], failures: list[Any], late: bool
+    app: Any, failures: list[Any], late: bool
 ) -> None:
     """It was registered after the worker had looked at its tasks, found none of ours, and started."""
     assert deliver(define(app, acks_late=late), "k").state == "IGNORED"
     assert app.runs == []
-    (again,) = sent
+    (again,) = app.sent
     assert again["task_id"] == "m"
     assert again["countdown"] > 0
     assert "set idempotency_store" in str(failures[0].error)
@@ -94,10 +91,10 @@ def test_it_runs_where_no_store_is_no_reason_not_to(app: Any, failures: list[Any
     assert len(failures) == 1
 
 
-def test_a_key_cannot_be_reserved_without_a_store(app: Any, sent: list[Any]) -> None:
+def test_a_key_cannot_be_reserved_without_a_store(app: Any) -> None:
     with pytest.raises(InvalidOption, match="set idempotency_store"):
         define(app, idempotency_publish_once=True).delay("k")
-    assert sent == []
+    assert app.sent == []
 
 
 SAID = "has no store, and keeps its records in the memory of this process"
@@ -108,8 +105,9 @@ def test_eager_runs_without_a_store_use_the_memory_and_say_so_once(
 ) -> None:
     task = define(app)
     assert [task.apply((key,)).get() for key in "aab"] == ["receipt 1", "receipt 1", "receipt 2"]
-    define(app, name="other").apply(("c",), throw=True)
+    task.apply(("c",), link=define(app, name="other").si("d"), throw=True)
     assert app.runs == ["a", "b", "c"]
+    assert [each["name"] for each in app.sent] == ["other"]
     (line,) = [each for each in caplog.messages if SAID in each]
     assert "idempotency_store" in line
 
@@ -122,9 +120,7 @@ def test_so_does_an_app_that_is_always_eager(app: Any, caplog: pytest.LogCapture
     assert caplog.text.count(SAID) == 1
 
 
-def test_what_is_published_does_not_rely_on_the_memory_of_an_eager_run(
-    app: Any, sent: list[Any]
-) -> None:
+def test_what_is_published_does_not_rely_on_the_memory_of_an_eager_run(app: Any) -> None:
     task = define(app, idempotency_publish_once=True)
     task.apply(("a",), throw=True)
     with pytest.raises(InvalidOption, match="set idempotency_store"):
