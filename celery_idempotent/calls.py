@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -166,7 +167,8 @@ class Reporter:
         observed: bool = False,
     ) -> None:
         """Count the outcome, and send ``signal`` if anybody listens."""
-        tally.count(self._store(), self.name, signal.name)  # type: ignore[attr-defined]  # not in celery-types
+        with suppress(*STORE_ERRORS):  # or there is none that could keep a count
+            tally.count(self._store(), self.name, signal.name)  # type: ignore[attr-defined]  # not in celery-types
         if signal.receivers:
             event = Event(
                 task=self.name,

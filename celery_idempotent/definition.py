@@ -13,7 +13,7 @@ from celery import Task
 
 from celery_idempotent import unfinished
 from celery_idempotent.codec import TaskCodec
-from celery_idempotent.errors import InvalidKey, InvalidOption
+from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
 from celery_idempotent.keys import Identified, Identifier
 from celery_idempotent.policy import (
     KEY_OPTIONS,
@@ -25,7 +25,7 @@ from celery_idempotent.policy import (
 )
 from celery_idempotent.runner import Runner
 from celery_idempotent.settings import Snapshot
-from celery_idempotent.stores import get_store
+from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -101,7 +101,7 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         runner=Runner(
             name,
             policy=policy,
-            store=partial(get_store, app),
+            store=partial(_store_of, app),
             codec=codec,
             sender=lambda: app.tasks[name],
         ),
@@ -109,6 +109,18 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
         settings=settings,
     )
+
+
+def _store_of(app: Celery) -> Store:
+    """Return the app's store, for a run: the message of one that has none comes back until there is one.
+
+    Raises:
+        StoreMisconfigured: if there is none.
+    """
+    try:
+        return get_store(app)
+    except InvalidOption as error:
+        raise StoreMisconfigured(str(error)) from error
 
 
 def _check_body(task: type[Task[Any, Any]], base: type, *, observed: bool) -> None:

@@ -15,12 +15,9 @@ from celery.signals import (
     worker_shutdown,
 )
 
-from celery_idempotent.atomic import transactional
-from celery_idempotent.checks import worker
-from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.checks import insist, worker
 from celery_idempotent.keys import Identified
 from celery_idempotent.lease import heartbeat
-from celery_idempotent.stores import get_store
 from celery_idempotent.tally import tally
 
 __all__ = [
@@ -192,19 +189,12 @@ def open_store(sender: Any = None, **_: Any) -> None:
     """Make the store before the pool's processes are forked: they inherit its modules, and import none of them.
 
     Raises:
-        SystemExit: if a task is atomic, and cannot be with this store: it would never run.
+        SystemExit: if no task could run: the worker would take messages, and get rid of them.
     """
-    tasks = [task for task in sender.app.tasks.values() if hasattr(task, "idempotency_definition")]
-    if not tasks:
-        return
-    store = get_store(sender.app)
-    for task in tasks:
-        definition = task.idempotency_definition()
-        if definition is not None and definition.policy.atomic:
-            try:
-                transactional(store, str(task.name))
-            except StoreMisconfigured as error:
-                raise SystemExit(f"idempotency: {error}") from error
+    try:
+        insist(sender.app)
+    except Exception as error:
+        raise SystemExit(f"idempotency: this worker does not start: {error}") from error
 
 
 @worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.check_setup")

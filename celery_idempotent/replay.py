@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore
 
-from celery_idempotent import delivery, republish
+from celery_idempotent import delivery, republish, sentry
 from celery_idempotent.definition import Definition
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Record, State
@@ -47,6 +47,9 @@ def replay(
         delivery.silence(request)
     if record.state is State.FAILED:
         error = definition.codec.load_error(record.value)
+        if not own:
+            # A redelivery comes of a process that may have died before it reported anything.
+            sentry.reported_before(error)
         _expect(task, request, record, age_ms)
         raise error
     if record.replaced and own:

@@ -14,6 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
+from celery_idempotent import sentry
 from celery_idempotent.delivery import UNDELIVERED
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.hooks import as_mapping, bound, said_of
@@ -105,6 +106,7 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
     _send(task, request, again, delay)
     if same:
         raise Ignore(str(error))
+    sentry.still_on_its_way(request)
     raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
 
 

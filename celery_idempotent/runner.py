@@ -60,6 +60,7 @@ from celery_idempotent.records import (
     State,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark, joined
+from celery_idempotent.stores.memory import MemoryStore
 
 __all__ = ["Runner"]
 
@@ -216,7 +217,14 @@ class Runner:
             task_id=call.task_id,
             worker=call.worker,
         )
-        return UnguardedClaim(self._store(), record, self._lease(record), self._codec, sent=0)
+        return UnguardedClaim(self._any_store(), record, self._lease(record), self._codec, sent=0)
+
+    def _any_store(self) -> Store:
+        """Return the store, or one that is of no use, where a claim holds nothing anyway."""
+        try:
+            return self._store()
+        except STORE_ERRORS:
+            return MemoryStore()
 
     def _claim(self, call: Call, attempt: bytes) -> tuple[Answer, float]:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
@@ -46,6 +45,7 @@ from celery_idempotent.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.replay import replay
 from celery_idempotent.stores import get_store
+from celery_idempotent.typed import TaskBase
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -54,10 +54,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.deferred import OnCommit
     from celery_idempotent.stores.base import Store
-
-    TaskBase = Task[Any, Any]
-else:
-    TaskBase = Task
 
 __all__ = ["IdempotentTask"]
 

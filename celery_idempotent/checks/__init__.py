@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
+from celery_idempotent.atomic import transactional
 from celery_idempotent.checks import broker, formats, servers
 from celery_idempotent.checks.finding import Finding, Tasks
 from celery_idempotent.checks.loading import load_tasks
@@ -17,7 +18,7 @@ from celery_idempotent.stores import get_store
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Finding", "check", "check_settings", "check_store", "check_workers"]
+__all__ = ["Finding", "check", "check_settings", "check_store", "check_workers", "insist"]
 
 _OF_SETTINGS = (
     broker.acks_late,
@@ -61,14 +62,15 @@ def check_settings(app: Celery) -> list[Finding]:
         return []
     try:
         store = get_store(app)
+        unbounded = list(servers.unbounded(store))  # reads the settings of a database
     except IdempotencyError as error:
-        hint = "Set idempotency_store to a URL or a store."
+        hint = "Set idempotency_store to a URL or a store; a worker does not start like this."
         return _heard([Finding(id="E001", problem=str(error), hint=hint)], silenced)
     found: list[Finding] = []
     for each in _OF_SETTINGS:
         found.extend(each(app, tasks))
     found.extend(servers.memory(store))
-    found.extend(servers.unbounded(store))
+    found.extend(unbounded)
     return _heard(found, silenced)
 
 
@@ -79,6 +81,7 @@ def check_store(app: Celery) -> list[Finding]:
         if not _tasks(app):
             return []
         store, silenced = get_store(app), _silenced(app)
+        list(servers.unbounded(store))
     except Exception:  # noqa: BLE001  # E001, E013 and E021 say it
         return []
     return _heard(servers.answers(store), silenced)
@@ -100,6 +103,24 @@ def check_workers(app: Celery) -> list[Finding]:
 def _bad_option(error: InvalidOption) -> Finding:
     hint = "Set it to what is allowed; a worker does not start like this."
     return Finding(id="E013", problem=str(error), hint=hint)
+
+
+def insist(app: Celery) -> None:
+    """Look, without asking any server, at what no task can run without.
+
+    Raises:
+        IdempotencyError: if an option is bad, if there is no store, or if a task is atomic and the store knows no
+            transactions.
+    """
+    tasks = _tasks(app)
+    if not tasks:
+        return
+    _silenced(app)
+    store = get_store(app)
+    list(servers.unbounded(store))
+    for name, (_, definition) in tasks.items():
+        if definition.policy.atomic:
+            transactional(store, name)
 
 
 def _tasks(app: Celery) -> Tasks:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.utils.connection import ConnectionDoesNotExist
 
@@ -185,6 +186,8 @@ class Lines:
                 f"there is no database {self.alias!r} in DATABASES: name one that there is in the"
                 " store's URL, as in django://default"
             ) from None
+        except ImproperlyConfigured as error:
+            raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
 
     @contextlib.contextmanager
     def _session(self, *, fresh: bool) -> Iterator[Session]:

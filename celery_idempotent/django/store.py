@@ -363,10 +363,12 @@ class DjangoStore:
         return None if self.joined() else self._about(identity, decide)
 
     def missing_bounds(self) -> Sequence[str]:
-        """Return the options that would bound the waits for a server that stays silent, and are not set."""
-        with suppress(StoreMisconfigured, ImproperlyConfigured):
-            return missing_bounds(self.lines.own())
-        return ()  # others say what is wrong
+        """Return the options that would bound the waits for a server that stays silent, and are not set.
+
+        Raises:
+            StoreMisconfigured: if Django's settings do not have this database.
+        """
+        return missing_bounds(self.lines.own())
 
     def skews_ms(self) -> Sequence[int]:
         """Return how far the database's clock is ahead of this machine's."""

@@ -38,6 +38,11 @@ _SCHEMES = {
     "unix": ("celery_idempotent.stores.opening:redis", "redis"),
 }
 
+_WHAT_TO_SET = (
+    "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
+    " nor the broker is a Redis that could keep the idempotency records"
+)
+
 #: The settings that a store is made of; without the first, of where the app keeps its results or its messages.
 _SETTINGS = (
     "idempotency_store",
@@ -49,6 +54,8 @@ _SETTINGS = (
 
 #: The store of each app, and what it was made of.
 _stores: weakref.WeakKeyDictionary[Celery, tuple[Snapshot, Store]] = weakref.WeakKeyDictionary()
+#: Those of apps that have none.
+_memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
 
 def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
@@ -97,7 +104,9 @@ def get_store(app: Celery) -> Store:
     ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
     The same app always gets the same store, also in a child that it forked, until it is set to
-    another; two apps never share one.
+    another; two apps never share one. An app that has none gets the memory of this process where
+    all of it happens there: its runs are eager, or its broker is ``memory://``, as in Celery's
+    fixtures.
     """
     # current_app is a proxy, and so is app of shared_task.
     app = _unwrapped(app)
@@ -111,9 +120,13 @@ def get_store(app: Celery) -> Store:
             "idempotency: the store of %s was set anew: records stay where they are", app
         )
         _stores.pop(app, None)
-    made = Snapshot(app, _SETTINGS), _store_of(app)
+    settings, made = Snapshot(app, _SETTINGS), _store_of(app)
+    if made is None:
+        if not _all_is_here(app):
+            raise InvalidOption(_WHAT_TO_SET)
+        return _in_memory(app)
     # Two threads may both get here; the first store stays.
-    return _stores.setdefault(app, made)[1]
+    return _stores.setdefault(app, (settings, made))[1]
 
 
 def swap_store(app: Celery, store: Store | None) -> None:
@@ -129,15 +142,42 @@ def _unwrapped(app: Celery) -> Celery:
     return found
 
 
-def _store_of(app: Celery) -> Store:
+def _all_is_here(app: Celery) -> bool:
+    """Does all of it happen in this very process: the run at work, or every run of this app?"""
+    from celery._state import get_current_task
+
+    task: Any = get_current_task()
+    if app.conf.task_always_eager or (task is not None and task.request.is_eager):
+        return True
+    broker: Any = app.conf.broker_url
+    first = broker[0] if isinstance(broker, (list, tuple)) and broker else broker
+    return str(first).startswith("memory://")
+
+
+def _in_memory(app: Celery) -> Store:
+    from celery_idempotent.stores.memory import MemoryStore
+
+    store = _memories.get(app)
+    if store is None:
+        logger.warning(
+            "idempotency: the app %s has no store, and keeps its records in the memory of this process: that is for"
+            ' tests. Say idempotency_store="memory://" if it is what you want.',
+            app.main,
+        )
+        store = _memories.setdefault(app, MemoryStore())
+    return store
+
+
+def _store_of(app: Celery) -> Store | None:
+    """Return a new store as the app's settings want it, ``None`` if they say nothing of one."""
     from celery_idempotent.stores import opening
 
     setting, replication = app.conf.get("idempotency_store"), opening.replication(app)
     if setting is None:
-        store: Store = _resolve("celery_idempotent.stores.opening:from_app", "redis")(
+        found: Store | None = _resolve("celery_idempotent.stores.opening:from_app", "redis")(
             app, **replication
         )
-        return store
+        return found
     if isinstance(setting, str):
         return open_store(setting, **replication)
     if is_store(setting):

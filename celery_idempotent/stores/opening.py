@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["from_app", "hybrid", "memory", "redis", "replication"]
 
-_WHAT_TO_SET = (
-    "set idempotency_store, for example to redis://localhost:6379/1: neither the result backend"
-    " nor the broker is a Redis that could keep the idempotency records"
-)
-
 
 def memory(_url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
     """Open ``memory://``, which has no replicas to wait for."""
@@ -78,8 +73,8 @@ def replication(app: Celery) -> dict[str, int]:
     return {"replicas": replicas, "replica_timeout_ms": timeout_ms} if replicas else {}
 
 
-def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
-    """Open the Redis that keeps the app's results, or else its messages.
+def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store | None:
+    """Open the Redis that keeps the app's results, or else its messages; ``None`` if neither is one.
 
     The ``global_keyprefix`` that keeps apps on one server apart starts our keys as well.
     """
@@ -106,7 +101,7 @@ def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) 
             replicas=replicas,
             replica_timeout_ms=replica_timeout_ms,
         )
-    raise InvalidOption(_WHAT_TO_SET)
+    return None
 
 
 def _redis_url(url: object, transport: Mapping[str, Any]) -> str | None:

@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.beat import Scheduler
 
 from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent.checks import check_settings
+from celery_idempotent.reaper import SWEEP
 from tests.docs import recipes_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import block, load
@@ -195,6 +198,25 @@ class TestObserve:
         assert task.idempotency_policy.mode == "observe"
         assert (task.acks_late, task.reject_on_worker_lost) == (False, False)
 
+    def test_its_workers_find_nothing_to_warn_of(self, request: pytest.FixtureRequest):
+        module = load(Celery(set_as_current=False), "recipes", "observe", {"Celery": own_celery})
+        request.addfinalizer(module.app.close)
+        module.app.task(name="shop.charge", shared=False)(_nothing)
+        assert [each.id for each in check_settings(module.app)] == []
+
+    def test_the_sweep_goes_where_the_page_sends_it(self, request: pytest.FixtureRequest):
+        app = own_celery("observed", broker="memory://", backend="cache+memory://")
+        request.addfinalizer(app.close)
+        app.task(name="shop.charge", base=IdempotentTask, shared=False)(_nothing)
+        load(app, "recipes", "sweep on a queue of its own", {})
+        app.finalize()
+        scheduler: Any = Scheduler(app)
+        scheduler.setup_schedule()
+        scheduler.apply_async(scheduler.schedule[SWEEP])
+        with app.connection_for_read() as connection:
+            queue: Any = app.amqp.queues["idempotency"].bind(connection.default_channel)
+            assert queue.get().headers["task"] == SWEEP
+
     def test_the_line_of_the_page_is_the_line_of_the_log(
         self, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
     ):
@@ -210,6 +232,9 @@ class TestObserve:
             task.apply(("order-17",), task_id="5d1c", idempotency_key="order-17")
         (told,) = re.findall(r"^ *(idempotency: observed: .*)$", page(), re.MULTILINE)
         assert shape(told) == next(shape(line) for line in caplog.messages)
+
+
+def _nothing() -> None: ...
 
 
 def own_celery(name: str, **settings: Any) -> Celery:
@@ -230,5 +255,11 @@ def shape(line: str) -> str:
 
 def test_every_example_of_the_page_is_run():
     titles = re.findall(r"^ *```python\n *# (.*)$", page(), flags=re.MULTILINE)
-    assert titles == ["fenced write", "provider key", "two providers", "observe"]
+    assert titles == [
+        "fenced write",
+        "provider key",
+        "two providers",
+        "observe",
+        "sweep on a queue of its own",
+    ]
     assert all(block("recipes", title) for title in titles)

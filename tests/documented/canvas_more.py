@@ -258,6 +258,15 @@ def frozen(s: Stage) -> None:
     assert len(s.seen(results[0].id, "ran")) == (1 if s.ours else 2)
 
 
+@scenario("a task id that is published twice runs twice", differs="frozen-canvas")
+def published_twice(s: Stage) -> None:
+    first = s.quiet.apply_async(("x",))
+    again = s.quiet.apply_async(("x",), task_id=first.id)
+    assert [each.get(timeout=PATIENCE) for each in (first, again)] == ["x", "x"]
+    s.side.settle(s.scenario, 0)
+    assert len(s.seen(first.id, "ran")) == (1 if s.ours else 2)
+
+
 @scenario("a signature that is sent twice, and a chain, run twice")
 def sent_twice(s: Stage) -> None:
     for sig in (s.quiet.s("x"), chain(s.quiet.s("y"), s.quiet.s())):

@@ -32,6 +32,9 @@ def app(private_redis: EmbeddedRedis, worker: Worker) -> Iterator[Any]:
 
     app = make_app(private_redis.url())
     yield app
+    # A result that is collected later would say goodbye to a server that is gone by then.
+    app.backend.result_consumer.stop()
+    app.backend.result_consumer._pubsub = None
     app.close()
 
 

@@ -124,6 +124,19 @@ def test_early_acknowledgement_is_found() -> None:
     assert "shop.charge" not in found.problem
 
 
+def test_early_acknowledgement_of_what_is_only_observed_is_as_it_was() -> None:
+    app = app_with(idempotency_mode="observe", task_acks_late=False)
+    assert ids(check_settings(app)) == []
+    app = app_with(idempotency_mode="observe", task_acks_late=False)
+    app.task(name="enforced", base=IdempotentTask, idempotency_mode="enforce", shared=False)(
+        _nothing
+    )
+    (found,) = check_settings(app)
+    assert ids([found]) == ["W002"]
+    assert "enforced" in found.problem
+    assert "shop.charge" not in found.problem
+
+
 def test_a_missing_sweep_is_found_unless_the_schedule_has_one_of_its_own() -> None:
     assert ids(check_settings(app_with(idempotency_sweep_interval=None))) == ["W003"]
     own = {"sweep": {"task": SWEEP, "schedule": 60}}

@@ -30,6 +30,9 @@ def app(
     start_worker("tests.worker.bases_app", concurrency=2, env=env)
     app = make_app(url)
     yield app
+    # A result that is collected later would say goodbye to a server that is gone by then.
+    app.backend.result_consumer.stop()
+    app.backend.result_consumer._pubsub = None
     app.close()
 
 

@@ -17,8 +17,10 @@ from celery_idempotent.checks import worker as checks
 from celery_idempotent.reaper import SWEEP
 from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
+from tests.support.servers import RabbitMQ
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
+from tests.worker import app
 
 pytestmark = [pytest.mark.redis, pytest.mark.worker]
 
@@ -151,3 +153,61 @@ def test_a_check_that_fails_is_no_more_than_a_line(
     monkeypatch.setattr(checks, "check_settings", lambda _: 1 / 0)
     checks.begin(make_app("memory://"))
     wait_for(lambda: "the checks themselves failed" in caplog.text, what="the line")
+
+
+class TestRefusals:
+    """What cannot work is said at once: the worker does not start, and its messages stay where they are."""
+
+    @pytest.fixture
+    def end_of_worker(self, start_worker: Callable[..., Worker]) -> Callable[..., str]:
+        def end_of_worker(**settings: Any) -> str:
+            worker = start_worker("tests.worker.app", env=app.environment(settings), ready=False)
+            wait_for(lambda: not worker.running or " ready." in worker.log, 30, "its end, or start")
+            assert worker.exit_code == 1
+            return worker.log
+
+        return end_of_worker
+
+    @pytest.mark.rabbitmq
+    @pytest.mark.parametrize("setting", [{}, {"idempotency_on_store_error": "open"}], ids=str)
+    def test_without_a_store_a_worker_leaves_its_messages_alone(
+        self,
+        rabbitmq: RabbitMQ,
+        end_of_worker: Callable[..., str],
+        setting: dict[str, Any],
+    ) -> None:
+        settings = {
+            "broker_url": rabbitmq.url,
+            "result_backend": "rpc://",
+            "task_default_queue": rabbitmq.queue(),
+            **setting,
+        }
+        publisher = app.make_app(settings)
+        sent = publisher.tasks["guarded"].delay("k")
+        said = end_of_worker(**settings)
+        assert "\nidempotency: this worker does not start: set idempotency_store" in said
+        with publisher.connection_for_read() as connection:
+            queue: Any = publisher.amqp.queues[settings["task_default_queue"]]
+            (kept,) = [queue.bind(connection.default_channel).get(no_ack=True)]
+        assert kept.headers["id"] == sent.id
+        publisher.close()
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"idempotency_store": "nonsense://x"}, "starts with 'nonsense': use one of"),
+            ({"idempotency_store": "redis://h:port/1"}, "URL cannot be read"),
+            ({"idempotency_store": "django://"}, "DATABASES, but settings are not configured"),
+            ({"idempotency_replicas": -1}, "idempotency_replicas takes a whole number"),
+            ({"idempotency_silenced_checks": "W009"}, "takes a list of ids"),
+            ({"idempotency_check_at_start": False, "idempotency_store": "no"}, "is not a URL"),
+            ({"idempotency_lease": -1}, "idempotency_lease of task"),
+            ({"idempotency_sweep_interval": 0}, "takes at least 0.1 seconds"),
+            ({"idempotency_stroe": "redis://"}, "did you mean idempotency_store?"),
+        ],
+        ids=str,
+    )
+    def test_a_bad_setting_is_the_end_of_a_worker(
+        self, end_of_worker: Callable[..., str], settings: dict[str, Any], reason: str
+    ) -> None:
+        assert reason in end_of_worker(broker_url="memory://", **settings)
