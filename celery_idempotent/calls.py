@@ -17,6 +17,7 @@ from celery_idempotent.tally import tally
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
+    from celery_idempotent.keys import Identified
     from celery_idempotent.stores.base import Store
 
 __all__ = [
@@ -52,7 +53,8 @@ class Call:
     ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a
     settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
     exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
-    FAILED. ``unanswered`` are the attempts to claim of earlier rounds of the message that no store answered.
+    FAILED. ``unanswered`` are the attempts to claim of earlier rounds of the message that no store answered. ``before``
+    is what it was about before a deploy that changed its key.
     """
 
     identity: Identity
@@ -64,6 +66,7 @@ class Call:
     message: bytes | None = None
     is_failure: Callable[[BaseException], bool] | None = None
     unanswered: tuple[bytes, ...] = ()
+    before: Identified | None = None
 
     def fails(self, error: BaseException) -> bool:
         """Does this exception settle the record as FAILED?"""

@@ -22,8 +22,8 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Final, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, TypeGuard
 
 from celery_idempotent.arguments import (
     ALL_ARGUMENTS,
@@ -114,10 +114,14 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """The identity of one call and its fingerprint, which is None where it is off."""
+    """The identity of one call and its fingerprint, which is None where it is off.
+
+    ``before`` is what the call was about before a deploy that changed keys, if that was another identity.
+    """
 
     identity: Identity
     fingerprint: bytes | None = None
+    before: Identified | None = None
 
     @property
     def by_task_id(self) -> bool:
@@ -125,16 +129,26 @@ class Identified:
         return self.identity.key.startswith("@")
 
     #: What a stamp says about them.
-    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint"})
+    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint", "next"})
 
-    def to_header(self) -> dict[str, str]:
-        """Return the stamp for the message's headers."""
-        header = {"key": self.identity.key}
+    def to_header(self) -> dict[str, Any]:
+        """Return the stamp for the message's headers.
+
+        While a deploy changes keys, workers of before have to find the key that they know: the new one stands beside.
+        """
+        header: dict[str, Any] = {"key": self.identity.key}
         if self.identity.scope:
             header["scope"] = self.identity.scope
         if self.fingerprint is not None:
             header["fingerprint"] = self.fingerprint.hex()
+        if self.before is not None and not self.before.same_key(self):
+            return {**self.before.to_header(), "next": header}
         return header
+
+    def same_key(self, other: Identified) -> bool:
+        """Have both one key in one scope, be it in two namespaces?"""
+        mine, theirs = self.identity, other.identity
+        return (mine.key, mine.scope) == (theirs.key, theirs.scope)
 
     @classmethod
     def from_header(cls, header: object, namespace: str) -> Identified | None:
@@ -181,20 +195,37 @@ class Identifier:
         namespace: str | None = None,
         fingerprint: object = ALL_ARGUMENTS,
         require_key: bool = False,
+        suffix: str = "",
+        **before: Any,
     ) -> None:
+        #: The rules of before a deploy that changed some of them, as ``idempotency_key_before`` and so on say.
+        self.before: Identifier | None = None
+        if before:
+            was: dict[str, Any] = {
+                "key": key,
+                "scope": scope,
+                "namespace": namespace,
+                "fingerprint": fingerprint,
+            }
+            was |= {name.removesuffix("_before"): rule for name, rule in before.items()}
+            self.before = Identifier(task_name, signature, **was, suffix="_before")
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self.require_key = require_key
         self.parameters = parameters = Parameters(signature)
         if not _is_text(self.namespace):
             raise InvalidOption(
-                f"idempotency_namespace of task {task_name} is 1 to {MAX_CHARS} printable "
+                f"idempotency_namespace{suffix} of task {task_name} is 1 to {MAX_CHARS} printable "
                 "characters; the default is the name of the task."
             )
-        self._key = compile_rule(key, parameters, what="idempotency_key", task=task_name)
-        scope_rule = compile_rule(scope, parameters, what="idempotency_scope", task=task_name)
+        self._key = compile_rule(key, parameters, what=f"idempotency_key{suffix}", task=task_name)
+        scope_rule = compile_rule(
+            scope, parameters, what=f"idempotency_scope{suffix}", task=task_name
+        )
         if isinstance(scope_rule, AllArguments):
-            raise InvalidOption(f"idempotency_scope of task {task_name} cannot be ALL_ARGUMENTS.")
+            raise InvalidOption(
+                f"idempotency_scope{suffix} of task {task_name} cannot be ALL_ARGUMENTS."
+            )
         self._scope = scope_rule
         self._fingerprint = compile_rule(
             fingerprint, parameters, what="idempotency_fingerprint", task=task_name
@@ -227,6 +258,67 @@ class Identifier:
             KeyMissing: if the task requires a key and there is none.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
+        about: dict[str, Any] = {"task_id": task_id, "nesting": nesting, "key": key, "scope": scope}
+        identified = self._identify(args, kwargs, **about)
+        if self.before is None:
+            return identified
+        try:
+            before = self.before.identify(args, kwargs, **about)
+        except InvalidKey:
+            return identified  # then it was no operation
+        same = before.identity == identified.identity
+        return identified if same else replace(identified, before=before)
+
+    def stamped(
+        self,
+        header: object,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        **about: Any,
+    ) -> Identified | None:
+        """Return what a message's stamp says to this task, ``None`` if it says nothing about the key.
+
+        A publisher of another version may have made it, by the rules of before or by those to come: which they were is
+        told by the arguments. ``about`` is what :meth:`identify` takes.
+
+        Raises:
+            InvalidKey: if it is malformed. It came over the network: anything may be in it.
+        """
+        stamped = Identified.from_header(header, self.namespace)
+        following = header.get("next") if isinstance(header, Mapping) else None
+        if stamped is None or (self.before is None and following is None):
+            return stamped
+        coming = Identified.from_header(following, self.namespace)
+        try:
+            computed = self.identify(args, kwargs, **about)
+        except InvalidKey:
+            computed = stamped
+        if coming is not None and computed.same_key(coming):
+            return computed
+        if self.before is None:
+            return stamped
+        if computed.same_key(stamped) or (computed.before and computed.before.same_key(stamped)):
+            return computed
+        # A key that was given with the call, or a retry's with other arguments.
+        return self.renamed(stamped)
+
+    def renamed(self, identified: Identified) -> Identified:
+        """Return the same key with that of the namespace of before, if that was another."""
+        if self.before is None or self.before.namespace == self.namespace:
+            return identified
+        old = replace(identified.identity, namespace=self.before.namespace)
+        return replace(identified, before=Identified(old, identified.fingerprint))
+
+    def _identify(
+        self,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        *,
+        task_id: str,
+        nesting: int,
+        key: object,
+        scope: object,
+    ) -> Identified:
         bound = self.parameters.bind(args, kwargs)
         rule = self._key
         if scope is None and bound is not None and self._scope is not None:

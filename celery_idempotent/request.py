@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -22,7 +22,7 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.signals import worker_ready
 from celery.worker.request import Request as CeleryRequest
 
-from celery_idempotent import signals
+from celery_idempotent import signals, twofold
 from celery_idempotent.calls import worker_name
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.hooks import as_mapping
@@ -61,6 +61,8 @@ class Lost:
 
     task: IdempotentTask
     identity: Identity
+    #: The same operation's identity before a deploy that changed its key.
+    before: Identity | None = None
     task_id: str
     pid: int
     store: Store
@@ -109,10 +111,10 @@ class Request(CeleryRequest):
             policy = definition.policy if definition else None
             queued = policy and (policy.publish_once or policy.on_stale == "requeue")
             if queued and not terminated:
-                identity, store = _identity_of(self), get_store(task.app)
+                identified, store = _identified_of(self), get_store(task.app)
                 threading.Thread(
                     target=_unreserve,
-                    args=(store, identity, self.id),
+                    args=(store, identified, self.id),
                     name="idempotency-unreserve",
                     daemon=True,
                 ).start()
@@ -144,9 +146,11 @@ class Request(CeleryRequest):
         task: Any = self.task
         if task.idempotency_definition() is None:
             return None  # one of Celery's own, or switched off
+        identified = _identified_of(self)
         return Lost(
             task=task,
-            identity=_identity_of(self),
+            identity=identified.identity,
+            before=identified.before.identity if identified.before else None,
             task_id=self.id,
             pid=pid,
             # Here, not in the thread: a child that is forked while a thread imports the store's modules
@@ -155,7 +159,7 @@ class Request(CeleryRequest):
         )
 
 
-def _identity_of(request: Any) -> Identity:
+def _identified_of(request: Any) -> Identified:
     """Return what a delivery is about, as its task would say."""
     headers = request.request_dict
     args, kwargs, _ = request._payload  # noqa: SLF001
@@ -166,15 +170,16 @@ def _identity_of(request: Any) -> Identity:
         task_id=request.id,
         nesting=headers.get("replaced_task_nesting") or 0,
     )
-    return identified.identity
+    return identified
 
 
-def _unreserve(store: Store, identity: Identity, task_id: str) -> None:
+def _unreserve(store: Store, identified: Identified, task_id: str) -> None:
     """Delete the reservation of a message that will never run: the worker discards whatever comes under its id."""
+    identity = identified.identity
     try:
         record = store.get(identity)
         if record is not None and record.state is State.QUEUED and record.task_id == task_id:
-            store.release(identity, token=record.token)
+            twofold.give_back(store, identified, record)
     except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
         logger.warning("idempotency: could not free %s: %s", identity, error)
 
@@ -189,6 +194,7 @@ def _bury(lost: Lost) -> None:
         main                      │    the child is gone ─ reads the record: nobody holds it
         store                     └──────────────────────────────────────────────────────── claimed, by a dead child
     """
+    held = [lost, *([replace(lost, identity=lost.before)] if lost.before else [])]
     lease = lost.task.idempotency_policy.lease_ms / 1000
     give_up = time.monotonic() + lease
     try:
@@ -199,7 +205,8 @@ def _bury(lost: Lost) -> None:
         late_until, pause = min(time.monotonic() + LATE, give_up), _POLL
         while True:
             try:
-                if _interrupt(lost) or time.monotonic() > late_until:
+                done = [_interrupt(each) for each in held]
+                if all(done) or time.monotonic() > late_until:
                     return
             except StoreUnavailable:
                 if time.monotonic() > give_up:
