@@ -102,10 +102,14 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed."""
+    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed.
+
+    ``other``: at another operation, which shares the key that this one had before a deploy.
+    """
 
     record: Record
     left_ms: int
+    other: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class Runner:
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
                     self._reporter.tell(signals.conflicted, call, record)
-                    return Conflict(record, left_ms)
+                    return Conflict(record, left_ms, other=twofold.is_other(call.before, record))
                 case Settled(record, age_ms):
                     self._reporter.tell(signals.replayed, call, record)
                     return Replay(record, age_ms)

@@ -252,8 +252,8 @@ class IdempotentTask(TaskBase):
                 return value
             case Replay(record, age_ms):
                 return replay(self, definition, request, record, age_ms)
-            case Conflict(record, left_ms):
-                republish.conflict(self, request, record, left_ms)
+            case Conflict(record, left_ms, other):
+                republish.conflict(self, request, record, left_ms, other=other)
             case StoreFailed(error, attempt):
                 if self.idempotency_policy.on_store_error != "open":
                     republish.store_failed(self, request, error, attempt)

@@ -9,12 +9,14 @@ new identity and then the old one, settle both, and so exclude each other and th
     after    claim N ─ claim O ──────────────── run ─ settle O ─ settle N
     before             claim O: Held ─ come back ───────────────── Settled ─ replay
 
-An old record of other arguments (the old key stood for more than the new one does) is another operation, and no matter.
+An old record of other arguments (the old key stood for more than the new one does) is another operation, and no matter
+once that has ended.
 Should the process die between the two settles, the operation runs again or not as if it had died before both.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,10 +39,16 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import Store, Transaction, TransactionalStore
 
-__all__ = ["both", "claimed", "give_back", "reserve"]
+__all__ = ["both", "claimed", "give_back", "is_other", "reserve"]
 
 #: A reservation that had to be given back by who could not have the old identity lasts so long.
 _BACK_MS = 60_000
+
+#: How long to wait for an operation that shares the old key, before it is asked for again.
+_PAUSE_MS = 1000
+
+#: So far this machine's clock and the store's may be apart.
+_SKEW_MS = 60_000
 
 
 def claimed(
@@ -63,16 +71,32 @@ def claimed(
             steps = {**dict(record.steps), **dict(old.steps)}
             crashes = max(record.crashes, old.crashes)
             return Claimed(replace(record, crashes=crashes, steps=tuple(steps.items()))), old
-        case Mismatched():
+        case Mismatched(old) if not _at_work(old):
             return answer, None
+        case Mismatched(old):
+            # Not now: should it fail, a worker of before would find the old identity free, and run this call, too.
+            denial: Answer = Held(old, left_ms=_PAUSE_MS)
         case Settled(old) as done if record.reserved:
             settle(record, old)
             return done, None
         case other:
-            # Should it have been reserved, its message is still to come.
-            requeue_ms = _BACK_MS if record.reserved else None
-            release(record.identity, token=record.token, requeue_ms=requeue_ms)
-            return other, None
+            denial = other
+    # Should it have been reserved, its message is still to come.
+    requeue_ms = _BACK_MS if record.reserved else None
+    release(record.identity, token=record.token, requeue_ms=requeue_ms)
+    return denial, None
+
+
+def _at_work(old: Record) -> bool:
+    """Is this a run at work, or about to begin? It is not known to the millisecond, by this machine's clock."""
+    over = old.deadline_ms is None or old.deadline_ms + _SKEW_MS < time.time_ns() // 1_000_000
+    return old.state in (State.PROCESSING, State.QUEUED) and not over
+
+
+def is_other(before: Identified | None, record: Record) -> bool:
+    """Is the record of another operation, with which a call shares its old key alone?"""
+    mine, theirs = before and before.fingerprint, record.fingerprint
+    return None not in (mine, theirs) and mine != theirs
 
 
 def reserve(store: Store, identified: Identified, *, task_id: str, **how: Any) -> Reservation:

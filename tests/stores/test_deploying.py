@@ -247,12 +247,29 @@ class TestWhatIsAnotherOperation:
             assert after.run(after.publish("o-1", kind)) == ("SUCCESS", "receipt")
         assert after.runs == [("o-1", "refund"), ("o-1", "gift")]
 
-    def test_and_at_the_same_time(self, version):
+    @pytest.mark.parametrize("policy", ["retry", "ignore", "raise"])
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_once_that_has_ended(self, version, fails, policy):
+        """Should the sale fail, its old key is free for what a worker of before is given, the refund even."""
         old, new = CHANGES["a finer key"]
-        before, after = version(**old), version(**new)
+        before, after = version(**old), version(**new, idempotency_on_conflict=policy)
         refund = after.publish("o-1", "refund")
-        before.does = lambda _: after.run(refund)[0]
-        assert before.run(before.publish("o-1", "sale")) == ("SUCCESS", "SUCCESS")
+        meanwhile: list[Any] = []
+
+        def sells(_: Any) -> str:
+            meanwhile.append(after.run(refund))
+            if fails:
+                raise ValueError
+            return "receipt"
+
+        before.does = sells
+        before.run(before.publish("o-1", "sale"))
+        ((word, republished),) = meanwhile
+        assert (word, after.runs) == ("again", [])
+        after.does = lambda _: before.run(refund)[0]
+        before.does = lambda _: "never"
+        assert after.run(republished)[0] == "SUCCESS"
+        assert (len(before.runs), len(after.runs)) == (1, 1)
 
 
 class TestAKeyOfItsOwn:
