@@ -11,10 +11,20 @@ JOBS   ?= 4
 RERUNS ?= 1
 PORT   ?= 8000
 
+# Another interpreter than that of $(VENV) is asked for: then it is made anew.
+which = $(shell $(1) -c 'import sys; print(sys.base_prefix, sys.hexversion)' 2>/dev/null)
+ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(call which,$(PYTHON)),$(call which,$(BIN)/python))
+.PHONY: $(VENV)/.created
+endif
+endif
+endif
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test pytest lint format types contracts wheel demo serve bench clean
+.PHONY: help test pytest matrix lint format types contracts wheel demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +40,10 @@ test: lint types contracts pytest  ## lint, types, import contracts, then every 
 
 pytest: wheel  ## the tests alone: make pytest ARGS='tests/unit -k claim'
 	@$(BIN)/pytest -n $(JOBS) --reruns $(RERUNS) -r aR $(ARGS)
+
+# tox looks for interpreters on the PATH: pyenv's are put there.
+matrix: $(VENV)/.dev  ## the oldest and the newest of all that is supported, on each Python that is here: an hour
+	@PATH="$$(printf '%s:' $(HOME)/.pyenv/versions/3.*/bin)$$PATH" JOBS=$(JOBS) $(BIN)/tox run -m matrix $(if $(ARGS),-- $(ARGS))
 
 lint: $(VENV)/.dev  ## style
 	$(BIN)/ruff check .
@@ -77,7 +91,7 @@ $(VENV)/.created:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "$(PYTHON) cannot make virtual environments: it lacks ensurepip or venv." >&2; \
 	    echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) install --quiet --upgrade pip 'setuptools>=77'
 	@touch $@
 

@@ -8,10 +8,14 @@
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
 
 Once the settle is written, only the database knows what a COMMIT came to that did not answer: it is asked.
+
+What the settle or the COMMIT raised comes too late for the body, which might have asked for a retry. It left nothing
+behind, so the run begins again at once, a few times; after that ``autoretry_for`` decides, as for an error of the body.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -20,11 +24,22 @@ from celery_idempotent import unfinished
 from celery_idempotent.calls import STORE_ERRORS, Call, Codec, Ran, Result, StoreFailed
 from celery_idempotent.claim import Claim
 from celery_idempotent.endings import Endings
-from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import (
+    LeaseLost,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
 from celery_idempotent.records import State
-from celery_idempotent.stores.base import Store, Transaction, TransactionalStore
+from celery_idempotent.stores.base import (
+    Store,
+    Transaction,
+    TransactionalStore,
+    has_transactions,
+)
 
 __all__ = ["AtomicRun", "in_transaction", "transactional"]
+
+logger = logging.getLogger(__name__)
 
 
 def transactional(store: Store, task: str) -> TransactionalStore:
@@ -33,7 +48,7 @@ def transactional(store: Store, task: str) -> TransactionalStore:
     Raises:
         StoreMisconfigured: if not.
     """
-    if isinstance(store, TransactionalStore):
+    if has_transactions(store):
         return store
     raise StoreMisconfigured(
         f"Task {task} is atomic (idempotency_atomic), and {type(store).__name__} has no transactions that it could "
@@ -56,15 +71,20 @@ class AtomicRun:
         *,
         codec: Codec,
         endings: Endings,
+        again: Callable[[], bool],
     ) -> None:
         self._call = call
         self._claim = claim
         self._body = body
         self._codec = codec
         self._endings = endings
+        #: May the run begin once more at once?
+        self._again = again
         #: What the body returned, or the exception that it left with because another task carries on.
         self.value: Any = None
         self.left: Exception | None = None
+        #: The body is over: what goes wrong from here on is the database's.
+        self.ending: Transaction | None = None
         #: The settle is written: from here on the database decides.
         self.written = False
         #: The key has another token: what the body wrote is rolled back.
@@ -116,7 +136,7 @@ class AtomicRun:
         return self.value
 
     def _settle(self, transaction: Transaction) -> None:
-        claim = self._claim
+        claim, self.ending = self._claim, transaction
         try:
             done = transaction.settle(
                 state=State.COMPLETED,
@@ -139,12 +159,12 @@ class AtomicRun:
         Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
         struck right after it::
 
-            settle ─▶ COMMIT ─✂─ the connection is gone ─▶ release: acts ───▶ it was rolled back: raise
-                                                              └─ does not ─▶ COMPLETED: it was committed
+            settle ─▶ COMMIT ─✂─ the connection is gone ─▶ wait for the row ─▶ settled: it was committed
+                                                              └─ it is not ─▶ it was rolled back: again, or raise
         """
         call, claim, endings = self._call, self._claim, self._endings
         patient = isinstance(error, Exception)
-        if isinstance(claim.store, TransactionalStore):
+        if has_transactions(claim.store):
             with suppress(*STORE_ERRORS):
                 claim.store.abandon(claim.record)
         if self.superseded and patient:
@@ -154,21 +174,24 @@ class AtomicRun:
             return self._decided(error, patient=patient)
         if claim.afterwards is not None and patient:
             endings.follow(claim)
-        elif self.trouble is not None and patient:
+            raise error
+        if self.trouble is not None and patient:
             # Its message goes out once more, and may be all that there is of it.
             endings.release(claim, requeue_ms=claim.lease.lease_ms)
             endings.failed(call, claim, self.trouble)
             return StoreFailed(self.trouble)
-        else:
-            claim.replaced = False  # its replacement is rolled back as well
-            if not endings.ended(call, claim, error):
-                return None
-        raise error
+        self._rolled_back(error)
+        return None
 
     def _decided(self, error: BaseException, *, patient: bool) -> Result | None:
         """Act on what the database made of the commit."""
         call, claim, endings = self._call, self._claim, self._endings
         done = True if claim.settled else endings.resolve(call, claim, patient=patient)
+        if done is False:
+            if patient and endings.superseded(call, claim):
+                return None
+            self._rolled_back(error)
+            return None
         if not patient:
             raise error
         if done is None:
@@ -177,16 +200,38 @@ class AtomicRun:
                     f"nobody knows whether the transaction of {call.identity} is committed"
                 )
             )
-        if not done:
-            if endings.superseded(call, claim):
-                return None
-            raise error
         if self.left is not None:
             raise self.left
         return Ran(self.value)
 
+    def _rolled_back(self, error: BaseException) -> None:
+        """End a run that left nothing behind; or return, and it goes on from its claim, as a duplicate would."""
+        call, claim, endings, ending = self._call, self._claim, self._endings, self.ending
+        claim.replaced = False  # its replacement is rolled back as well
+        if ending is not None and isinstance(error, Exception):
+            if ending.passes(error) and self._again():
+                logger.info(
+                    "idempotency: task %s of %s was rolled back at its end (%s), and runs again at once",
+                    call.task_id,
+                    call.identity,
+                    type(error).__name__,
+                )
+                endings.release(claim, requeue_ms=claim.lease.lease_ms)
+                return
+            error = call.late_error(error)
+        if endings.ended(call, claim, error):
+            raise error
 
-def in_transaction(store: Store, task: str, body: Callable[[], Any]) -> Any:
+
+def in_transaction(store: Store, call: Call, task: str, body: Callable[[], Any]) -> Any:
     """Call a body that expects a transaction, where nothing is settled in it."""
-    with transactional(store, task).transaction(None):
-        return body()
+    returned = False
+    try:
+        with transactional(store, task).transaction(None):
+            value = body()
+            returned = True
+    except Exception as error:
+        if not returned:
+            raise
+        raise call.late_error(error) from None
+    return value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_idempotent.claim import StepCodec
-from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Record, Stored
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.tally import tally
@@ -17,6 +17,7 @@ from celery_idempotent.tally import tally
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
+    from celery_idempotent.deferred import OnCommit
     from celery_idempotent.keys import Identified
     from celery_idempotent.stores.base import Store
 
@@ -53,8 +54,10 @@ class Call:
     ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a
     settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
     exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
-    FAILED. ``unanswered`` are the attempts to claim of earlier rounds of the message that no store answered. ``before``
-    is what it was about before a deploy that changed its key.
+    FAILED. ``on_late_error`` makes of an exception that comes after the body, from the end of its transaction, what the
+    task would have made of it in there: a retry perhaps. ``unanswered`` are the attempts to claim of earlier rounds of
+    the message that no store answered. ``around`` tells which transactions of the caller the run is part of, and its
+    record is not: the end waits for them. ``before`` is what the call was about before a deploy that changed its key.
     """
 
     identity: Identity
@@ -65,12 +68,20 @@ class Call:
     on_settled: Callable[[int], None] | None = None
     message: bytes | None = None
     is_failure: Callable[[BaseException], bool] | None = None
+    on_late_error: Callable[[Exception], Exception] | None = None
+    around: Callable[[Store], Sequence[OnCommit]] | None = None
     unanswered: tuple[bytes, ...] = ()
     before: Identified | None = None
 
     def fails(self, error: BaseException) -> bool:
         """Does this exception settle the record as FAILED?"""
         return self.is_failure is not None and self.is_failure(error)
+
+    def late_error(self, error: Exception) -> Exception:
+        """Return what is raised for an exception that came after the body; one of ours is what it is."""
+        if self.on_late_error is None or isinstance(error, IdempotencyError):
+            return error
+        return self.on_late_error(error)
 
 
 class Codec(StepCodec, Protocol):

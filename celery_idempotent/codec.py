@@ -79,7 +79,7 @@ class TaskCodec:
             StoreMisconfigured: if the app does not accept its format.
             ResultUnavailable: if it cannot be read.
         """
-        return self._serializer.load(stored)
+        return self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
 
     def dump_message(self, signature: Signature[Any]) -> bytes | None:
         """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
@@ -122,7 +122,13 @@ class TaskCodec:
                 f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
             )
         backend: Any = self._app.backend
-        error = backend.exception_to_python(self._serializer.load(stored))
+        told = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+        try:
+            error = backend.exception_to_python(told)
+        except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
+            return ResultUnavailable(
+                f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
+            )
         if isinstance(error, Exception):
             return error
         return ResultUnavailable(

@@ -71,8 +71,8 @@ class Definition:
 
 
 def is_celerys_own(task: Task[Any, Any] | type[Task[Any, Any]]) -> bool:
-    """Is this one of the tasks that Celery brings along? They are left alone."""
-    return str(task.name).startswith("celery.")
+    """Is this one of the tasks that Celery brings along, or our own sweep? They are left alone."""
+    return str(task.name).startswith(("celery.", "celery_idempotent."))
 
 
 def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:

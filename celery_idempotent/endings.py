@@ -7,13 +7,15 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
-from celery_idempotent import signals
+from celery_idempotent import deferred, signals
 from celery_idempotent.calls import STORE_ERRORS, Call, Codec, Reporter
 from celery_idempotent.claim import Claim
 from celery_idempotent.policy import Policy
 from celery_idempotent.records import State, Stored
+from celery_idempotent.stores.base import has_transactions
 
 __all__ = ["Endings"]
 
@@ -108,31 +110,30 @@ class Endings:
     def resolve(self, call: Call, claim: Claim, *, patient: bool) -> bool | None:
         """Find out what a commit came to that did not answer: ``True`` if it is committed, ``None`` if nobody knows.
 
-        The release decides: it waits for the transaction, should the database still be at it, and after it
-        nothing can be committed under this token any more.
+        The row tells, whatever its state: the transaction has written it, and holds it to its end::
+
+            A      claim ─ BEGIN ─ run() ─────────────── settle ─ COMMIT ─✂─ the answer is lost ─ wait for the row
+            sweep           (the lease runs out) ─ interrupt                                        │
+            database                                               (at work) ─────── committed ─────┴─ COMPLETED
         """
-        identity = call.identity
+        store = claim.store
+        assert has_transactions(store)
         give_up = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
         delay = 0.0
         while True:
             try:
                 if delay:
                     time.sleep(delay * random.uniform(0.5, 1))
-                if claim.store.release(identity, token=claim.token):
-                    claim.given_back = True
-                    self._reporter.tell(signals.released, call, claim.record)
-                    return False
-                found = claim.store.get(identity)
+                committed = store.committed(claim.record)
+                break
             except STORE_ERRORS:
                 left = give_up - time.monotonic()
                 if left <= 0:
                     return None
                 delay = min(delay * 2 or 0.05, 5.0, left * 2)  # of which at least half is slept
-                continue
-            if found is None or found.token != claim.token or not found.state.settled:
-                return False
+        if committed:
             self.settled(call, claim)
-            return True
+        return committed
 
     def settled(self, call: Call, claim: Claim) -> None:
         """Tell that the end state is written."""
@@ -168,9 +169,13 @@ class Endings:
     ) -> bool:
         """Write the end state, again and again for at least one lease; ``False`` only if another token has the key.
 
+        That of a run in the caller's transaction waits for its commit.
+
         An exception that a signal handler raises in here does not end it: one that ends the process (``late`` or here)
         leaves it one last try.
         """
+        if self._deferred(call, claim, dump, state):
+            return True
         give_up = time.monotonic() + self.policy.lease_ms / 1000
         delay, faults = 0.0, 0
         while not claim.settled:
@@ -197,6 +202,30 @@ class Endings:
             if ending or left <= 0:
                 return self._give_up(call, claim, error)
             delay = min(delay * 2 or 0.05, 5.0, left * 2)
+        return True
+
+    def _deferred(
+        self,
+        call: Call,
+        claim: Claim,
+        dump: Callable[[], Stored | None],
+        state: Literal[State.COMPLETED, State.FAILED],
+    ) -> bool:
+        """Leave the end to the caller's transactions, if there are any that the record is no part of."""
+        transactions = call.around(claim.store) if call.around is not None else ()
+        if not transactions:
+            return False
+        value = None
+        with suppress(Exception):  # as in a settle: what cannot be stored is settled without it
+            value = dump()
+        alone = replace(call, around=None)
+        end = deferred.DeferredEnd(
+            claim,
+            replace(claim.record, state=state, value=value, deadline_ms=None),
+            settle=lambda: self.settle(alone, claim, lambda: value, state),
+            release=lambda: self.release(claim),
+        )
+        deferred.defer(end, transactions)
         return True
 
     def condemn(self, call: Call, claim: Claim, error: Exception) -> None:

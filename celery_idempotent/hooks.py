@@ -12,12 +12,14 @@ from celery.signals import (
     worker_init,
     worker_process_shutdown,
     worker_ready,
+    worker_shutdown,
 )
 
 from celery_idempotent.atomic import transactional
 from celery_idempotent.checks import worker
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.keys import Identified
+from celery_idempotent.lease import heartbeat
 from celery_idempotent.stores import get_store
 from celery_idempotent.tally import tally
 
@@ -215,6 +217,12 @@ def check_setup(sender: Any = None, **_: Any) -> None:
 def write_tally(**_: Any) -> None:
     """Write what a process of the pool counted before it ends."""
     tally.write()
+
+
+@worker_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.finish")
+def end_heartbeat(**_: Any) -> None:
+    """End the heartbeat's thread with the worker: in a test the process lives on."""
+    heartbeat.finish()
 
 
 def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:

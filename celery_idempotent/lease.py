@@ -6,7 +6,6 @@ import _thread
 import atexit
 import logging
 import os
-import threading
 import time
 import weakref
 from collections import defaultdict
@@ -30,7 +29,10 @@ RETRY_AFTER = 1.0
 #: The thread looks around at least so often, in seconds: it also writes what the process counted.
 TICK = 5.0
 
-#: A process that ends waits so long for its last counts to be written, in seconds.
+#: The thread ends when it has had nothing to do for so many seconds.
+LINGER = 10.0
+
+#: Whoever ends, an app or a process, waits so long for the last counts to be written, in seconds.
 EXIT_PATIENCE = 2.0
 
 
@@ -38,9 +40,13 @@ class Renewable(Protocol):
     """What the heartbeat keeps alive."""
 
     lost: bool
-    over: bool
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
     renewed_at: float
+
+    @property
+    def over(self) -> bool:
+        """Is there nothing to renew any more?"""
+        ...
 
     @property
     def lease(self) -> Lease:
@@ -58,12 +64,15 @@ class Heartbeat:
 
     The thread starts with the first claim and is not woken by later ones: it looks at the claims whenever the shortest
     lease seen so far could need it, so a task shorter than a third of its lease costs no renewal and no wake-up. A
-    process that only counts outcomes, a publisher for instance, has it as well: it writes them. A forked child starts
-    anew, without the parent's claims.
+    process that only counts outcomes, a publisher for instance, has it as well: it writes them. It ends when there was
+    nothing to do for a while, or when :meth:`finish` asks for that, and starts again with the next claim. A forked
+    child starts anew, without the parent's claims.
 
     A time limit is an exception raised at any instruction of Python code, also inside ``threading.Condition`` or
     ``Thread.start``, which then leave their locks taken. So the run's side uses what is written in C, and nothing else;
     and a claim whose run is gone without a word is not kept alive, for the heartbeat knows it by a weak reference.
+    Hence no :class:`threading.Thread`, either. That keeps it out of ``threading.enumerate()``, where test suites look
+    for what a test left behind: it is not a test's to end, and ends by itself.
 
     Where gevent or eventlet has patched ``threading`` the thread is a greenlet, which renews while the runs let it: its
     bell must then be a lock of theirs, or it would wait with the whole process. So the bell is made with the thread,
@@ -80,7 +89,8 @@ class Heartbeat:
         self._bell = _thread.allocate_lock()  # free: rung
         self._due: dict[weakref.ref[Renewable], float] = {}
         self._started = False
-        self._finishing: _thread.LockType | None = None
+        self._used = False
+        self._finishing: list[_thread.LockType] = []
         self._tick = float("inf")
         self._next = float("inf")
 
@@ -89,6 +99,7 @@ class Heartbeat:
         interval = claim.lease.lease_ms / 3000
         due = claim.renewed_at + interval
         with self._lock:
+            self._used = True
             self._due[weakref.ref(claim)] = due
             self._tick = min(self._tick, interval)
             self._start()
@@ -103,14 +114,18 @@ class Heartbeat:
                 self._start()
 
     def finish(self) -> None:
-        """Let the thread write what was counted, before the process ends; wait for that a little."""
-        if not self._started or tally.empty:
-            return
-        finishing = _thread.allocate_lock()
-        finishing.acquire()
-        self._finishing = finishing
+        """Let the thread write what was counted and end, unless it has claims to renew; wait for that a little.
+
+        For who closes an app, or ends a worker or the process.
+        """
+        done = _thread.allocate_lock()
+        done.acquire()
+        with self._lock:
+            if not self._started:
+                return
+            self._finishing.append(done)
         self._ring()
-        finishing.acquire(timeout=EXIT_PATIENCE)
+        done.acquire(timeout=EXIT_PATIENCE)
 
     def remove(self, claim: Renewable) -> None:
         """Let ``claim`` go; a renewal under way may still end after this."""
@@ -129,22 +144,40 @@ class Heartbeat:
             self._bell.release()
 
     def _beat(self) -> None:
-        threading.current_thread().name = "idempotency-heartbeat"
-        while True:
+        busy_at = time.monotonic()
+        over = False
+        while not over:
             with self._lock:
                 now = time.monotonic()
                 due = [known for known, at in self._due.items() if at <= now]
+                finishing, self._finishing = self._finishing, []
+                if self._due or self._used or not tally.empty:
+                    busy_at = now
+                self._used = False
             self._renew_all(due)
-            if (finishing := self._finishing) is not None:
-                self._finishing = None
+            if finishing:
                 tally.write()
-                finishing.release()
-            tally.beat()
-            with self._lock:
-                soonest = min(self._due.values(), default=float("inf"))
-                self._next = min(soonest, time.monotonic() + min(self._tick, TICK))
-            if (left := self._next - time.monotonic()) > 0:
+            else:
+                tally.beat()
+            over = self._ends(bool(finishing), idle_s=time.monotonic() - busy_at)
+            for done in finishing:
+                done.release()
+            if not over and (left := self._next - time.monotonic()) > 0:
                 self._bell.acquire(timeout=left)
+
+    def _ends(self, asked: bool, *, idle_s: float) -> bool:
+        """Is the thread to end? Then the next claim starts another; else note when it is to look around again."""
+        with self._lock:
+            # Before the last look at the counts: who counts looks at this mark afterwards, and so one sees the other.
+            self._started = False
+            wanted = asked or (idle_s >= LINGER and tally.empty)
+            if wanted and not self._due and not self._finishing:
+                self._tick = self._next = float("inf")
+                return True
+            self._started = True
+            soonest = min(self._due.values(), default=float("inf"))
+            self._next = min(soonest, time.monotonic() + min(self._tick, TICK))
+            return False
 
     def _renew_all(self, due: list[weakref.ref[Renewable]]) -> None:
         by_store: dict[Store, list[Renewable]] = defaultdict(list)

@@ -300,7 +300,10 @@ def is_explicit(app: Celery, name: str) -> bool:
     maps = _set_by_user(conf)
     if not maps:
         return False
-    keys = [conf._key(key) for key in conf._to_keys(name)]  # noqa: SLF001  the only way to ask
+    spellings = [*conf._to_keys(name)]  # noqa: SLF001  the only way to ask
+    # Before 5.7, Celery keeps those of old apart.
+    spellings += [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
+    keys = [conf._key(key) for key in spellings]  # noqa: SLF001
     return any(key in mapping for mapping in maps for key in keys)
 
 

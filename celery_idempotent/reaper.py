@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import threading
 import time
 import weakref
@@ -10,14 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from celery.signals import beat_init
+
 from celery_idempotent import signals
 from celery_idempotent.definition import Definition
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
+from celery_idempotent.lease import heartbeat
 from celery_idempotent.policy import Policy, milliseconds
 from celery_idempotent.records import Record, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import CountingStore
+from celery_idempotent.stores.base import can_count
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ __all__ = [
     "definition_of",
     "event_of",
     "install",
+    "mend_row",
     "send_again",
     "sweep",
     "sweep_interval",
@@ -47,6 +53,9 @@ LIMIT = 10_000
 
 #: A requeued message that did not start in time counts as lost, and is published again.
 REQUEUE_MS = 60_000
+
+#: What we write into a row that we disable; one that people disabled stays so.
+_DISABLED = "Disabled because idempotency_sweep_interval is None."
 
 _installed: weakref.WeakSet[Celery] = weakref.WeakSet()
 _installing = threading.Lock()
@@ -90,7 +99,7 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     tally.write()
     emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
     counts |= _upkeep(app, store, limit)
-    if isinstance(store, CountingStore):
+    if can_count(store):
         store.note_sweep()
     busy = report.interrupted or report.requeued or pruned
     logger.log(
@@ -185,7 +194,7 @@ def event_of(record: Record, error: BaseException | None = None) -> Event:
 
 
 def install(app: Celery) -> None:
-    """Give ``app`` the sweep task and its beat entry, once, as soon as its tasks are complete.
+    """Give ``app`` the sweep task and its beat entry, as soon as its tasks are complete, and a close; all that once.
 
     Raises:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
@@ -195,11 +204,23 @@ def install(app: Celery) -> None:
         if app in _installed:
             return
         _installed.add(app)
+    _finish_with(app)
     if vars(app)["finalized"]:
         _register(app, interval)
     else:
         # Not at once: the app may be walking through its tasks right now.
         app.on_after_finalize.connect(lambda **_: _register(app, interval), weak=False)
+
+
+def _finish_with(app: Celery) -> None:
+    """Let ``app.close()`` end the heartbeat's thread, too."""
+    close = app.close
+
+    def close_and_finish() -> None:
+        close()
+        heartbeat.finish()
+
+    app.close = close_and_finish  # type: ignore[method-assign]
 
 
 def sweep_interval(app: Celery) -> float | None:
@@ -223,15 +244,48 @@ def sweep_interval(app: Celery) -> float | None:
 
 
 def _register(app: Celery, interval: float | None) -> None:
-    from celery import Task
-
-    # Not shared: Celery would hand it to every other app of the process.
-    @app.task(name=SWEEP, base=Task, bind=True, shared=False, ignore_result=False, acks_late=False)
+    # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and mixins do
+    # to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
+    @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
     def sweep_task(self: Any, limit: int = LIMIT) -> dict[str, Any]:
         return sweep(self.app, limit=limit, sender=self)
 
     if interval is None or SWEEP in app.conf.beat_schedule:
         return
-    # A tick that no worker took before the next one is of no use any more.
-    entry = {"task": SWEEP, "schedule": interval, "options": {"expires": max(interval, 1.0)}}
-    app.conf.beat_schedule = {**app.conf.beat_schedule, SWEEP: entry}
+    # A tick that no worker took before the next one is of no use any more. RabbitMQ then drops its message.
+    seconds = max(interval, 1.0)
+    options = {"expires": seconds, "expiration": seconds}
+    entry = {"task": SWEEP, "schedule": interval, "options": options}
+    schedule = {**app.conf.beat_schedule, SWEEP: entry}
+    app.conf.beat_schedule = schedule
+    if SWEEP not in app.conf.beat_schedule:
+        # Before 5.7, Celery looks for the name with its namespace in all settings first.
+        conf: Any = app.conf
+        conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
+
+
+@beat_init.connect(weak=False, dispatch_uid="celery_idempotent.mend_row")
+def mend_row(sender: Any, **_: Any) -> None:
+    """Let django-celery-beat's row of the sweep be as the app's settings are: it never takes back what it once copied.
+
+    Beat makes a row of our entry when it starts, without ``expires``, and leaves it when the entry is gone.
+    """
+    module: Any = sys.modules.get("django_celery_beat.schedulers")
+    scheduler, app = sender.scheduler, sender.app
+    if module is None or not isinstance(scheduler, module.DatabaseScheduler):
+        return
+    if app not in _installed:
+        return
+    rows = scheduler.Model.objects.filter(name=SWEEP, task=SWEEP)
+    entry = app.conf.beat_schedule.get(SWEEP)
+    if entry is None:
+        changed = rows.filter(enabled=True).update(enabled=False, description=_DISABLED)
+    else:
+        changed = rows.filter(enabled=False, description=_DISABLED).update(
+            enabled=True, description=""
+        )
+        seconds = (entry.get("options") or {}).get("expires")
+        if isinstance(seconds, (int, float)):
+            changed += rows.filter(expire_seconds=None).update(expire_seconds=math.ceil(seconds))
+    if changed:
+        scheduler.Changes.update_changed()

@@ -43,6 +43,12 @@ OnStale = Literal["interrupt", "fail", "requeue"]
 RefusalKind = Literal["conflict", "mismatch"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_LAST_MS = 253_402_300_799_999
+
+
+def _when(ms: int) -> datetime:
+    """Return a time of the store's clock; no damaged one is beyond the last that there is."""
+    return _EPOCH + timedelta(milliseconds=min(ms, _LAST_MS))
 
 
 class State(enum.Enum):
@@ -100,7 +106,7 @@ class Refusal:
     @property
     def at(self) -> datetime:
         """When it was."""
-        return _EPOCH + timedelta(milliseconds=self.at_ms)
+        return _when(self.at_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,19 +154,19 @@ class Record:
     @property
     def created_at(self) -> datetime:
         """When the key was first claimed."""
-        return _EPOCH + timedelta(milliseconds=self.created_ms)
+        return _when(self.created_ms)
 
     @property
     def updated_at(self) -> datetime:
         """When the record last changed its state."""
-        return _EPOCH + timedelta(milliseconds=self.updated_ms)
+        return _when(self.updated_ms)
 
     @property
     def deadline(self) -> datetime | None:
         """When the lease runs out, for a PROCESSING record."""
         if self.deadline_ms is None:
             return None
-        return _EPOCH + timedelta(milliseconds=self.deadline_ms)
+        return _when(self.deadline_ms)
 
     def stale(self, now_ms: int) -> bool:
         """Has the lease of this PROCESSING record run out at ``now_ms`` of the store's clock?"""

@@ -16,6 +16,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu 
 
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.hooks import as_mapping, bound, said_of
+from celery_idempotent.patience import patience
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 
@@ -43,7 +44,7 @@ CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
-#: The visibility timeout of kombu's Redis transport where none is set, in seconds.
+#: Taken for the patience of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
 
 
@@ -226,8 +227,11 @@ def longest_wait_ms(task: IdempotentTask, request: Any) -> int | None:
 
 def _unacknowledged(task: IdempotentTask) -> float:
     """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
-    visible = task.app.conf.broker_transport_options.get("visibility_timeout")
-    return float(visible or _VISIBILITY_TIMEOUT) / 4
+    broker = patience(task.app)
+    if broker is None:
+        visible = task.app.conf.broker_transport_options.get("visibility_timeout")
+        return float(visible or _VISIBILITY_TIMEOUT) / 4
+    return (broker.held or _VISIBILITY_TIMEOUT) / 4
 
 
 def _send(task: IdempotentTask, request: Any, again: Signature[Any], delay: float) -> None:

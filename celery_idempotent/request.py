@@ -14,17 +14,17 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.signals import worker_ready
 from celery.worker.request import Request as CeleryRequest
 
-from celery_idempotent import signals, twofold
+from celery_idempotent import signals
+from celery_idempotent.background import background
 from celery_idempotent.calls import worker_name
-from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.hooks import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.republish import Dropped
@@ -34,6 +34,7 @@ from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
     from celery_idempotent.keys import Identified
+    from celery_idempotent.policy import Policy
     from celery_idempotent.task import IdempotentTask
 
 __all__ = ["Request", "gone"]
@@ -48,6 +49,9 @@ _LONGEST_POLL = 1.0
 #: For how many seconds a claim may arrive after its child is known to be gone.
 LATE = 5.0
 
+#: How long a key is tried to be freed while the store does not answer, in seconds.
+UNRESERVE_PATIENCE = 600.0
+
 #: How often the pool looks after its children, in seconds.
 WATCH = 1.0
 
@@ -55,19 +59,110 @@ WATCH = 1.0
 _LARGEST_PID = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Lost:
-    """A child that held, or may have held, the claim of one delivery."""
+    """A child that held, or may have held, the claim of one delivery: the claim is to be interrupted.
+
+    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
+    again for a while::
+
+        child   sends its claim ──┬─ SIGKILL
+        main                      │    the child is gone ─ reads the record: nobody holds it
+        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
+    """
+
+    urgent: ClassVar[bool] = True
 
     task: IdempotentTask
     identity: Identity
-    #: The same operation's identity before a deploy that changed its key.
-    before: Identity | None = None
     task_id: str
     pid: int
     store: Store
+    give_up: float
     #: The record was read once since the child was gone.
     looked: threading.Event = field(default_factory=threading.Event)
+    _late_until: float | None = field(default=None, init=False)
+    _pause: float = field(default=_POLL, init=False)
+
+    def __str__(self) -> str:
+        return f"interrupt {self.identity}, its lease will end it"
+
+    def step(self) -> float | None:
+        """Interrupt the claim if the child is gone, and the claim is still that child's."""
+        now = time.monotonic()
+        if not gone(self.pid):
+            return _POLL if now < self.give_up else None
+        if self._late_until is None:
+            self._late_until = min(now + LATE, self.give_up)
+        over = self._interrupt()
+        self.looked.set()
+        if over or now > self._late_until:
+            return None
+        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_POLL)
+        return pause
+
+    def _interrupt(self) -> bool:
+        """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
+
+        The token is read, and must be one that a dead child held. A pid can be given out twice, and the message
+        delivered again to the second child that has it. Hence the last question, in this order::
+
+            read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
+
+        Whoever claimed token 5 had that pid, and nobody has it after the read: its holder is dead, whichever child it
+        was. Who claims after the read has another token.
+        """
+        record = self.store.get(self.identity)
+        if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
+            return False
+        if (
+            record.state is not State.PROCESSING
+            or record.task_id != self.task_id
+            or record.worker != worker_name(self.pid)
+            or not gone(self.pid)
+        ):
+            return True
+        task: Any = self.task
+        comes_back = task.acks_late and task.reject_on_worker_lost
+        if record.on_stale != "interrupt" and not comes_back:
+            # Its message is gone: the sweep does what the task wants once the lease is over.
+            return True
+        record = self.store.interrupt(self.identity, token=record.token)
+        if record is not None:
+            logger.warning(
+                "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
+                self.pid,
+                self.identity,
+                record.crashes,
+            )
+            event = Event(
+                task=self.task.name, task_id=self.task_id, identity=self.identity, record=record
+            )
+            emit(signals.interrupted, self.task, event)
+            tally.add(self.store, str(task.name), "interrupted")
+            tally.write()
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreserve:
+    """The key of a message that will never run: the worker discards whatever comes under its task id."""
+
+    urgent: ClassVar[bool] = False
+
+    identity: Identity
+    task_id: str
+    store: Store
+    give_up: float
+
+    def __str__(self) -> str:
+        return f"free {self.identity}"
+
+    def step(self) -> None:
+        """Delete the reservation."""
+        record = self.store.get(self.identity)
+        if record is not None and record.state is State.QUEUED and record.task_id == self.task_id:
+            self.store.release(self.identity, token=record.token)
 
 
 class Request(CeleryRequest):
@@ -108,16 +203,16 @@ class Request(CeleryRequest):
         task: Any = self.task
         try:
             definition = task.idempotency_definition()
-            policy = definition.policy if definition else None
-            queued = policy and (policy.publish_once or policy.on_stale == "requeue")
-            if queued and not terminated:
-                identified, store = _identified_of(self), get_store(task.app)
-                threading.Thread(
-                    target=_unreserve,
-                    args=(store, identified, self.id),
-                    name="idempotency-unreserve",
-                    daemon=True,
-                ).start()
+            if terminated or definition is None or not _may_be_queued(definition.policy):
+                return
+            for identity in _identities_of(self):
+                job = Unreserve(
+                    identity=identity,
+                    task_id=self.id,
+                    store=get_store(task.app),
+                    give_up=time.monotonic() + UNRESERVE_PATIENCE,
+                )
+                background.put(job)
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
 
@@ -126,12 +221,10 @@ class Request(CeleryRequest):
             return  # a hard time limit comes here twice
         self._mourned = True
         try:
-            lost = self._lost()
-            if lost is not None:
-                undertaker = threading.Thread(
-                    target=_bury, args=(lost,), name="idempotency-interrupt", daemon=True
-                )
-                undertaker.start()
+            held = self._lost()
+            for lost in held:
+                background.put(lost)
+            for lost in held:
                 if gone(lost.pid):
                     # Before the message goes back. A child that is still to be killed is not waited for:
                     # the pool kills it only when this has returned.
@@ -139,28 +232,35 @@ class Request(CeleryRequest):
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 
-    def _lost(self) -> Lost | None:
+    def _lost(self) -> list[Lost]:
         pid: Any = self.worker_pid
         if not pid or pid == os.getpid() or pid > _LARGEST_PID:
-            return None  # never started, or a pool without processes
+            return []  # never started, or a pool without processes
         task: Any = self.task
         if task.idempotency_definition() is None:
-            return None  # one of Celery's own, or switched off
-        identified = _identified_of(self)
-        return Lost(
-            task=task,
-            identity=identified.identity,
-            before=identified.before.identity if identified.before else None,
-            task_id=self.id,
-            pid=pid,
-            # Here, not in the thread: a child that is forked while a thread imports the store's modules
-            # would find their import locks taken for ever.
-            store=get_store(task.app),
-        )
+            return []  # one of Celery's own, or switched off
+        return [
+            Lost(
+                task=task,
+                identity=identity,
+                task_id=self.id,
+                pid=pid,
+                # Here, not in the thread: a child that is forked while a thread imports the store's modules
+                # would find their import locks taken for ever.
+                store=get_store(task.app),
+                give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
+            )
+            for identity in _identities_of(self)
+        ]
 
 
-def _identified_of(request: Any) -> Identified:
-    """Return what a delivery is about, as its task would say."""
+def _may_be_queued(policy: Policy) -> bool:
+    """May a message of such a task have a QUEUED record?"""
+    return policy.publish_once or policy.on_stale == "requeue"
+
+
+def _identities_of(request: Any) -> list[Identity]:
+    """Return what a delivery is about, as its task would say, and what it was about before a deploy."""
     headers = request.request_dict
     args, kwargs, _ = request._payload  # noqa: SLF001
     identified: Identified = request.task.identify_delivery(
@@ -170,99 +270,8 @@ def _identified_of(request: Any) -> Identified:
         task_id=request.id,
         nesting=headers.get("replaced_task_nesting") or 0,
     )
-    return identified
-
-
-def _unreserve(store: Store, identified: Identified, task_id: str) -> None:
-    """Delete the reservation of a message that will never run: the worker discards whatever comes under its id."""
-    identity = identified.identity
-    try:
-        record = store.get(identity)
-        if record is not None and record.state is State.QUEUED and record.task_id == task_id:
-            twofold.give_back(store, identified, record)
-    except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
-        logger.warning("idempotency: could not free %s: %s", identity, error)
-
-
-def _bury(lost: Lost) -> None:
-    """Wait until the child is gone, for a lease at most; then interrupt the claim if it is still that child's.
-
-    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
-    again for a while::
-
-        child   sends its claim ──┬─ SIGKILL
-        main                      │    the child is gone ─ reads the record: nobody holds it
-        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
-    """
-    held = [lost, *([replace(lost, identity=lost.before)] if lost.before else [])]
-    lease = lost.task.idempotency_policy.lease_ms / 1000
-    give_up = time.monotonic() + lease
-    try:
-        while not gone(lost.pid):
-            if time.monotonic() > give_up:
-                return
-            time.sleep(_POLL)
-        late_until, pause = min(time.monotonic() + LATE, give_up), _POLL
-        while True:
-            try:
-                done = [_interrupt(each) for each in held]
-                if all(done) or time.monotonic() > late_until:
-                    return
-            except StoreUnavailable:
-                if time.monotonic() > give_up:
-                    raise
-            lost.looked.set()
-            time.sleep(pause)
-            pause = min(pause * 2, _LONGEST_POLL)
-    except Exception as error:  # noqa: BLE001  best effort, in a thread of the worker's main process
-        logger.warning(
-            "idempotency: could not interrupt %s, its lease will end it: %s", lost.identity, error
-        )
-    finally:
-        lost.looked.set()
-
-
-def _interrupt(lost: Lost) -> bool:
-    """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
-
-    The token is read, and must be one that a dead child held. A pid can be given out twice, and the message delivered
-    again to the second child that has it. Hence the last question, in this order::
-
-        read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
-
-    Whoever claimed token 5 had that pid, and nobody has it after the read: its holder is dead, whichever child it was.
-    Who claims after the read has another token.
-    """
-    record = lost.store.get(lost.identity)
-    if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
-        return False
-    if (
-        record.state is not State.PROCESSING
-        or record.task_id != lost.task_id
-        or record.worker != worker_name(lost.pid)
-        or not gone(lost.pid)
-    ):
-        return True
-    task: Any = lost.task
-    comes_back = task.acks_late and task.reject_on_worker_lost
-    if record.on_stale != "interrupt" and not comes_back:
-        # Its message is gone: the sweep does what the task wants once the lease is over.
-        return True
-    record = lost.store.interrupt(lost.identity, token=record.token)
-    if record is not None:
-        logger.warning(
-            "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
-            lost.pid,
-            lost.identity,
-            record.crashes,
-        )
-        event = Event(
-            task=lost.task.name, task_id=lost.task_id, identity=lost.identity, record=record
-        )
-        emit(signals.interrupted, lost.task, event)
-        tally.add(lost.store, str(task.name), "interrupted")
-        tally.write()
-    return True
+    before = identified.before
+    return [identified.identity, *([before.identity] if before else [])]
 
 
 @worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.watch_children")

@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from celery_idempotent import signals, twofold, unfinished
+from celery_idempotent import deferred, signals, twofold, unfinished
 from celery_idempotent.atomic import AtomicRun, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
@@ -70,6 +70,9 @@ logger = logging.getLogger(__name__)
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
 
+#: So often an atomic run begins again at once when its transaction failed at the very end.
+MAX_REPEATS = 4
+
 
 class _Asked(NamedTuple):
     """What a claim was answered, and when it was sent (``time.monotonic``).
@@ -97,6 +100,26 @@ class _Patience:
         time.sleep(max(min(self._pause, remaining, left), 0.001))
         self._pause = min(self._pause * 1.5, 0.5)
         return True
+
+
+class _Repeats:
+    """How often a run that its database rolled back at the very end may begin again at once."""
+
+    def __init__(self) -> None:
+        self._left = MAX_REPEATS
+        self._due = False
+
+    def another(self) -> bool:
+        """May it, once more?"""
+        self._due = self._left > 0
+        self._left -= self._due
+        return self._due
+
+    def pause(self) -> None:
+        """Wait a moment before another, so that those who collided do not meet again."""
+        if self._due:
+            self._due = False
+            time.sleep(random.uniform(0, 0.01 * 2 ** (MAX_REPEATS - self._left)))
 
 
 class Runner:
@@ -127,9 +150,11 @@ class Runner:
             FingerprintMismatch: if the key belongs to a call with other arguments.
             BaseException: whatever ``body`` raised.
         """
+        if call.around is not None:
+            deferred.give_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        patience = self._patience(call)
+        patience, repeats = self._patience(call), _Repeats()
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
@@ -143,7 +168,7 @@ class Runner:
                     result = (
                         self._condemn(call, record, verdict, asked)
                         if verdict is not None
-                        else self._run(call, record, body, asked)
+                        else self._run(call, record, body, asked, repeats)
                     )
                     if isinstance(result, StoreFailed):
                         return StoreFailed(result.error, attempt)
@@ -153,7 +178,11 @@ class Runner:
                         # It may be the old one alone that another has by now.
                         with suppress(*STORE_ERRORS):
                             self._store().release(call.identity, token=record.token)
+                    repeats.pause()
                 case Held(record, left_ms):
+                    if (ours := deferred.answer(record)) is not None:
+                        self._reporter.tell(signals.replayed, call, ours)
+                        return Replay(ours, 0)
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
                     self._reporter.tell(signals.conflicted, call, record)
@@ -184,7 +213,7 @@ class Runner:
             return Ran(self.unguarded(call, body))
         match asked.answer:
             case Claimed(record):
-                ran = self._run(call, record, body, asked)
+                ran = self._run(call, record, body, asked, _Repeats())
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -211,7 +240,7 @@ class Runner:
         before = running.get()
         running.set(self.unguarded_claim(call))
         try:
-            return self._expecting_transaction(body)()
+            return self._expecting_transaction(call, body)()
         finally:
             running.set(before)
 
@@ -359,9 +388,14 @@ class Runner:
         )
 
     def _run(
-        self, call: Call, record: Record, body: Callable[[], Any], asked: _Asked
+        self,
+        call: Call,
+        record: Record,
+        body: Callable[[], Any],
+        asked: _Asked,
+        repeats: _Repeats,
     ) -> Result | None:
-        """Run the body under the claim; ``None`` if the claim was lost and the call goes on as a duplicate.
+        """Run the body under the claim; ``None`` if that is gone, and the call claims anew, as a duplicate does.
 
         A time limit or SIGTERM is an exception raised at *any* bytecode, also right after the body returned and before
         its value is stored in a variable. ``defaultdict`` calls its factory and stores what it returned within one C
@@ -376,9 +410,16 @@ class Runner:
         claim = self._hold(record, asked.sent, asked.old)
         atomic = None
         if self.policy.mode == "observe":
-            body = self._expecting_transaction(body)
+            body = self._expecting_transaction(call, body)
         elif self.policy.atomic:
-            atomic = self._atomic(call, claim, body)
+            atomic = AtomicRun(
+                call,
+                claim,
+                body,
+                codec=self._codec,
+                endings=self._endings,
+                again=repeats.another,
+            )
         outcome: defaultdict[None, Any] = defaultdict(atomic or body)
         before = running.get()
         try:
@@ -401,16 +442,13 @@ class Runner:
             running.set(before)
             heartbeat.remove(claim)
 
+    def _expecting_transaction(self, call: Call, body: Callable[[], Any]) -> Callable[[], Any]:
+        if not self.policy.atomic:
+            return body
+        return partial(in_transaction, self._store(), call, self.name, body)
+
     def _refuses(self, value: object) -> bool:
         return unfinished.is_unfinished(value) and self.policy.mode != "observe"
-
-    def _atomic(self, call: Call, claim: Claim, body: Callable[[], Any]) -> AtomicRun:
-        return AtomicRun(call, claim, body, codec=self._codec, endings=self._endings)
-
-    def _expecting_transaction(self, body: Callable[[], Any]) -> Callable[[], Any]:
-        return (
-            partial(in_transaction, self._store(), self.name, body) if self.policy.atomic else body
-        )
 
     def _returned(
         self,

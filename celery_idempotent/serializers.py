@@ -7,9 +7,10 @@ exactly; it turns tuples into lists and the keys of dicts into str. Pickle keeps
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 from kombu import compression, serialization
 from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, SerializerNotInstalled
@@ -17,9 +18,14 @@ from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, Serial
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 
-__all__ = ["NotStored", "Serializer", "content_types", "first_accepted", "installed"]
+__all__ = ["LARGEST", "NotStored", "Serializer", "content_types", "first_accepted", "installed"]
 
 _JSON = "application/json"
+
+#: A value that takes more bytes once decompressed is not read, unless results may be larger.
+LARGEST: Final = 16 * 1024 * 1024
+#: lzma asks for the memory that the head of a body names; its strongest preset takes 65 MiB.
+_LZMA_MEMORY: Final = 128 * 1024 * 1024
 
 _dumps: Callable[..., tuple[str, str, str | bytes]] = serialization.dumps
 _loads: Callable[..., object] = serialization.loads
@@ -126,12 +132,15 @@ class Serializer:
             return False
         return True
 
-    def load(self, stored: Stored) -> object:
+    def load(self, stored: Stored, *, max_bytes: int = 0) -> object:
         """Return the value that was stored.
+
+        A compressed one is not unpacked beyond ``max_bytes`` or :data:`LARGEST`, whichever is more:
+        a kilobyte may hold a gigabyte.
 
         Raises:
             StoreMisconfigured: if the app does not accept the format, or lacks its package.
-            ResultUnavailable: if the body is damaged, or the code it needs has changed.
+            ResultUnavailable: if the body is damaged or too large, or the code it needs has changed.
         """
         content_type = stored.content_type
         name = _names.get(content_type)
@@ -141,10 +150,11 @@ class Serializer:
                 f"(it accepts {', '.join(self.accept)}): add it to result_accept_content or "
                 "accept_content, or forget the key."
             )
-        body = stored.body
+        body: bytes | None = stored.body
         if stored.compression:
+            limit = max(max_bytes, LARGEST)
             try:
-                body = compression.decompress(body, stored.compression)
+                body = _decompress(stored.body, stored.compression, limit)
             except KeyError:
                 raise StoreMisconfigured(
                     f"A stored result is compressed as {stored.compression!r}, which is not "
@@ -154,6 +164,10 @@ class Serializer:
                 cause = type(error).__name__
                 problem = f"A stored result of type {name} cannot be decompressed ({cause})."
                 raise ResultUnavailable(problem) from None
+            if body is None:
+                raise ResultUnavailable(
+                    f"A stored result of type {name} has more than {limit} bytes once decompressed."
+                )
         try:
             return _loads(body, content_type, stored.content_encoding, accept=self._accepted)
         except (ContentDisallowed, SerializerNotInstalled):
@@ -162,6 +176,60 @@ class Serializer:
         except DecodeError as error:
             cause = type(error.__cause__ or error.__context__ or error).__name__
         raise ResultUnavailable(f"A stored result of type {name} cannot be read ({cause}).")
+
+
+def _decompress(body: bytes, method: str, limit: int) -> bytes | None:
+    """Return what is in a compressed body, ``None`` if there is more of it than the limit.
+
+    Raises:
+        KeyError: if the compression is not installed.
+        Exception: if the body is damaged; each compressor has errors of its own.
+    """
+    decoder: Any = compression.get_decoder(method)
+    unpacker = _unpacker(decoder)
+    if unpacker is None:
+        whole: bytes = decoder(body)
+    else:
+        whole = unpacker.decompress(body, limit + 1)
+        if len(whole) <= limit and not unpacker.eof:
+            raise EOFError("it ends too early")
+    return whole if len(whole) <= limit else None
+
+
+def _unpacker(decoder: Any) -> Any:
+    """Return what unpacks no more at a time than it is told; ``None`` for a compressor that somebody has registered.
+
+    What the standard library and zstd call so stands beside their ``decompress()``.
+    """
+    module: Any = sys.modules.get(getattr(decoder, "__module__", None) or "")
+    if getattr(module, "decompress", None) is not decoder:
+        return None
+    if (make := getattr(module, "LZMADecompressor", None)) is not None:
+        return make(memlimit=_LZMA_MEMORY)
+    if (make := getattr(module, "Decompressor", None)) is not None:
+        return _Brotli(make())
+    for name in ("decompressobj", "BZ2Decompressor", "ZstdDecompressor"):
+        if (make := getattr(module, name, None)) is not None:
+            return make()
+    return None
+
+
+class _Brotli:
+    """Brotli's unpacker in the words of the others."""
+
+    def __init__(self, unpacker: Any) -> None:
+        self._unpacker = unpacker
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._unpacker.is_finished())
+
+    def decompress(self, body: bytes, limit: int) -> bytes:
+        try:
+            found: bytes = self._unpacker.process(body, output_buffer_limit=limit)
+        except TypeError:  # before brotli 1.2 nothing could be told
+            found = self._unpacker.process(body)
+        return found
 
 
 def _not_stored(

@@ -12,7 +12,7 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import canvas, delivery, operations, publishing, reaper, republish
+from celery_idempotent import autoretry, canvas, delivery, operations, publishing, reaper, republish
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
     from celery.canvas import Signature
+
+    from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.stores.base import Store
 
     TaskBase = Task[Any, Any]
 else:
@@ -300,6 +303,8 @@ class IdempotentTask(TaskBase):
             on_settled=noted,
             message=self._message(definition, request),
             unanswered=republish.unanswered(said),
+            on_late_error=partial(autoretry.outcome, self),
+            around=self.transactions_around if request.is_eager else None,
             is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
 
@@ -350,6 +355,10 @@ class IdempotentTask(TaskBase):
         return definition.identify(
             args, kwargs, **about, key=said.get(RAW_KEY), scope=said.get(RAW_SCOPE)
         )
+
+    def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
+        """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
+        return ()
 
     def replace(self, sig: Signature[Any]) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""

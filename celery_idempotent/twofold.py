@@ -139,11 +139,16 @@ class _Both:
     def __init__(self, store: Store, old: Record) -> None:
         self._store = store
         self._old = old
-        for verb in _OTHERS:
-            setattr(self, verb, getattr(store, verb))
-        if isinstance(store, TransactionalStore):
-            self.transaction = self._transaction
-            self.abandon = store.abandon
+
+    def __getattr__(self, name: str) -> Any:
+        """Do for one claim what is done for any."""
+        return getattr(self._store, name)
+
+    @property
+    def transaction(self) -> Callable[[Record], Any]:
+        """Begin a transaction that settles both, where the store has any."""
+        begin = cast("TransactionalStore", self._store).transaction
+        return lambda record: self._transaction(begin, record)
 
     def renew(self, leases: Sequence[Lease]) -> list[bool]:
         """Renew each of them, and the old claim."""
@@ -169,17 +174,21 @@ class _Both:
         return self._store.release(identity, token=token, requeue_ms=requeue_ms)
 
     @contextmanager
-    def _transaction(self, record: Record | None) -> Iterator[Transaction]:
-        store = cast("TransactionalStore", self._store)
-        with store.transaction(record) as transaction:
+    def _transaction(self, begin: Callable[[Record], Any], record: Record) -> Iterator[Transaction]:
+        with begin(record) as transaction:
             yield cast("Transaction", _BothSettled(transaction, self._old))
 
 
 class _BothSettled:
+    """The transaction of a run that has two claims."""
+
     def __init__(self, transaction: Transaction, old: Record) -> None:
         self._transaction = transaction
         self._old = old
-        self.outside = transaction.outside
+
+    def __getattr__(self, name: str) -> Any:
+        """Be that transaction."""
+        return getattr(self._transaction, name)
 
     def settle(
         self,
@@ -193,10 +202,3 @@ class _BothSettled:
         end: Any = {"value": value, "keep_ms": keep_ms, "replaced": replaced}
         settle = self._transaction.settle
         return settle(state=state, **end) and settle(state=state, **end, also=self._old)
-
-
-#: What a store does for one claim no otherwise than for any.
-_OTHERS = (
-    *("claim", "reserve", "mark_delivered", "interrupt", "get", "requeue"),
-    *("sweep", "prune", "forget", "stats", "list", "close"),
-)

@@ -142,8 +142,8 @@ def _tell(port: int, directory: Path) -> None:
     base = f"http://127.0.0.1:{port}"
     print(
         f"""
-  {base}/               the webhook ledger
   {base}/pay/           a payment: press the button twice, open a second tab
+  {base}/               the webhook ledger, empty until a webhook comes in
   {base}/payments/      the API (POST {{"amount": 100, "currency": "EUR", "recipient": "acct_1"}})
   {base}/payments/now/  the same, done in the request
   {base}/openapi/       its OpenAPI document

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.checks import broker, formats, servers
 from celery_idempotent.checks.finding import Finding, Tasks
+from celery_idempotent.checks.loading import load_tasks
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Finding", "check", "check_settings", "check_store"]
+__all__ = ["Finding", "check", "check_settings", "check_store", "check_workers"]
 
 _OF_SETTINGS = (
     broker.acks_late,
     broker.sweep,
+    broker.sweep_queue,
     broker.visibility,
     broker.waits,
     formats.known,
@@ -30,18 +32,31 @@ _OF_SETTINGS = (
 
 
 def check(app: Celery) -> list[Finding]:
-    """Return all findings about an app; it looks at the store and at the servers behind it."""
-    return [*check_settings(app), *check_store(app)]
+    """Return all findings about an app: it imports its tasks, and asks the store and the workers that are up."""
+    return [*check_settings(app), *check_store(app), *check_workers(app)]
 
 
 def check_settings(app: Celery) -> list[Finding]:
-    """Return what can be found without asking any server."""
+    """Return what can be found without asking any server, once all of the app's tasks are imported."""
+    try:
+        load_tasks(app)
+    except InvalidOption as error:
+        return [_bad_option(error)]
+    except Exception as error:  # noqa: BLE001  # whatever a module of the project may raise
+        # Whatever else a module says may hold what is nobody's business.
+        said = f": {error}" if isinstance(error, ImportError) else ""
+        return [
+            Finding(
+                id="E021",
+                problem=f"The app's tasks cannot be imported ({type(error).__name__}{said}): no worker starts.",
+                hint="Import them in a shell to see where that comes from.",
+            )
+        ]
     try:
         tasks = _tasks(app)
         silenced = _silenced(app)
     except InvalidOption as error:
-        hint = "Set it to what is allowed; a worker does not start like this."
-        return [Finding(id="E013", problem=str(error), hint=hint)]
+        return [_bad_option(error)]
     if not tasks:
         return []
     try:
@@ -60,12 +75,31 @@ def check_settings(app: Celery) -> list[Finding]:
 def check_store(app: Celery) -> list[Finding]:
     """Return what the store and its servers say."""
     try:
+        load_tasks(app)
         if not _tasks(app):
             return []
         store, silenced = get_store(app), _silenced(app)
-    except IdempotencyError:
-        return []  # E001 and E013 say it
+    except Exception:  # noqa: BLE001  # E001, E013 and E021 say it
+        return []
     return _heard(servers.answers(store), silenced)
+
+
+def check_workers(app: Celery) -> list[Finding]:
+    """Return what the workers that are up say, within a second or two; nothing where none is."""
+    try:
+        load_tasks(app)
+        if not _tasks(app):
+            return []
+        if "W022" in {each.id for each in broker.sweep_queue(app, {})}:
+            return []  # said already
+        return _heard(broker.consumers(app), _silenced(app))
+    except Exception:  # noqa: BLE001  # E013 and E021 say it
+        return []
+
+
+def _bad_option(error: InvalidOption) -> Finding:
+    hint = "Set it to what is allowed; a worker does not start like this."
+    return Finding(id="E013", problem=str(error), hint=hint)
 
 
 def _tasks(app: Celery) -> Tasks:

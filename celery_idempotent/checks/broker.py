@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
+from celery.app.routes import Router
 
 from celery_idempotent.checks.finding import Finding, Tasks, named
+from celery_idempotent.patience import patience
 from celery_idempotent.reaper import SWEEP
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["acks_late", "sweep", "visibility", "waits"]
+__all__ = ["acks_late", "consumers", "sweep", "sweep_queue", "visibility", "waits"]
 
-#: What Celery's transports redeliver after, in seconds, if nothing else is set.
-_VISIBILITY = {"redis": 3600, "rediss": 3600, "sentinel": 3600, "sqs": 1800}
+#: So many seconds workers have to answer.
+_ANSWER = 1
 
 
 def acks_late(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
@@ -46,40 +49,106 @@ def sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
 
 def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
     """Find leases that outlast the broker's patience."""
-    timeout = _visibility_timeout(app)
-    if timeout is None:
+    broker = patience(app)
+    if broker is None:
         return
-    longer = [name for name, (_, each) in tasks.items() if each.policy.lease_ms >= timeout * 1000]
+    most_ms = broker.seconds * 1000
+    longer = [name for name, (_, each) in tasks.items() if each.policy.lease_ms >= most_ms]
     if longer:
         yield Finding(
             id="W004",
-            problem=f"The broker delivers again after {timeout:g} s (visibility_timeout), before the lease of a dead"
-            f" worker is over: the message circles as long. Tasks: {named(longer)}.",
-            hint="Set idempotency_lease below the visibility_timeout, or that in broker_transport_options higher.",
+            problem=f"The broker delivers again after {broker.seconds:g} s ({broker.option}), before the lease of a"
+            f" dead worker is over: the message circles as long. Tasks: {named(longer)}.",
+            hint=f"Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
         )
 
 
 def waits(app: Celery, tasks: Tasks) -> Iterator[Finding]:
     """Find countdowns that outlast the broker's patience, as far as settings tell them."""
-    timeout = _visibility_timeout(app)
-    if timeout is None:
+    broker = patience(app)
+    if broker is None or broker.held is None:
         return
     found = [
         f"{name} (retries after up to {longest:g} s)"
         for name, (task, _) in tasks.items()
-        if (longest := _longest_retry(task)) >= timeout
+        if (longest := _longest_retry(task)) >= broker.held
     ]
     for name, task, options in _entries(app):
         countdown = options.get("countdown")
-        if task in tasks and isinstance(countdown, (int, float)) and countdown >= timeout:
+        if task in tasks and isinstance(countdown, (int, float)) and countdown >= broker.held:
             found.append(f"the beat entry {name} (countdown {countdown:g} s)")
     if found:
         yield Finding(
             id="W019",
-            problem=f"A message that waits for longer than {timeout:g} s (visibility_timeout) is delivered again each"
+            problem=f"A message that waits for longer than {broker.held:g} s ({broker.option}) is delivered again each"
             f" time that these pass: it runs once, but is many by then. So waits: {named(found)}.",
-            hint="Let them wait for less, or set the visibility_timeout in broker_transport_options higher.",
+            hint=f"Let them wait for less, or set the {broker.option} in broker_transport_options higher.",
         )
+
+
+def sweep_queue(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
+    """Find sweeps that are sent to a queue that is not among those of the app."""
+    queue = _queue_of_sweeps(app)
+    declared = app.conf.task_queues
+    if queue is None or not declared:
+        return
+    names = declared if isinstance(declared, Mapping) else [each.name for each in declared]
+    if queue not in names:
+        yield _unswept(
+            queue, "task_queues has no such queue, and so no worker consumes it by itself"
+        )
+
+
+def consumers(app: Celery) -> list[Finding]:
+    """Ask the workers that are up whether any of them consumes the queue that sweeps are sent to."""
+    queue = _queue_of_sweeps(app)
+    if queue is None or str(app.conf.broker_read_url).startswith("memory"):
+        return []
+    try:
+        with app.connection_for_write(connect_timeout=_ANSWER) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, timeout=_ANSWER)
+            inspect = app.control.inspect(timeout=_ANSWER, connection=connection)
+            answers = inspect.active_queues() or {}
+    except Exception:  # noqa: BLE001  # a broker that is down is no matter of queues, and each transport has its errors
+        return []
+    if not answers or any(
+        queue == each["name"] for found in answers.values() for each in found or ()
+    ):
+        return []
+    return [_unswept(queue, f"none of the {len(answers)} worker(s) that answered consumes it")]
+
+
+def _unswept(queue: str, why: str) -> Finding:
+    return Finding(
+        id="W022",
+        problem=f"Sweeps are sent to the queue {queue}: {why}. Then claims of workers that died stay PROCESSING until"
+        " their key is asked for again, and the messages pile up.",
+        hint=f"Start a worker with -Q {queue}, or route {SWEEP} to a queue that is consumed.",
+    )
+
+
+class _Names(dict[str, Any]):
+    """Queues by their names, and nothing else: Celery's own would be consumed from then on."""
+
+    def __missing__(self, name: str) -> Any:
+        return SimpleNamespace(name=name)
+
+
+def _queue_of_sweeps(app: Celery) -> str | None:
+    """Return the queue that beat sends sweeps to, ``None`` if it sends none, or that cannot be told."""
+    options = next((about for _, task, about in _entries(app) if task == SWEEP), None)
+    if options is None or {"exchange", "routing_key"} & set(options):
+        return None
+    try:
+        # Celery's own, but for the queues: to look one up there makes it.
+        router: Any = Router(app.amqp.routes, _Names(), create_missing=True, app=app)
+        route = router.route(dict(options), SWEEP, task_type=app.tasks.get(SWEEP))
+    except Exception:  # noqa: BLE001  # the project's own routers may raise what they like
+        return None
+    if "exchange" in route:
+        return None
+    queue = route.get("queue")
+    return str(getattr(queue, "name", queue))
 
 
 def _longest_retry(task: Any) -> float:
@@ -97,18 +166,6 @@ def _longest_retry(task: Any) -> float:
         return longest
     last: float = int(max(1.0, backoff)) * 2.0 ** min(retries - 1, 64)
     return min(longest, last)
-
-
-def _visibility_timeout(app: Celery) -> float | None:
-    """Return after how many seconds the broker delivers again what nobody acknowledged, if it does."""
-    url: Any = app.conf.broker_read_url
-    first = url[0] if isinstance(url, (list, tuple)) and url else url
-    scheme = str(first or "").partition("://")[0].partition("+")[0]
-    if scheme not in _VISIBILITY:
-        return None
-    options = app.conf.broker_transport_options or {}
-    timeout: object = options.get("visibility_timeout", _VISIBILITY[scheme])
-    return float(timeout) if isinstance(timeout, (int, float)) else None
 
 
 def _entries(app: Celery) -> Iterator[tuple[str, str, dict[str, Any]]]:

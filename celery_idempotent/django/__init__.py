@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore
 
-from celery_idempotent.django.transactions import alias_in_use
+from celery_idempotent.django.transactions import alias_in_use, transactions_around
 from celery_idempotent.task import IdempotentTask as _IdempotentTask
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from celery.canvas import Signature
+
+    from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.stores.base import Store
 
     DjangoBase = DjangoTask[Any, Any]
 else:
@@ -61,6 +66,10 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         from celery_idempotent.django import outbox
 
         outbox.stage(self, args, kwargs, options, using=alias)
+
+    def transactions_around(self, store: Store) -> Sequence[OnCommit]:
+        """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
+        return transactions_around(store)
 
     def on_replace(self, sig: Signature[Any]) -> Any:
         """Publish the replacement: that of an atomic task after the commit, of which its message is part."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +11,17 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
+from celery_idempotent.checks.loading import load_tasks
 from celery_idempotent.definition import Definition
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["SETTING", "celery_app", "definitions", "has_app", "load_tasks"]
+__all__ = ["SETTING", "celery_app", "definitions", "has_app"]
 
 #: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the one of the views, or the project's.
 SETTING = "CELERY_IDEMPOTENT_APP"
 _VIEWS = "IDEMPOTENCY_HTTP"
-
-_loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 
 def celery_app() -> Celery:
@@ -75,14 +73,6 @@ def has_app() -> bool:
     made: Any = getattr(_state, "_tls", None)
     current: Any = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
     return bool(_named() or current)
-
-
-def load_tasks(app: Celery) -> None:
-    """Import the modules with the app's tasks, as a worker does, once: a web process knows only those that it uses."""
-    if app not in _loaded:
-        loader: Any = app.loader
-        loader.import_default_modules()
-        _loaded.add(app)
 
 
 def definitions(app: Celery) -> dict[str, Definition]:

@@ -15,11 +15,10 @@ record is written by the last statement only, and on condition that it still has
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from django.db import Error
 from django.db.transaction import Atomic
@@ -27,6 +26,8 @@ from django.db.transaction import Atomic
 from celery_idempotent.django.commit_hooks import make_robust
 from celery_idempotent.django.connections import Lines, Session
 from celery_idempotent.django.dialects import LOCK_TIMEOUT_MS, kind
+from celery_idempotent.django.elsewhere import Surroundings
+from celery_idempotent.django.ended import SessionLost, still_there
 from celery_idempotent.django.holders import lock_name, lock_number
 from celery_idempotent.django.interruptions import drop, sound, struck
 from celery_idempotent.django.rows import LETTERS, PRUNE_SLACK_MS, digest
@@ -42,17 +43,9 @@ from celery_idempotent.stores.values import pack_value
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["AtomicRun", "TransactionEnded", "abandon", "transaction"]
+__all__ = ["AtomicRun", "abandon", "transaction"]
 
 _SAVEPOINT = "celery_idempotent_run"
-#: Statements that leave nothing behind; comments and brackets may come first.
-_READS = re.compile(
-    r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
-    r"(?:(?:SELECT|SHOW|EXPLAIN|DESC|DESCRIBE|VALUES|TABLE|PRAGMA|SET|SAVEPOINT|RELEASE|ROLLBACK)\b"
-    r"|WITH\b(?!.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b))",
-    re.IGNORECASE | re.DOTALL,
-)
-
 _OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
 
 #: Bounds one wait of ours, and no statement of the task: what its COMMIT waits for is its own business, too.
@@ -66,22 +59,19 @@ _PATIENCE = (
 )
 
 
-class TransactionEnded(StoreMisconfigured):
-    """The task ended the transaction that should have settled its record with its own writes."""
-
-
 class AtomicRun:
     """The transaction of one claim, from just after its BEGIN; without a claim, a transaction only.
 
     :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block
     brings. ``settled`` tells whether it was done: an error that leaves the block after that may
     come from a COMMIT whose answer was lost. Then
-    :meth:`~celery_idempotent.django.store.DjangoStore.release` tells how it went: it waits for the
-    row, and either gives the key back, because nothing was committed, or finds it settled.
+    :meth:`~celery_idempotent.django.store.DjangoStore.committed` tells how it went: it waits for
+    the row, whatever its state.
     """
 
     def __init__(self, session: Session, record: Record | None) -> None:
         self.settled = False
+        self.surroundings = Surroundings(session.connection)
         self._session = session
         self._identity = record.identity if record is not None else None
         self._name = digest(record.identity) if record is not None else b""
@@ -129,7 +119,7 @@ class AtomicRun:
 
     def outside(self) -> AbstractContextManager[None]:
         """Refuse statements that write, other than through another connection."""
-        return self._session.connection.execute_wrapper(_only_read)
+        return self.surroundings.step()
 
     def unlock(self) -> None:
         """Say that nobody is at work any more, where a lock outlives its transaction."""
@@ -155,14 +145,15 @@ class AtomicRun:
 
         Raises:
             TransactionEnded: if the task committed, rolled back or broke the transaction.
-            StoreUnavailable: if the database refused the write: roll back, and try again.
+            StoreUnavailable: if the record could not be reached: roll back, and try again.
+            Error: what befell the transaction as a whole, a serialization failure for instance.
         """
         session, keep_ms = self._session, max(keep_ms, 1)
         if self._identity is None:
             raise StoreMisconfigured("this transaction has no claim to settle")
         name, token = self._name, self._token
         if also is None:
-            self._still_there()
+            still_there(session, _SAVEPOINT)
         else:
             name, token = digest(also.identity), also.token
         now = session.words.now_ms
@@ -185,6 +176,8 @@ class AtomicRun:
                 ),
             )
         except Error as error:
+            if self.passes(error):
+                raise
             raise StoreUnavailable(
                 f"the record of {self._identity} could not be settled in the task's transaction"
                 f" ({type(error).__name__})"
@@ -192,23 +185,12 @@ class AtomicRun:
         self.settled = written == 1
         return self.settled
 
-    def _still_there(self) -> None:
-        """Raise unless this is the transaction that began the run, and it can still commit."""
-        connection = self._session.connection
-        if connection.needs_rollback:
-            raise TransactionEnded(
-                "the task went on after a database error inside its transaction: put the statement"
-                " that may fail in a transaction.atomic() of its own, and catch the error around it"
-            )
-        try:
-            # It was the first one, so whatever ended the transaction took it along.
-            self._session.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
-        except Error as error:
-            raise TransactionEnded(
-                "the task committed or rolled back the transaction that its record should have been"
-                " settled in: an idempotency_atomic task leaves COMMIT, ROLLBACK and statements"
-                " that commit by themselves alone"
-            ) from error
+    def passes(self, error: Exception) -> bool:
+        """Is this a serialization failure, a deadlock, or the loss of the session?"""
+        vendor = self._session.words.vendor
+        return isinstance(error, SessionLost) or (
+            isinstance(error, Error) and kind(error, vendor) in ("conflict", "lost")
+        )
 
 
 @contextmanager
@@ -331,6 +313,9 @@ class _Begun(Atomic):
         return False
 
     def _enter(self) -> None:
+        if not self._nested:
+            # Django leaves that of an earlier transaction there.
+            self._own.rollback_exc = None  # type: ignore[attr-defined]
         try:
             super().__enter__()
         except BaseException:
@@ -355,16 +340,3 @@ def _refuse_outer(own: BaseDatabaseWrapper) -> None:
             "an idempotency_atomic task commits its own writes with its record, so it cannot run"
             " inside another transaction: call it outside of atomic()"
         )
-
-
-def _only_read(
-    execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Mapping[str, Any]
-) -> Any:
-    """Refuse what writes: a step is not run again, and what it wrote would be rolled back by a later failure."""
-    text = sql if isinstance(sql, str) else sql.as_string(None)  # psycopg composes statements
-    if not _READS.match(text):
-        raise IdempotencyError(
-            "a step of an idempotency_atomic task may not write to the database of its transaction: a failure after it"
-            " would roll the write back and keep the step. Write outside of the step, with what it returned"
-        )
-    return execute(sql, params, many, context)

@@ -8,8 +8,8 @@ from typing import Any
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.checks import Finding, check_settings, check_store
-from celery_idempotent.django.applications import celery_app, has_app, load_tasks
+from celery_idempotent.checks import Finding, check_settings, check_store, check_workers
+from celery_idempotent.django.applications import celery_app, has_app
 
 __all__ = ["of_settings", "of_store"]
 
@@ -19,7 +19,7 @@ TAG = "idempotency"
 
 @checks.register(TAG)
 def of_settings(app_configs: Sequence[Any] | None = None, **_: Any) -> list[checks.CheckMessage]:  # noqa: ARG001
-    """Look at the settings, and at those tasks that are imported already: commands shall not wait for servers."""
+    """Import all tasks, as a worker does, and look at them and at the settings: commands shall not wait for servers."""
     if not has_app():
         return []
     try:
@@ -30,15 +30,14 @@ def of_settings(app_configs: Sequence[Any] | None = None, **_: Any) -> list[chec
 
 @checks.register(TAG, deploy=True)
 def of_store(app_configs: Sequence[Any] | None = None, **_: Any) -> list[checks.CheckMessage]:  # noqa: ARG001
-    """Import all tasks, and ask the store."""
+    """Ask the store and the workers, too."""
     if not has_app():
         return []
     try:
         app = celery_app()
     except ImproperlyConfigured:
         return []  # said above
-    load_tasks(app)
-    return _messages(check_store(app))
+    return _messages([*check_store(app), *check_workers(app)])
 
 
 def _messages(found: Iterable[Finding]) -> list[checks.CheckMessage]:

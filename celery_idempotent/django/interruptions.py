@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,9 @@ def drop(own: BaseDatabaseWrapper) -> None:
     own.atomic_blocks, own.savepoint_ids, own.run_on_commit = [], [], []
     own.in_atomic_block = own.needs_rollback = own.closed_in_transaction = False
     if own.connection is not None and own.vendor == "sqlite":
-        # In memory it stays open.
-        own.connection.rollback()
+        # In memory it stays open. Somebody may have closed it.
+        with suppress(sqlite3.ProgrammingError):
+            own.connection.rollback()
     with suppress(Exception):
         own.close()
     if own.vendor != "sqlite" or not own.is_in_memory_db():  # type: ignore[attr-defined]

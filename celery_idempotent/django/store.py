@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django import atomic, browse, refusals, shortcuts, upkeep
+from celery_idempotent.django import atomic, browse, elsewhere, refusals, shortcuts, upkeep
 from celery_idempotent.django.autocommit import commits_by_hand, committing
 from celery_idempotent.django.connections import Lines, Session
 from celery_idempotent.django.holders import end_holder
@@ -69,6 +69,7 @@ class DjangoStore:
     def __init__(self, alias: str = "default") -> None:
         self.alias = alias
         self.lines = Lines(alias)
+        elsewhere.watch()
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
         # a child that is forked while a thread imports finds the locks of its modules taken for ever.
         with suppress(StoreMisconfigured, ImproperlyConfigured):
@@ -377,6 +378,27 @@ class DjangoStore:
         """
         run, own = atomic.transaction(self.lines, record), self.lines.own()
         return _by_itself(own, run) if commits_by_hand(own) else run
+
+    def committed(self, record: Record) -> bool:
+        """Wait for the end of the transaction that settled this claim, and tell whether it was committed."""
+        name = digest(record.identity)
+
+        def work(session: Session) -> bool:
+            # A write waits for whoever is writing the row, also where nobody would have to change it.
+            session.write(
+                "UPDATE celery_idempotent_record SET version = version + 1"
+                " WHERE digest = %s AND token = %s",
+                (name, record.token),
+            )
+            return bool(
+                session.rows(
+                    "SELECT 1 FROM celery_idempotent_record"
+                    " WHERE digest = %s AND token = %s AND state IN ('C', 'F')",
+                    (name, record.token),
+                )
+            )
+
+        return self.lines.run(work)
 
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""

@@ -2,17 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
 from django.db import connections
 
 from celery_idempotent.claim import current_claim
+from celery_idempotent.django.testcases import in_testcase
+from celery_idempotent.errors import IdempotencyError
 
-__all__ = ["alias_in_use"]
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.django.elsewhere import Surroundings
+    from celery_idempotent.stores.base import Store
+
+__all__ = ["alias_in_use", "transactions_around"]
 
 
 def alias_in_use() -> str | None:
-    """Return the database whose transaction the running atomic task will commit with its record; else ``None``."""
+    """Return the database whose transaction the running atomic task will commit with its record; else ``None``.
+
+    Raises:
+        IdempotencyError: in another thread than that of the transaction.
+    """
     claim = current_claim()
     if claim is None or claim.transaction is None:
         return None
     alias: str | None = getattr(claim.store, "outbox_alias", None)
+    around: Surroundings | None = getattr(claim.transaction, "surroundings", None)
+    if alias is not None and around is not None and around.has(connections[alias]):
+        raise IdempotencyError(
+            "an idempotency_atomic task publishes with its transaction, which belongs to the thread of its body, and "
+            "this is another thread: publish from the body"
+        )
     return alias if alias is not None and connections[alias].in_atomic_block else None
+
+
+def transactions_around(store: Store) -> Sequence[OnCommit]:
+    """Return how to be called at the commit of each transaction of this thread, unless the store's verbs join it.
+
+    The blocks that Django's ``TestCase`` keeps around a test are none: code under test is not meant to know of them.
+    """
+    joined: Callable[[], bool] | None = getattr(store, "joined", None)
+    if joined is not None and joined():
+        return ()
+    return [
+        partial(_at_commit, own)
+        for own in connections.all(initialized_only=True)
+        # Without the last, the project commits by hand, and Django calls nobody.
+        if own.in_atomic_block
+        and not all(map(_is_testcases, own.atomic_blocks))
+        and own.commit_on_exit
+    ]
+
+
+def _is_testcases(block: object) -> bool:
+    return bool(getattr(block, "_from_testcase", False))
+
+
+def _at_commit(own: BaseDatabaseWrapper, function: Callable[[], None]) -> None:
+    own.on_commit(function, robust=True)
+    if not in_testcase(own):  # where captureOnCommitCallbacks() counts on the order
+        # Before what else waits: the first that fails may keep all others from being called.
+        own.run_on_commit.insert(0, own.run_on_commit.pop())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import Snapshot
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, is_store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -127,7 +127,7 @@ def _store_of(app: Celery) -> Store:
         return store
     if isinstance(setting, str):
         return open_store(setting, **replication)
-    if isinstance(setting, Store):
+    if is_store(setting):
         if replication:
             raise InvalidOption(
                 "idempotency_replicas has no effect on a store that is given as an object:"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from celery_idempotent.records import (
     Answer,
@@ -32,7 +33,11 @@ __all__ = [
     "Transaction",
     "TransactionalStore",
     "Truth",
+    "can_count",
     "forget_mark",
+    "has_transactions",
+    "is_store",
+    "is_truth",
     "skew_ms",
 ]
 
@@ -263,6 +268,13 @@ class Transaction(Protocol):
         """
         ...
 
+    def passes(self, error: Exception) -> bool:
+        """Is this, from :meth:`settle` or the commit, an error that the same body may not meet again?
+
+        A serialization failure, a deadlock, the loss of the session.
+        """
+        ...
+
     def outside(self) -> AbstractContextManager[None]:
         """Refuse writes to the transaction's database: what happens in here outlives a rollback.
 
@@ -282,8 +294,16 @@ class TransactionalStore(Store, Protocol):
         it is no more than a transaction, and nothing is settled in it.
 
         :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
-        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body and in the settle;
-        what the database says to the body's own statements, and to the commit, comes through as it is.
+        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or keeps the settle from
+        the record; what the database says to the body's own statements, to the transaction as a whole and to the
+        commit comes through as it is.
+        """
+        ...
+
+    def committed(self, record: Record) -> bool:
+        """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
+
+        Whatever state the record is in by now. :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
         """
         ...
 
@@ -306,6 +326,38 @@ class Truth(Store, Protocol):
     def joined(self) -> bool:
         """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
         ...
+
+
+def is_store(found: object) -> TypeGuard[Store]:
+    """Has it every verb of a store?"""
+    return _has_methods(found, Store)
+
+
+def can_count(store: object) -> TypeGuard[CountingStore]:
+    """Does this store keep counters?"""
+    return _has_methods(store, CountingStore)
+
+
+def has_transactions(store: object) -> TypeGuard[TransactionalStore]:
+    """Is this store in a database that tasks write to, too?"""
+    return _has_methods(store, TransactionalStore)
+
+
+def is_truth(store: object) -> TypeGuard[Truth]:
+    """Can a cache stand before this store?"""
+    return _has_methods(store, Truth)
+
+
+def _has_methods(found: object, protocol: Any) -> bool:
+    """Has it all that the protocol asks for? From 3.12 on, ``isinstance`` overlooks what ``__getattr__`` brings."""
+    return all(getattr(found, name, None) is not None for name in _methods(protocol))
+
+
+@functools.cache
+def _methods(protocol: type) -> frozenset[str]:
+    return frozenset(
+        name for base in protocol.__mro__ for name in vars(base) if not name.startswith("_")
+    )
 
 
 def forget_mark(store: Store, identity: Identity, *, token: int) -> None:

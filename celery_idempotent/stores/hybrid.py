@@ -24,11 +24,13 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores.base import (
-    CountingStore,
     Store,
     Transaction,
     TransactionalStore,
     Truth,
+    can_count,
+    has_transactions,
+    is_truth,
 )
 from celery_idempotent.stores.cache import Cached, RedisCache, Ticket
 
@@ -49,7 +51,7 @@ class HybridStore:
     """
 
     def __init__(self, cache: RedisCache, truth: Store) -> None:
-        if not isinstance(truth, Truth):
+        if not is_truth(truth):
             raise InvalidOption(
                 f"{truth!r} cannot stand behind a cache: it does not say for how long it keeps a"
                 " record (the method `retained`). Use it alone, or django:// here"
@@ -57,10 +59,10 @@ class HybridStore:
         self.cache = cache
         self.truth: Truth = truth
         # What else the truth can do, the hybrid can; whoever wants to know looks for the method.
-        if isinstance(truth, TransactionalStore):
+        if has_transactions(truth):
             self.transaction = partial(self._transaction, truth)
-            self.abandon = truth.abandon
-        if isinstance(truth, CountingStore):
+            self.abandon, self.committed = truth.abandon, truth.committed
+        if can_count(truth):
             self.count, self.counts = truth.count, truth.counts
             self.note_sweep = truth.note_sweep
         for extra in ("missing_bounds", "outbox_alias", "skews_ms", "upkeep"):
@@ -151,6 +153,10 @@ class HybridStore:
             # Not the value at hand: of a settle that is repeated, the first end stays.
             self.refresh(record.identity)
         return done
+
+    def joined(self) -> bool:
+        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
+        return self.truth.joined()
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent, in the truth first."""

@@ -142,7 +142,18 @@ def pack_settled(
 
 
 def unpack(identity: Identity, packed: bytes, *, summary: bool = False) -> Record:
-    """Return the record that ``packed`` holds; a ``summary`` of its first bytes has no value, message or steps."""
+    """Return the record that ``packed`` holds; a ``summary`` of its first bytes has no value, message or steps.
+
+    Raises:
+        StoreMisconfigured: if it is damaged, or in a form that this version does not know.
+    """
+    try:
+        return _unpack(identity, packed, summary=summary)
+    except (IndexError, UnicodeDecodeError) as error:
+        raise unreadable(identity) from error
+
+
+def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
     state = _STATES.get(packed[0]) if len(packed) >= _HEAD_BYTES else None
     if state is None or packed[1] & ~(_SETTLED_FLAGS if state.settled else _LIVE_FLAGS):
         raise unreadable(identity)
@@ -202,7 +213,7 @@ def state_of(packed: bytes) -> State | None:
 def unreadable(identity: Identity) -> StoreMisconfigured:
     """Return the error for a record in a form that this version does not know."""
     return StoreMisconfigured(
-        f"the record of {identity} was written by a newer version of celery-idempotent:"
+        f"the record of {identity} is damaged, or was written by a newer version of celery-idempotent:"
         " upgrade this one"
     )
 

@@ -56,7 +56,18 @@ def pack_value(value: Stored) -> bytes:
 
 
 def unpack_value(packed: bytes, at: int) -> Stored:
-    """Return the value from ``at`` to the end."""
+    """Return the value from ``at`` to the end.
+
+    Raises:
+        StoreMisconfigured: if it is damaged, or in a form that this version does not know.
+    """
+    try:
+        return _unpack_value(packed, at)
+    except (IndexError, UnicodeDecodeError) as error:
+        raise StoreMisconfigured("a stored value is damaged") from error
+
+
+def _unpack_value(packed: bytes, at: int) -> Stored:
     code, compressed = packed[at] & ~_COMPRESSED, packed[at] & _COMPRESSED
     at += 1
     if code == _OTHER:

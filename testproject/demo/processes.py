@@ -36,7 +36,9 @@ class Child:
         self._directory = directory
         # Import this very tree, and write nothing into it: the working directory is the demo's.
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.env = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths)}
+        # A process that is killed leaves its temporary files: they go with the directory.
+        elsewhere = {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(directory)}
+        self.env = {**os.environ, **env, **elsewhere}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -82,7 +82,7 @@ def test_the_answer_of_a_view_is_shown_as_it_was_sent(
         (response(b"", headers="Idempotent-Body-Not-Kept: it is streamed"), "it is streamed"),
         (
             Stored(content_type="application/http", content_encoding="binary", body=b"nonsense"),
-            "It cannot be read",
+            "cannot be read",
         ),
     ],
 )

@@ -284,6 +284,65 @@ def test_without_debug_a_secret_key_has_to_be_set() -> None:
     assert "Set DJANGO_SECRET_KEY" in found.stderr
 
 
+@pytest.mark.parametrize("deploy", [False, True])
+def test_the_system_checks_find_what_is_wrong_with_tasks_that_nobody_has_imported_yet(
+    tmp_path: Path, *, deploy: bool
+) -> None:
+    (tmp_path / "unseen").mkdir()
+    (tmp_path / "unseen" / "__init__.py").touch()
+    (tmp_path / "unseen" / "tasks.py").write_text(
+        "from celery import shared_task\n"
+        "from celery_idempotent import IdempotentTask\n"
+        "@shared_task(base=IdempotentTask, acks_late=False)\n"
+        "def unseen(): ...\n"
+    )
+    (tmp_path / "checked.py").write_text(
+        "from testproject.settings import *\n"
+        "INSTALLED_APPS = ['unseen', 'celery_idempotent.django']\n"
+        "ROOT_URLCONF = 'checked'\n"
+        "urlpatterns = []\n"
+        "CELERY_IDEMPOTENCY_STORE = 'redis://127.0.0.1:1/0'\n"
+        "from django.core.checks import register\n"
+        "register(lambda app_configs, **_: print('CHECKED') or [], 'idempotency')\n"
+    )
+
+    def run(**more: str) -> str:
+        found = subprocess.run(
+            (
+                *(sys.executable, "-m", "django", "check", "--tag", "idempotency"),
+                *(("--deploy",) if deploy else ()),
+            ),
+            cwd=ROOT,
+            env={
+                **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+                "DJANGO_SETTINGS_MODULE": "checked",
+                "DJANGO_SECRET_KEY": "no secret",
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
+                **more,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        return found.stdout + found.stderr
+
+    said = run()
+    assert "celery_idempotent.W002" in said
+    assert "unseen.tasks.unseen" in said
+    assert ("celery_idempotent.E006" in said) is deploy
+    # To import tasks, Celery has Django check itself; not within its own checks.
+    assert said.count("CHECKED") == 1
+    (tmp_path / "checked.py").write_text(
+        (tmp_path / "checked.py").read_text() + "CELERY_IDEMPOTENCY_STORE = 'nonsense://x'\n"
+    )
+    assert "celery_idempotent.E001" in run()
+    (tmp_path / "unseen" / "tasks.py").write_text("import nowhere\n")
+    said = run()
+    assert "celery_idempotent.E021" in said
+    assert "Traceback" not in said
+
+
 def test_the_migrations_are_those_of_the_models(database: None) -> None:
     from django.core.management import call_command
 

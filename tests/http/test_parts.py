@@ -201,6 +201,51 @@ def test_json_that_says_the_same_is_the_same(factory: Any) -> None:
     assert of(b"1" * 5000) != of(b"1" * 5001)
 
 
+def json_fingerprint(factory: Any, body: str) -> bytes:
+    return fingerprint(factory.post("/", body, content_type="application/json"))
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        ("0.1", "0.10", "1e-1", "1E-01", "0.1000000000000000000000", "100e-3"),
+        ("1.0", "1.00", "10e-1", "1e0", "1.00000000000000000000"),
+        ("0.0", "0e5", "0.00000000000000000000000"),
+        ("123456789012345678.25", "12345678901234567825e-2", "123456789012345678.250"),
+        ("1e400", "10e399", "1.0e400"),
+    ],
+)
+def test_a_number_of_json_is_the_same_however_it_is_written(
+    factory: Any, same: tuple[str, ...]
+) -> None:
+    assert len({json_fingerprint(factory, number) for number in same}) == 1
+
+
+def test_numbers_of_json_that_differ_beyond_the_digits_of_a_float_are_different(
+    factory: Any,
+) -> None:
+    different = [
+        *("0.1", "0.1000000000000000055511151231257827", "0.10000000000000001", "1.0", "1", "10.0"),
+        *("9007199254740993.0", "9007199254740992.0", "9007199254740993", "9007199254740992"),
+        *("1e400", "1e401", "-1e400", "1e-400", "2e-400", "0.0", "-0.0", "Infinity", "NaN"),
+        *("123456789012345.1", "123456789012345.12", "123456789012345.123", "123456789012345.124"),
+        *('"0.1"', '"1e400"', '{"__type__": "decimal", "__value__": "0.1"}'),
+    ]
+    assert len({json_fingerprint(factory, number) for number in different}) == len(different)
+
+
+def test_json_that_is_too_deep_counts_by_its_bytes(factory: Any) -> None:
+    """Whatever the stack that reads it has left."""
+    from celery_idempotent.fingerprints import MAX_DEPTH
+
+    def nested(depth: int, text: str) -> bytes:
+        return json_fingerprint(factory, "[" * depth + text + "]" * depth)
+
+    assert nested(MAX_DEPTH, "1,2") == nested(MAX_DEPTH, " 1, 2 ")
+    assert nested(MAX_DEPTH + 1, "1,2") != nested(MAX_DEPTH + 1, " 1, 2 ")
+    assert nested(MAX_DEPTH + 1, "1,2") == nested(MAX_DEPTH + 1, "1,2")
+
+
 def test_method_path_and_query_count(factory: Any) -> None:
     same = {fingerprint(factory.post(path)) for path in ("/a/?x=1&y=2", "/a/?y=2&x=1")}
     assert len(same) == 1

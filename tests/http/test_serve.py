@@ -84,6 +84,7 @@ def _look_at(web: Web) -> None:
         assert web.ask("GET", path, user=None).status == 200
     start = web.ask("GET", "/", user=None).body.decode()
     assert 'href="/pay/"' in start
+    assert '<a href="/pay/">pay once</a>' in start, "an empty page says what to do"
     assert 'href="/admin/"' in start
     assert web.ask("GET", "/pay/", user=None).headers["Location"] == "/login/?next=/pay/"
     key = new_key()

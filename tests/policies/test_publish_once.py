@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from celery import chain, chord, group
 from kombu.exceptions import OperationalError
@@ -182,6 +183,28 @@ class TestNothingLeaks:
         blocker.open()
         on_redis.noted("revoked", task_id=first.id)
         self.runs_after(on_redis, key)
+
+    def test_a_queue_full_of_expired_tasks_costs_one_thread_while_the_store_hangs(
+        self, open_site, private_redis, key
+    ):
+        site = open_site("redis", idempotency_store=private_redis.url())
+        keys = [f"{key}.{n}" for n in range(200)]
+        sent = [site.publish("once", each, expires=0.01) for each in keys]
+        private_redis.freeze()
+        try:
+            worker = site.worker(concurrency=1)
+            site.noted("revoked", task_id=sent[-1].id)
+            assert site.ledger.count("revoked") == len(keys)
+            # That of the checks at its start, and one.
+            assert psutil.Process(worker.pid).num_threads() <= 3
+        finally:
+            private_redis.thaw()
+        wait_for(
+            lambda: not any(state_of(site, each) for each in keys),
+            PATIENCE,
+            "all keys to be free",
+            interval=0.2,
+        )
 
     @pytest.fixture(autouse=True)
     def _blocker(self, gate):

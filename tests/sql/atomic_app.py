@@ -7,6 +7,7 @@ and before the acknowledgement. ``hold-<key>`` keeps the payment waiting inside 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 
 import django
 from celery import Celery, signals
-from django.db import connection
+from django.db import OperationalError, connection
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.backends.utils import CursorWrapper
 
@@ -167,6 +168,25 @@ def hand_over(self: Any, key: str) -> None:
 
 @app.task(
     base=IdempotentTask,
+    name="book",
+    idempotency_key="key",
+    idempotency_atomic=True,
+    autoretry_for=(OperationalError,),
+    max_retries=None,
+    retry_kwargs={"countdown": 0.02},
+    shared=False,
+)
+def book(key: str) -> str:
+    """Read what all others write, and write what they read."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*), sum(token) FROM effects")
+        ((count, _),) = cursor.fetchall()
+    write("effects", key, count)
+    return f"paid {key}"
+
+
+@app.task(
+    base=IdempotentTask,
     name="misbehave",
     idempotency_key="key",
     idempotency_atomic=True,
@@ -185,6 +205,8 @@ def misbehave(key: str, how: str) -> None:
     elif how == "durable":
         with transaction.atomic(durable=True):
             pass
+    elif how == "asyncio":
+        asyncio.run(asyncio.to_thread(write, "effects", key, 0))
     elif how == "raise":
         raise ValueError
     elif how == "retry once" and misbehave.request.retries == 0:

@@ -30,6 +30,7 @@ __all__ = [
     "ready",
     "rows",
     "shift",
+    "waits",
 ]
 
 VENDORS = ("postgresql", "mariadb", "sqlite")
@@ -147,6 +148,23 @@ def rows(alias: str, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ..
     with connections[alias].cursor() as cursor:
         cursor.execute(sql, params or None)
         return list(cursor.fetchall())
+
+
+def waits(alias: str) -> bool:
+    """Does a session of this database wait for a lock? MariaDB looks anew if not asked for a tenth of a second."""
+    from django.db import connections
+
+    if connections[alias].vendor == "postgresql":
+        sql = (
+            "SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
+            " AND wait_event_type = 'Lock'"
+        )
+    else:
+        sql = (
+            "SELECT 1 FROM information_schema.innodb_trx t JOIN information_schema.processlist p"
+            " ON p.id = t.trx_mysql_thread_id WHERE t.trx_state = 'LOCK WAIT' AND p.db = database()"
+        )
+    return bool(rows(alias, sql))
 
 
 def isolation(vendor: str, level: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,22 @@ from celery_idempotent.stores.base import TransactionalStore
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
-from django.db import DatabaseError, connections, transaction
+from django.db import (
+    DatabaseError,
+    OperationalError,
+    close_old_connections,
+    connections,
+    transaction,
+)
 
 from celery_idempotent.django import atomic, holders
-from celery_idempotent.django.atomic import TransactionEnded
 from celery_idempotent.django.connections import Session
 from celery_idempotent.django.dialects import DIALECTS
+from celery_idempotent.django.ended import TransactionEnded
 from celery_idempotent.django.rows import digest
 from celery_idempotent.django.store import DjangoStore
 
@@ -263,6 +271,134 @@ def test_an_error_that_the_task_swallowed_cannot_be_committed(store: DjangoStore
     assert effects(store) == 0
 
 
+@pytest.mark.parametrize(
+    ("do", "sentence"),
+    [
+        (close_old_connections, "closed the connection of its own transaction"),
+        (lambda: connections.close_all(), "closed the connection of its own transaction"),
+        (
+            lambda: transaction.set_rollback(True, using=_atomic_alias()),
+            r"marked its transaction for rollback, by transaction\.set_rollback\(True\) or",
+        ),
+        (
+            lambda: _swallow(transaction.atomic(using=_atomic_alias(), savepoint=False)),
+            r"went on after a database error|marked .* around an atomic\(savepoint=False\)",
+        ),
+        (
+            lambda: _swallow(transaction.mark_for_rollback_on_error(using=_atomic_alias())),
+            "went on after a database error",
+        ),
+    ],
+    ids=["close_old", "close_all", "set_rollback", "savepoint=False", "as a save() does"],
+)
+def test_each_end_that_a_task_gives_its_transaction_is_told_as_what_it_is(
+    store: DjangoStore, do: Callable[[], None], sentence: str
+):
+    record = claimed(store)
+    with (
+        pytest.raises(TransactionEnded, match=sentence) as caught,
+        store.transaction(record) as run,
+    ):
+        act(store)
+        do()
+        settle(run)
+    assert "COMMIT" not in str(caught.value)
+    assert effects(store) == 0
+    assert not connections[store.alias].needs_rollback
+    with store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+    assert effects(store) == 1
+
+
+def test_a_caught_error_of_a_cursor_is_told_as_one(open_atomic: Callable[..., DjangoStore]):
+    """PostgreSQL takes nothing more in such a transaction; Django does not know of it."""
+    store = open_atomic("postgresql")
+    record = claimed(store)
+    with (
+        pytest.raises(TransactionEnded, match="went on after a database error"),
+        store.transaction(record) as run,
+    ):
+        act(store)
+        _swallow(nullcontext())
+        settle(run)
+    assert effects(store) == 0
+
+
+def test_a_caught_deadlock_is_told_among_what_ends_a_transaction(
+    open_atomic: Callable[..., DjangoStore],
+):
+    """MariaDB has rolled back everything, and goes on in another transaction."""
+    store = open_atomic("mariadb")
+    execute(store.alias, "CREATE TABLE weight (n integer)")  # it undoes who has less to undo
+    record = claimed(store)
+    other = connections.create_connection(store.alias)
+    other.inc_thread_sharing()
+
+    def theirs() -> None:
+        with other.cursor() as cursor:
+            cursor.execute("UPDATE effects SET n = n + 10")
+            cursor.execute("COMMIT")
+
+    looker = databases.add_alias("looker", {**connections[store.alias].settings_dict})
+    thread = threading.Thread(target=theirs)
+    try:
+        with (
+            pytest.raises(TransactionEnded, match="went on after a deadlock"),
+            store.transaction(record) as run,
+        ):
+            act(store)
+            with other.cursor() as cursor:
+                cursor.execute("BEGIN")
+                cursor.execute("UPDATE celery_idempotent_record SET version = version + 1")
+                for n in range(50):
+                    cursor.execute("INSERT INTO weight VALUES (%s)", (n,))
+            thread.start()
+            wait_for(lambda: databases.waits(looker), 20, "a wait", interval=0.15)
+            with pytest.raises(DatabaseError, match="Deadlock"):
+                execute(store.alias, "UPDATE celery_idempotent_record SET version = 1")
+            settle(run)
+    finally:
+        thread.join()
+        other.close()
+        databases.drop_alias(looker)
+        execute(store.alias, "DROP TABLE weight")
+    assert effects(store) == 10
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_session_that_is_lost_after_the_last_query_is_told_as_lost(
+    server_store: DjangoStore, noticed: bool
+):
+    store = server_store
+    record = claimed(store)
+    with pytest.raises(OperationalError) as caught, store.transaction(record) as run:
+        act(store)
+        _end(store.alias)
+        if noticed:
+            with pytest.raises(DatabaseError):
+                act(store)
+        settle(run)
+    assert run.passes(caught.value)
+    assert effects(store) == 0
+    with store.transaction(record) as run:
+        act(store)
+        assert settle(run)
+    assert effects(store) == 1
+
+
+def _swallow(context: Any) -> None:
+    """Go on after an error."""
+    with suppress(DatabaseError), context:
+        execute(_atomic_alias(), "SELECT * FROM no_such_table")
+
+
+def _atomic_alias() -> str:
+    """The database in whose transaction this thread is."""
+    (alias,) = [own.alias for own in connections.all(initialized_only=True) if own.in_atomic_block]
+    return str(alias)
+
+
 def test_an_error_in_an_inner_block_does_no_harm(store: DjangoStore):
     record = claimed(store)
     with store.transaction(record) as run:
@@ -317,7 +453,7 @@ def test_it_begins_on_a_connection_that_the_server_closed(server_store: DjangoSt
     assert effects(store) == 1
 
 
-def test_what_a_lost_commit_came_to_is_found_out_by_a_release(server_store: DjangoStore):
+def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
     store = server_store
     record = claimed(store)
     with pytest.raises(DatabaseError), store.transaction(record) as run:
@@ -325,16 +461,50 @@ def test_what_a_lost_commit_came_to_is_found_out_by_a_release(server_store: Djan
         assert settle(run)
         assert run.settled
         _end(store.alias)
-    assert store.release(KEY, token=record.token)
+    assert not store.committed(record)
     assert effects(store) == 0
-    record = claimed(store)
     with store.transaction(record) as run:
         act(store)
         assert settle(run)
-    assert not store.release(KEY, token=record.token)
-    found = store.get(KEY)
-    assert found is not None
-    assert found.state is State.COMPLETED
+    assert store.committed(record)
+    assert store.forget(KEY)
+    assert not store.committed(record)
+    newer = claimed(store)
+    assert not store.committed(record)
+    assert not store.committed(newer)
+
+
+@pytest.mark.parametrize("ends", ["commits", "rolls back"])
+@pytest.mark.parametrize("state", [State.PROCESSING, State.INTERRUPTED, State.QUEUED])
+def test_whoever_asks_waits_for_the_row_in_whatever_state_it_is(
+    server_store: DjangoStore, state: State, ends: str
+):
+    """What others see of it before the commit says nothing."""
+    store = server_store
+    record = claimed(store, message=b"again", on_stale="requeue")
+    answers: list[bool] = []
+    other = databases.add_alias("looker", {**connections[store.alias].settings_dict})
+    thread = threading.Thread(target=lambda: answers.append(store.committed(record)))
+    how: Any = pytest.raises(ZeroDivisionError) if ends == "rolls back" else nullcontext()
+    try:
+        with how, store.transaction(record) as run:
+            if state is State.INTERRUPTED:
+                assert store.interrupt(KEY, token=record.token)
+            elif state is State.QUEUED:
+                assert store.requeue(KEY, deadline_ms=60_000, token=record.token)
+            assert settle(run)
+            found = store.get(KEY)
+            assert found is not None
+            assert (found.state, found.token) == (state, record.token)
+            thread.start()
+            wait_for(lambda: databases.waits(other), 20, "it to wait", interval=0.15)
+            assert answers == []
+            if ends == "rolls back":
+                raise ZeroDivisionError
+    finally:
+        thread.join()
+        databases.drop_alias(other)
+    assert answers == [ends == "commits"]
 
 
 def test_a_lease_that_nobody_cleared_away_goes_with_the_next_sweep(

@@ -190,3 +190,30 @@ def test_a_delivered_record_stays_readable():
 def test_what_a_newer_version_wrote_is_told_so(newer):
     with pytest.raises(StoreMisconfigured, match="newer version"):
         unpack(identity, newer)
+
+
+def readable(packed):
+    """Return the record, ``None`` where one is told that it cannot be read."""
+    try:
+        return unpack(identity, packed)
+    except StoreMisconfigured:
+        return None
+
+
+def test_a_damaged_record_is_told_so_or_read_and_nothing_else():
+    """Cut anywhere, and with any byte of its head another: whoever looks at it knows what to expect."""
+    value = Stored(content_type="x/y", content_encoding="z", body=b"{}", compression="a compressor")
+    whole = pack(dataclasses.replace(COMPLETED, value=value, task_id="t"))
+    live = bytes((ord("P"),)) + whole[1:]
+    damaged = [record[:end] for record in (whole, live) for end in range(len(record))]
+    damaged += [
+        record[:at] + bytes((byte,)) + record[at + 1 :]
+        for record in (whole, live)
+        for at in range(len(record))
+        for byte in (0, 1, 0x7F, 0x80, 0xFF)
+    ]
+    read = [record for record in map(readable, damaged) if record is not None]
+    assert 0 < len(read) < len(damaged)
+    for record in read:
+        assert record.created_at.year >= 1970
+        assert record.updated_at.year >= 1970

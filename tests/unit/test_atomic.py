@@ -47,13 +47,17 @@ class DatabaseError(Exception):
     """What a database raises at a commit."""
 
 
+class Collision(DatabaseError):
+    """Two transactions that cannot both be committed."""
+
+
 class Database(MemoryStore):
     """Records in memory, and one row beside them, written in one transaction with its record."""
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         super().__init__(clock)
         self.at_begin: Exception | None = None
-        self.at_settle: Exception | None = None
+        self.at_settle: Exception | Callable[[], None] | None = None
         self.at_commit: Callable[[], None] = lambda: None
         self.after_commit: Callable[[], None] = lambda: None
         self.open: Transaction | None = None
@@ -63,6 +67,10 @@ class Database(MemoryStore):
 
     def abandon(self, record: Record) -> None:
         self.open = None
+
+    def committed(self, record: Record) -> bool:
+        found = self.get(record.identity)
+        return found is not None and found.token == record.token and found.state.settled
 
     @property
     def effect(self) -> bool:
@@ -98,12 +106,17 @@ class Transaction:
             self.store._kept.update(self.pending)  # one instruction: a commit is that, too
             self.store.after_commit()
 
+    def passes(self, error: Exception) -> bool:
+        return isinstance(error, Collision)
+
     def outside(self) -> Any:
         return nullcontext()
 
     def settle(self, *, state: Any, value: Any, keep_ms: int, replaced: bool = False) -> bool:
-        if self.store.at_settle is not None:
+        if isinstance(self.store.at_settle, Exception):
             raise self.store.at_settle
+        if self.store.at_settle is not None:
+            self.store.at_settle()
         assert self.record is not None
         kept = self.store._kept.get(self.record.identity)
         if kept is None or kept.record.token != self.record.token:
@@ -311,7 +324,7 @@ class TestCommits:
         assert names(events) == ["claimed", "released"]
 
     def test_one_that_nobody_knows_about_sends_the_message_back(self, database, fake_time):
-        database.release = failing(StoreUnavailable())
+        database.committed = failing(StoreUnavailable())
         database.after_commit = failing(DatabaseError())
         began = fake_time.now
         run = make_runner(database, atomic=True, lease_ms=5000)
@@ -329,6 +342,61 @@ class TestCommits:
 
         database.at_commit = fail
         assert isinstance(execute(writing(database), lease_ms=1000), Conflict)
+        assert not database.effect
+
+
+class Colliding:
+    """A database whose settle, or commit, collides so many times."""
+
+    def __init__(self, database: Database, where: str, times: int) -> None:
+        self.times = times
+        self.database = database
+        setattr(database, "at_settle" if where == "settle" else "at_commit", self)
+
+    def __call__(self) -> None:
+        if self.times:
+            self.times -= 1
+            raise Collision
+
+
+@pytest.mark.parametrize("where", ["settle", "commit"])
+class TestCollisionsAtTheEnd:
+    def test_the_body_runs_again_at_once(self, execute, database, events, where):
+        Colliding(database, where, runner.MAX_REPEATS)
+        runs = []
+        assert execute(writing(database, lambda: len(runs.append(1) or runs))) == Ran(5)
+        assert database.effect
+        assert names(events) == ["claimed", "released"] * 4 + ["claimed", "settled"]
+
+    def test_and_again_only_a_few_times(self, execute, database, where):
+        Colliding(database, where, runner.MAX_REPEATS + 1)
+        with pytest.raises(Collision):
+            execute(writing(database))
+        assert not database.effect
+        assert database.get(IDENTITY) is None
+
+    def test_then_it_is_the_tasks_as_if_the_body_had_raised_it(self, database, where):
+        Colliding(database, where, 99)
+        retried = KeyError("a retry")
+        asked: list[Exception] = []
+        call = replace(a_call(), on_late_error=lambda error: asked.append(error) or retried)
+        with pytest.raises(KeyError) as caught:
+            make_runner(database, atomic=True).execute(call, writing(database))
+        assert caught.value is retried
+        assert [type(error) for error in asked] == [Collision]
+
+    def test_a_permanent_one_is_kept(self, execute, database, where):
+        Colliding(database, where, 99)
+        with pytest.raises(Collision):
+            execute(writing(database), permanent_errors=(Collision,))
+        assert database.get(IDENTITY).state is State.FAILED
+
+    def test_a_duplicate_that_was_faster_answers(self, database, where, fake_time):
+        """Between two runs the key is free."""
+        Colliding(database, where, 1)
+        fake_time.sleep = lambda _: settle(database, claim(database))
+        result = make_runner(database, atomic=True).execute(a_call(), writing(database))
+        assert text_of(result.record) == b"'theirs'"
         assert not database.effect
 
 
@@ -420,6 +488,13 @@ class TestRetries:
 
 
 class TestUnguarded:
+    def test_what_its_commit_raised_is_the_tasks_when_observing(self, execute, database):
+        assert execute(writing(database), mode="observe") == Ran(42)
+        database.at_commit = failing(Collision())
+        call = replace(a_call("t2"), on_late_error=lambda _: KeyError("a retry"))
+        with pytest.raises(KeyError):
+            make_runner(database, atomic=True, mode="observe").execute(call, writing(database))
+
     def test_a_body_that_expects_a_transaction_has_one_when_observing(self, execute, database):
         assert execute(writing(database), mode="observe") == Ran(42)
         assert database.get(IDENTITY).state is State.COMPLETED

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kombu
 import pytest
 from celery import Celery
+from kombu import Queue
 
-from celery_idempotent import IdempotentTask
-from celery_idempotent.checks import Finding, check, check_settings, check_store
+from celery_idempotent import IdempotentTask, patience
+from celery_idempotent.checks import (
+    Finding,
+    check,
+    check_settings,
+    check_store,
+    check_workers,
+)
 from celery_idempotent.reaper import SWEEP
 from celery_idempotent.stores import base
 from celery_idempotent.stores.redis_facts import ServerFacts
@@ -72,6 +83,32 @@ def test_an_app_without_idempotent_tasks_is_not_looked_at() -> None:
     assert check(app) == []
 
 
+@pytest.mark.parametrize("look", [check_settings, check])
+def test_the_apps_tasks_are_imported_before_it_is_looked_at(tmp_path, monkeypatch, look) -> None:
+    name = "tasks_" + uuid.uuid4().hex
+    (tmp_path / f"{name}.py").write_text(
+        "from celery import shared_task\nfrom celery_idempotent import IdempotentTask\n"
+        "@shared_task(base=IdempotentTask)\ndef charge(): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("celery._state._on_app_finalizers", set())
+    app = Celery("lazy", set_as_current=False, broker="amqp://", include=[name])
+    app.conf.idempotency_store = "nonsense://x"
+    assert ids(look(app)) == ["E001"]
+
+
+def test_tasks_that_cannot_be_imported_are_an_error(tmp_path, monkeypatch) -> None:
+    name = "tasks_" + uuid.uuid4().hex
+    (tmp_path / f"{name}.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    app = Celery("broken", set_as_current=False, broker="amqp://", include=[name])
+    app.conf.idempotency_store = "memory://"
+    for _ in range(2):  # nor is it forgotten after the first look
+        (found,) = check(app)
+        assert found.id == "E021"
+        assert "No module named 'nowhere_to_be_found'" in found.problem
+
+
 def test_no_store_is_an_error() -> None:
     app = app_with(store="nonsense://")
     assert ids(check_settings(app)) == ["E001"]
@@ -103,6 +140,14 @@ def test_a_missing_sweep_is_found_unless_the_schedule_has_one_of_its_own() -> No
         ("sqs://", {"visibility_timeout": 30}, ["W004"]),
         ("sentinel://h", {"visibility_timeout": 30}, ["W004"]),
         ("amqp://h", {"visibility_timeout": 30}, []),
+        ("pgmq://u@h/d", {}, []),
+        ("pgmq://u@h/d", {"visibility_timeout": "60"}, ["W004"]),
+        ("gcpubsub://projects/p", {}, []),
+        ("gcpubsub://projects/p", {"ack_deadline_seconds": 60}, ["W004"]),
+        ("azureservicebus://p:k@ns", {}, ["W004"]),
+        ("azureservicebus://p:k@ns", {"peek_lock_seconds": 300}, []),
+        ("azureservicebus://p:k@ns", {"use_lock_renewal": True}, ["W004"]),
+        ("azurestoragequeues://k@a", {"visibility_timeout": 30}, []),
     ],
 )
 def test_a_visibility_timeout_that_is_no_longer_than_a_lease_is_found(
@@ -147,6 +192,83 @@ def test_retries_that_wait_for_longer_than_the_broker_are_found(
         assert f"patient (retries after up to {wait})" in found[0].problem
     app.conf["broker_url"] = "amqp://h"
     assert ids(check_settings(app)) == []
+
+
+@pytest.mark.parametrize(
+    ("broker", "options", "said"),
+    [
+        ("pgmq://u@h/d", {}, "1800 s (visibility_timeout)"),
+        # A live worker extends the deadline of what it holds.
+        ("gcpubsub://projects/p", {"ack_deadline_seconds": 61}, None),
+        ("azureservicebus://p:k@ns", {"peek_lock_seconds": 300}, "300 s (peek_lock_seconds)"),
+        (
+            "azureservicebus://p:k@ns",
+            {"peek_lock_seconds": 300, "use_lock_renewal": True, "max_lock_renewal_duration": 900},
+            "900 s (peek_lock_seconds)",
+        ),
+        ("azureservicebus://p:k@ns", {"peek_lock_seconds": 61, "use_lock_renewal": True}, None),
+    ],
+)
+def test_each_brokers_own_patience_counts(
+    broker: str, options: dict[str, Any], said: str | None
+) -> None:
+    app = app_with(broker=broker)
+    app.conf.broker_transport_options = options
+    app.task(name="patient", base=IdempotentTask, shared=False, default_retry_delay=2000)(_nothing)
+    found = check_settings(app)
+    assert ids(found) == ([] if said is None else ["W019"])
+    if said:
+        assert f"waits for longer than {said}" in found[0].problem
+
+
+@pytest.mark.parametrize("transport", ["pgmq", "gcpubsub", "azureservicebus", "SQS", "redis"])
+def test_the_defaults_are_those_of_kombu(transport: str) -> None:
+    """As its source says: the clients of most brokers are not here to be imported."""
+    option, seconds = patience._TRANSPORTS[transport.lower()]
+    folder = Path(kombu.__file__).parent / "transport"
+    path = folder / f"{transport}.py"
+    if not path.exists():
+        path = folder / transport / "__init__.py"
+    if not path.exists():
+        pytest.skip(f"this kombu has no transport {transport}")
+    number = re.findall(rf"{option}[\w: ]*= (\d+)\b", path.read_text())
+    assert float(number[0]) == seconds
+
+
+@pytest.mark.parametrize(
+    ("settings", "queue"),
+    [
+        ({}, None),
+        ({"task_queues": [Queue("celery")]}, None),
+        ({"task_queues": [Queue("high"), Queue("low")]}, "celery"),
+        ({"task_queues": [Queue("high")], "task_default_queue": "high"}, None),
+        ({"task_queues": {"high": {}}, "task_routes": {"celery_idempotent.*": "high"}}, None),
+        ({"task_queues": {"high": {}}, "task_routes": {SWEEP: {"queue": "none"}}}, "none"),
+        # Where queues are made as they are named, nobody but the workers knows.
+        ({"task_routes": {SWEEP: {"queue": "maintenance"}}}, None),
+        # Nor where the broker routes.
+        ({"task_queues": [Queue("a")], "task_routes": {SWEEP: {"exchange": "x"}}}, None),
+        ({"task_queues": [Queue("a")], "idempotency_sweep_interval": None}, None),
+    ],
+)
+def test_sweeps_for_a_queue_that_the_app_does_not_have_are_found(
+    settings: dict[str, Any], queue: str | None
+) -> None:
+    app = app_with(**settings)
+    found = [each for each in check_settings(app) if each.id != "W003"]
+    assert ids(found) == ([] if queue is None else ["W022"])
+    if queue:
+        assert f"the queue {queue}:" in found[0].problem
+        # To have looked for it does not make a worker consume it.
+        assert queue not in app.amqp.queues
+    assert ids(check_workers(app)) == []
+
+
+def test_a_broker_that_does_not_answer_is_no_finding_and_soon_given_up() -> None:
+    began = time.monotonic()
+    assert check_workers(app_with(broker="redis://127.0.0.1:1/0")) == []
+    assert check_workers(app_with(broker="amqp://127.0.0.1:1//")) == []
+    assert time.monotonic() - began < 10
 
 
 def test_the_longest_retry_is_the_one_that_celery_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import pickle
 import string
+import time
 import uuid
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from kombu import serialization
 
 from celery_idempotent.arguments import Parameters, compile_rule
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
+from celery_idempotent.fingerprints import MAX_DEPTH
 from celery_idempotent.keys import (
     ALL_ARGUMENTS,
     Identified,
@@ -628,6 +630,44 @@ def test_what_the_broker_makes_equal_is_equal():
     assert form(Level.HIGH) == form(3)
     assert form(Shout("quiet")) == form("quiet")
     assert form(Reducible((1, AN_ID))) == form({"value": [1, AN_ID]})
+
+
+def nested(depth: int, filling: str = "") -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [filling, {"a": value, "b": filling}]
+    return value
+
+
+def test_a_deep_value_takes_no_more_time_than_a_flat_one_of_its_size():
+    """In the time of this thread: the machine may be busy with others."""
+    filling = "x" * 5_000
+    values = nested(MAX_DEPTH // 2 - 1, filling), [[filling, {"a": 1, "b": filling}]] * 250
+
+    def seconds(value: Any) -> float:
+        begun = time.thread_time()
+        form(value)
+        return time.thread_time() - begun
+
+    deep, flat = (min(seconds(value) for _ in range(5)) for value in values)
+    assert deep < 10 * flat
+
+
+def test_a_value_may_be_nested_as_deep_as_documented():
+    assert form(nested(MAX_DEPTH // 2)) == form(through("json", nested(MAX_DEPTH // 2)))
+    with pytest.raises(InvalidKey, match=f"nested deeper than {MAX_DEPTH}"):
+        fingerprint("o-1", [nested(MAX_DEPTH // 2)])
+    endless: dict[str, Any] = {}
+    endless["again"] = endless
+    with pytest.raises(InvalidKey, match="it contains itself"):
+        fingerprint("o-1", endless)
+
+    class Same:
+        def __json__(self) -> Any:
+            return self
+
+    with pytest.raises(InvalidKey, match="it contains itself"):
+        fingerprint("o-1", Same())
 
 
 def test_the_order_of_dicts_sets_and_keyword_arguments_does_not_count():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +21,10 @@ from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavail
 from celery_idempotent.lease import Heartbeat
 from celery_idempotent.records import Claimed, Identity, Lease, State
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.tally import tally
 from celery_idempotent.testing import FakeClock
 from tests.support.waiting import wait_for
+from tests.support.workers import child_environment
 
 
 class Store(MemoryStore):
@@ -63,10 +68,22 @@ def store() -> Store:
 
 @pytest.fixture
 def heartbeat() -> Iterator[Heartbeat]:
-    """A heartbeat of the test's own; its thread is left with nothing to do."""
+    """A heartbeat of the test's own; its thread ends with the test."""
+    before = count_threads()
     heartbeat = Heartbeat()
     yield heartbeat
     heartbeat._due.clear()
+    heartbeat.finish()
+    # A thread that has said so is there for another moment, and would be counted by the next test.
+    wait_for(lambda: count_threads() <= before, what="the end of the thread")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that lingers no longer than a moment."""
+    monkeypatch.setattr(lease, "LINGER", 0.1)
+    monkeypatch.setattr(lease, "TICK", 0.05)
+    monkeypatch.setattr("celery_idempotent.tally.EVERY", 0.01)
 
 
 @pytest.fixture
@@ -203,11 +220,6 @@ class TestClaim:
 
 class TestHeartbeat:
     def test_an_import_starts_no_thread(self):
-        import subprocess
-        import sys
-
-        from tests.support.workers import child_environment
-
         code = (
             "import threading, celery_idempotent, celery_idempotent.task;"
             "print([t.name for t in threading.enumerate()], len(__import__('os').listdir('/proc/self/task')))"
@@ -362,12 +374,91 @@ class TestHeartbeat:
         wait_for(lambda: len(there.renewals) >= 3, what="its beats")
         assert not claim.lost
 
+    def test_it_ends_when_the_process_has_been_idle_for_a_while_and_starts_again(
+        self, heartbeat, store, threads, hasty
+    ):
+        for key in ("first", "second"):
+            claim = take(store, key)
+            heartbeat.add(claim)
+            wait_for(lambda: threads() == 1, what="the thread")
+            wait_for(lambda: len(store.times(key)) >= 2, what="beats", interval=0.005)  # noqa: B023
+            heartbeat.remove(claim)
+            wait_for(lambda: threads() == 0, what="the end of the thread")
+
+    def test_it_lives_while_there_is_a_claim_to_renew(self, heartbeat, store, threads, hasty):
+        claim = take(store, lease_ms=900)
+        heartbeat.add(claim)
+        wait_for(lambda: len(store.renewals) >= 3, what="beats, each after more than it lingers")
+        assert threads() == 1
+
+    def test_it_lives_while_there_are_counts_to_write(self, heartbeat, store, threads, hasty):
+        down = True
+
+        def count(_: object) -> None:
+            if down:
+                raise StoreUnavailable("away")
+
+        store.count = count  # type: ignore[method-assign]
+        tally.add(store, "t", "claimed")
+        heartbeat.start()
+        before = tally._written
+        wait_for(lambda: tally._written > before + 3 * lease.LINGER, what="tries")
+        assert threads() == 1
+        down = False
+        wait_for(lambda: threads() == 0, what="the end of the thread")
+        assert tally.empty
+
+    def test_who_asks_for_its_end_gets_it_and_the_counts_written(self, heartbeat, store, threads):
+        heartbeat.finish()  # there is none
+        tally.add(store, "t", "claimed")
+        heartbeat.start()
+        heartbeat.finish()
+        wait_for(lambda: threads() == 0, what="the end of the thread")
+        assert [each.count for each in store.counts(hours=1)] == [1]
+
+    def test_who_asks_for_its_end_gets_none_while_a_claim_is_held(self, heartbeat, store):
+        claim = take(store)
+        heartbeat.add(claim)
+        heartbeat.finish()
+        wait_for(lambda: len(store.renewals) >= 3, what="beats")
+        claim.ensure()
+
+    def test_no_claim_is_without_a_thread_however_often_it_ends(
+        self, heartbeat, store, monkeypatch
+    ):
+        monkeypatch.setattr(lease, "LINGER", 0.0)
+
+        def run(n: int) -> None:
+            for at in range(20):
+                claim = take(store, f"{n}.{at}", lease_ms=60)
+                heartbeat.add(claim)
+                first = claim.renewed_at
+                wait_for(lambda: claim.renewed_at > first, 10, "a renewal", interval=0.001)  # noqa: B023
+                heartbeat.remove(claim)
+                if at % 3 == 0:
+                    heartbeat.finish()
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(run, range(4)))
+
+    def test_no_count_is_left_behind_however_often_it_ends(self, heartbeat, store, monkeypatch):
+        monkeypatch.setattr(lease, "LINGER", 0.0)
+        monkeypatch.setattr(lease, "TICK", 0.001)
+        monkeypatch.setattr("celery_idempotent.tally.EVERY", 0.0)
+        for _ in range(300):
+            tally.add(store, "t", "claimed")
+            heartbeat.start()
+            wait_for(lambda: tally.empty, 10, "the count to be written", interval=0)
+        assert sum(each.count for each in store.counts(hours=1)) == 300
+
+    def test_it_is_not_among_the_threads_that_a_test_suite_looks_at(self, heartbeat, store):
+        before = threading.enumerate()
+        claim = take(store)
+        heartbeat.add(claim)
+        wait_for(lambda: store.renewals, what="a beat")
+        assert threading.enumerate() == before
+
     def test_the_thread_does_not_keep_a_process_from_ending(self):
-        import subprocess
-        import sys
-
-        from tests.support.workers import child_environment
-
         code = (
             "from celery_idempotent.lease import heartbeat;"
             "from celery_idempotent.stores.memory import MemoryStore;"
@@ -383,6 +474,69 @@ class TestHeartbeat:
             check=True,
         )
         assert ended.stdout == "added\n"
+
+
+APP = """
+import time
+from pathlib import Path
+
+from celery import Celery
+from celery_idempotent import IdempotentTask
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+def gone():
+    until = time.monotonic() + 5
+    while threads() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return threads() == before
+
+app = Celery(broker="memory://", backend="cache+memory://")
+app.conf.idempotency_store = "memory://"
+work = app.task(name="work", base=IdempotentTask, shared=False)(threads)
+before = threads()
+"""
+
+
+class TestApps:
+    @staticmethod
+    def run(code: str) -> str:
+        """Run a program that has an app, in a process of its own."""
+        ended = subprocess.run(
+            [sys.executable, "-c", APP + code],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return ended.stdout + ended.stderr
+
+    def test_closing_the_app_ends_it(self):
+        code = "print(work.apply().get() - before); app.close(); print(gone())"
+        assert self.run(code).split() == ["1", "True"]
+
+    def test_leaving_an_app_ends_it(self):
+        code = "with app:\n    print(work.apply().get() - before)\nprint(gone())"
+        assert self.run(code).split() == ["1", "True"]
+
+    def test_the_end_of_a_worker_ends_it(self):
+        code = """
+from celery.signals import task_postrun
+from celery.worker import state
+
+def end(retval, **_):
+    print(retval > before)
+    state.should_stop = 0
+
+task_postrun.connect(end)
+work.delay()
+quiet = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
+app.WorkController(pool="solo", **quiet).start()
+print(gone())
+"""
+        assert self.run(code).split() == ["True", "True"]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -78,6 +80,91 @@ def test_the_version_is_told_once():
     (static,) = re.findall(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
     assert metadata.version(DISTRIBUTION) == static
     assert getattr(celery_idempotent, "__version__", static) == static
+
+
+def test_the_page_on_the_package_index_leads_to_files_that_are_there():
+    need_wheel()
+    about = metadata.metadata(DISTRIBUTION)
+    urls = dict(each.split(", ", 1) for each in about.get_all("Project-URL"))
+    assert {"Documentation", "Source", "Issues", "Changelog"} <= set(urls)
+    files = f"{urls['Source']}/blob/v{about['Version']}/"
+    page = about["Description"] or about.get_payload()
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert len(links) > 20
+    dead = [
+        link
+        for link in links
+        if "://" not in link
+        or (
+            link.startswith(urls["Source"])
+            and not (link.startswith(files) and (ROOT / link[len(files) :].split("#")[0]).is_file())
+        )
+    ]
+    assert dead == []
+    # As it is in the README, word by word.
+    assert page.replace(files, "").split() == (ROOT / "README.md").read_text().split()
+
+
+def test_the_source_distribution_has_all_that_its_tests_read(tmp_path):
+    pytest.importorskip("setuptools")
+    names = ["celery_idempotent", "docs", "tests", "testproject", "benchmarks"]
+    for name in names:
+        ignore = shutil.ignore_patterns("__pycache__", ".*")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    files = [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".")]
+    for path in files:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "build.py").write_text(
+        "from setuptools import build_meta; print(build_meta.build_sdist('out'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "build.py"],
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (tmp_path / "build.py").unlink()
+    archive = tmp_path / "out" / done.stdout.splitlines()[-1]
+    with tarfile.open(archive) as found:
+        there = {name.partition("/")[2] for name in found.getnames()}
+    made = {"out", "celery_idempotent.egg-info", "build"}
+    wanted = {
+        str(path.relative_to(tmp_path))
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.relative_to(tmp_path).parts[0] not in made
+    }
+    assert wanted - there == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "anew"), [((), False), (("PYTHON={same}",), False), (("PYTHON={other}",), True)]
+)
+def test_make_takes_another_interpreter_where_there_is_an_environment_already(
+    tmp_path, given, anew
+):
+    for name in ("Makefile", "setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    for stamp in (".created", ".dev"):
+        (tmp_path / ".venv" / stamp).touch()
+    other = tmp_path / "python9.9"
+    other.write_text("#!/bin/sh\necho /elsewhere 151584768\n")
+    other.chmod(0o755)
+    given = [each.format(same=sys.executable, other=other) for each in given]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    done = subprocess.run(
+        ["make", "--dry-run", "lint", *given],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (f"{other} -m venv --clear .venv" in done.stdout) is anew
+    assert ("-m venv" in done.stdout) is anew
 
 
 def test_public_names_are_sorted_and_there():

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery, Task
 from celery.schedules import crontab
+from celery.signals import task_prerun
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.errors import InvalidOption, StoreUnavailable
@@ -119,9 +120,63 @@ class TestRegistration:
         app.conf.idempotency_store = "memory://"
         app.task(name="work", shared=False)(lambda_free)
         app.finalize()
-        assert not isinstance(app.tasks[SWEEP], IdempotentTask)
         assert isinstance(app.tasks[SWEEP], Task)
+        assert app.tasks[SWEEP].idempotency_definition() is None
         assert app.tasks[SWEEP].acks_late is False
+        assert app.tasks[SWEEP].apply().get()["interrupted"] == 0
+
+    def test_it_has_the_class_that_the_app_gives_its_tasks(self):
+        """As tenant-schemas-celery does, whose receivers ask every task for its tenant."""
+
+        class TenantTask(Task):
+            def tenant(self) -> str:
+                return "public"
+
+        class TenantApp(Celery):
+            def create_task_cls(self) -> Any:
+                return self.subclass_with_self(
+                    TenantTask, name="TenantTask", attribute="_app", abstract=True
+                )
+
+        app = TenantApp("t", broker="memory://", backend="cache+memory://", set_as_current=False)
+        app.conf.idempotency_store = "memory://"
+
+        @app.task(name="work", base=IdempotentTask, shared=False)
+        def work() -> None: ...
+
+        asked: list[str] = []
+
+        def switch(task: Any, **_: Any) -> None:
+            if task.app is app:
+                asked.append(task.tenant())
+
+        app.finalize()
+        task_prerun.connect(switch)
+        try:
+            app.tasks[SWEEP].apply().get()
+        finally:
+            task_prerun.disconnect(switch)
+        assert asked == ["public"]
+
+    def test_an_app_may_mix_a_class_of_its_own_into_every_task(self):
+        class Mixin(Task):
+            abstract = True
+
+        class MixinApp(Celery):
+            def _task_from_fun(self, fun, name=None, base=None, **options):
+                base = base or self.Task
+                mixed = base if issubclass(base, Mixin) else type("Mixed", (base, Mixin), {})
+                return super()._task_from_fun(fun, name=name, base=mixed, **options)
+
+        app = MixinApp("m", broker="memory://", backend="cache+memory://", set_as_current=False)
+        app.conf.idempotency_store = "memory://"
+
+        @app.task(name="work", base=IdempotentTask, shared=False)
+        def work() -> None: ...
+
+        app.finalize()
+        assert isinstance(app.tasks[SWEEP], Mixin)
+        assert app.tasks[SWEEP].apply().get()["interrupted"] == 0
 
 
 class TestSchedule:

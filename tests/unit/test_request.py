@@ -169,7 +169,7 @@ def hold(store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: st
 
 
 def undertakers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "idempotency-interrupt"]
+    return [t for t in threading.enumerate() if t.name == "idempotency-background"]
 
 
 @pytest.fixture(autouse=True)

@@ -661,7 +661,7 @@ class TestDelivery:
         store.claim(**claim, attempt=b"12345678", lease_ms=0)
         forget = store.forget
 
-        def overtaken(*args: Any, **kwargs: Any) -> bool:
+        def overtaken(*args: Any, **kwargs: Any) -> Any:
             monkeypatch.undo()
             store.claim(**claim, attempt=b"87654321", lease_ms=60_000)
             done: bool = forget(*args, **kwargs)

@@ -6,8 +6,6 @@ What it does beyond ``Celery.task_cls = ...``, all of it announced in the docume
   own defaults, so no test finds a setting that it did not make. In the unit tests each app then has a memory store of
   its own, and the fixture ``celery_app`` makes an app for each test; in the integration tests it is one Redis database
   for all of them. No record is ever forgotten or flushed between tests.
-- One task runs before the first test. It starts the heartbeat's thread, which lives as long as its process;
-  ``threads_not_lingering`` of Celery's conftest compares the threads after each test with those at the start.
 """
 
 from __future__ import annotations
@@ -52,22 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     defaults: dict[str, Any] = celery.app.defaults.DEFAULTS
     defaults["idempotency_store"] = os.environ[STORE_VARIABLE]
-    _warm_up()
     _count()
-
-
-def _warm_up() -> None:
-    from celery_idempotent.task import IdempotentTask
-
-    app = celery.Celery("warm-up", set_as_current=False)
-    app.conf.idempotency_store = "memory://"
-
-    @app.task(shared=False)
-    def warm_up() -> int:
-        return 1
-
-    assert warm_up.apply().get() == 1
-    assert isinstance(warm_up, IdempotentTask)
 
 
 def _count() -> None:

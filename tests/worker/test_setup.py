@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kombu import Queue
 
+from celery_idempotent.checks import check_workers
 from celery_idempotent.checks import worker as checks
+from celery_idempotent.reaper import SWEEP
 from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
 from tests.support.waiting import wait_for
@@ -38,7 +42,7 @@ def evicting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def open_site(open_site: Callable[..., Any]) -> Callable[..., Any]:
+def open_evicting(open_site: Callable[..., Any]) -> Callable[..., Any]:
     """A site whose store is another Redis than its broker."""
 
     def open_(server: Server, **settings: Any) -> Any:
@@ -49,9 +53,9 @@ def open_site(open_site: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("pool", ["prefork", "solo"])
 def test_each_finding_is_a_line_in_the_log(
-    open_site: Callable[..., Any], evicting: Server, key: str, pool: str
+    open_evicting: Callable[..., Any], evicting: Server, key: str, pool: str
 ) -> None:
-    site = open_site(evicting)
+    site = open_evicting(evicting)
     worker = site.worker(pool=pool)
     wait_for(lambda: len(findings(worker)) >= 3, what="three findings")
     assert findings(worker) == [EARLY, ("WARNING", "W008"), ("WARNING", "W009")]
@@ -60,16 +64,62 @@ def test_each_finding_is_a_line_in_the_log(
     assert site.app.tasks["keyed"].delay(key).get(timeout=30)
 
 
-def test_silenced_findings_are_not_said(open_site: Callable[..., Any], evicting: Server) -> None:
-    worker = open_site(evicting, idempotency_silenced_checks=["W002", "W008"]).worker()
+@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+def test_sweeps_for_a_queue_that_no_worker_consumes_are_found(
+    open_site: Callable[..., Any], broker: str
+) -> None:
+    """Asked before and after a worker consumes it."""
+    queue = f"maintenance-{uuid.uuid4().hex}"
+    site = open_site(
+        broker,
+        idempotency_sweep_interval=30,
+        worker_enable_remote_control=True,
+        task_routes={"celery_idempotent.*": {"queue": queue}},
+    )
+    assert check_workers(site.app) == []  # nobody is there to be asked
+    site.worker()
+    (found,) = check_workers(site.app)
+    assert found.id == "W022"
+    assert f"the queue {queue}: none of the 1 worker(s) that answered consumes it" in found.problem
+    site.app.control.add_consumer(queue, reply=True)
+    assert check_workers(site.app) == []
+
+
+def test_sweeps_that_nobody_takes_do_not_pile_up_in_rabbitmq(open_site: Callable[..., Any]) -> None:
+    app = open_site("rabbitmq", idempotency_sweep_interval=0.1).app
+    queue = f"maintenance-{uuid.uuid4().hex}"
+    app.finalize()
+    options = app.conf.beat_schedule[SWEEP]["options"]
+    assert options["expires"] == 1
+    with app.connection_for_write() as connection:
+        channel: Any = connection.default_channel
+        Queue(queue)(channel).declare()
+
+        def waiting() -> int:
+            count: int = channel.queue_declare(queue, passive=True).message_count
+            return count
+
+        try:
+            for _ in range(3):
+                app.tasks[SWEEP].apply_async(queue=queue, **options)
+            wait_for(lambda: waiting() == 3, what="messages")
+            wait_for(lambda: waiting() == 0, what="their end")
+        finally:
+            channel.queue_delete(queue)
+
+
+def test_silenced_findings_are_not_said(
+    open_evicting: Callable[..., Any], evicting: Server
+) -> None:
+    worker = open_evicting(evicting, idempotency_silenced_checks=["W002", "W008"]).worker()
     wait_for(lambda: findings(worker), what="the finding after the silenced ones")
     assert findings(worker) == [("WARNING", "W009")]
 
 
 def test_nothing_is_said_where_nobody_wants_it(
-    open_site: Callable[..., Any], evicting: Server, key: str
+    open_evicting: Callable[..., Any], evicting: Server, key: str
 ) -> None:
-    site = open_site(evicting, idempotency_check_at_start=False)
+    site = open_evicting(evicting, idempotency_check_at_start=False)
     worker = site.worker()
     assert site.app.tasks["keyed"].delay(key).get(timeout=30)
     worker.stop()
@@ -77,12 +127,12 @@ def test_nothing_is_said_where_nobody_wants_it(
 
 
 def test_a_store_that_hangs_keeps_no_worker_from_its_start_nor_from_its_end(
-    open_site: Callable[..., Any], tmp_path: Path
+    open_evicting: Callable[..., Any], tmp_path: Path
 ) -> None:
     with running(redis_binary(), tmp_path) as server:
         server.process.send_signal(signal.SIGSTOP)
         try:
-            site = open_site(server, idempotency_store=f"{server.url}?socket_timeout=2")
+            site = open_evicting(server, idempotency_store=f"{server.url}?socket_timeout=2")
             worker = site.worker()
             assert site.app.tasks["plain"].delay("free").get(timeout=30)
             wait_for(lambda: "E006" in worker.log, what="the store's silence to be noticed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from celery_idempotent.checks import Finding, check
+from celery_idempotent.checks import Finding, check_settings, check_store
 from celery_idempotent.django.admin.charts import Chart, charts
 from celery_idempotent.django.admin.detail import duration
 from celery_idempotent.django.admin.forms import PERIODS
@@ -17,7 +17,7 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.reaper import SWEEP, sweep_interval
 from celery_idempotent.records import Counted, Record, Stats
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import COUNTED_HOURS, CountingStore
+from celery_idempotent.stores.base import COUNTED_HOURS, can_count
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -109,16 +109,16 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         oldest=oldest,
         oldest_for="" if oldest is None else duration(max(stats.now_ms - oldest.updated_ms, 0)),
         oldest_of_many=oldest_of_many,
-        counts=isinstance(store, CountingStore),
+        counts=can_count(store),
         sweeps=_sweeps(app, stats),
         charts=drawn[:CHARTS],
         more=len(drawn[CHARTS:]),
-        findings=check(app),
+        findings=[*check_settings(app), *check_store(app)],  # workers would take a second
     )
 
 
 def _counted(store: Store) -> Sequence[Counted]:
-    return store.counts(hours=COUNTED_HOURS) if isinstance(store, CountingStore) else ()
+    return store.counts(hours=COUNTED_HOURS) if can_count(store) else ()
 
 
 def _sweeps(app: Celery, stats: Stats) -> Sweeps:

@@ -67,8 +67,6 @@ def _response(stored: Stored) -> Shown:
         response = read_response(stored)
     except ResultUnavailable as unavailable:
         return Shown(trouble=str(unavailable))
-    except Exception as error:  # noqa: BLE001  as in `shown`
-        return Shown(trouble=f"It cannot be read ({type(error).__name__}).")
     del response[REPLAYED]
     body = f"({len(response.content):,} bytes that are no text)"
     if "Content-Encoding" not in response:

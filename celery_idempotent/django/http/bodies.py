@@ -92,18 +92,16 @@ def _take(request: Any, stream: Any, options: HttpOptions) -> int:
     """Put the body where it can be read at leisure, a large one into a file; return its size."""
     whole: Any = BytesIO()
     with ExitStack() as stack:
-        try:
-            while piece := stream.read(_PIECE):
-                size = whole.tell() + len(piece)
-                _check_size(size, options)
-                if size > settings.FILE_UPLOAD_MAX_MEMORY_SIZE and isinstance(whole, BytesIO):
-                    file = stack.enter_context(tempfile.TemporaryFile())
-                    file.write(whole.getvalue())
-                    whole = file
-                whole.write(piece)
-        except OSError as error:
-            raise _broken_off() from error
-        request.close = _and_then(request.close, stack.pop_all().close)
+        while piece := _read(stream):
+            size = whole.tell() + len(piece)
+            _check_size(size, options)
+            if size > settings.FILE_UPLOAD_MAX_MEMORY_SIZE and isinstance(whole, BytesIO):
+                file = stack.enter_context(tempfile.TemporaryFile())
+                file.write(whole.getvalue())
+                whole = file
+            whole.write(piece)
+        if not isinstance(whole, BytesIO):
+            request.close = _and_then(request.close, stack.pop_all().close)
     found: int = whole.tell()
     whole.seek(0)
     request._stream = whole
@@ -133,13 +131,19 @@ def _taken(stream: Any) -> int | None:
     """Return how much there was of a body that others have read; ``None`` if that cannot be told."""
     if not hasattr(stream, "_pos"):
         return None
-    try:
-        while stream.read(_PIECE):
-            pass
-    except OSError as error:
-        raise _broken_off() from error
+    while _read(stream):
+        pass
     size: int = stream._pos
     return size
+
+
+def _read(stream: Any) -> bytes:
+    """Return the next piece of a body; a server that notices that it broke off raises ``OSError``."""
+    try:
+        piece: bytes = stream.read(_PIECE)
+    except OSError as error:
+        raise _broken_off() from error
+    return piece
 
 
 def _broken_off() -> Refusal:

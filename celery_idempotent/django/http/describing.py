@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
-from celery_idempotent.django.applications import load_tasks
+from celery_idempotent.checks.loading import load_tasks
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
 from celery_idempotent.django.http.options import HttpOptions, ShowErrors
 from celery_idempotent.django.http.problems import Refusal
@@ -145,13 +145,23 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
             error: BaseException = definition.codec.load_error(record.value)
         except IdempotencyError as unreadable:
             error = unreadable
-        return error, type(error).__name__, str(error)
+        return error, type(error).__name__, _text(error)
     # A view's: all that is kept of it is what may be told.
-    told: Any = {}
+    told: Any = None
     if record.value is not None and record.value.content_type == "application/json":
-        told = json.loads(record.value.body)
-    kind, message = str(told.get("exc_type", "")), str(told.get("exc_message", ""))
+        with contextlib.suppress(ValueError, RecursionError):
+            told = json.loads(record.value.body)
+    told = told if isinstance(told, dict) else {}
+    kind, message = _text(told.get("exc_type", "")), _text(told.get("exc_message", ""))
     return (_OWN[kind](message) if kind in _OWN else None), kind, message
+
+
+def _text(value: object) -> str:
+    """Return what a stored value says, as a text that can be sent."""
+    try:
+        return str(value).encode("utf-8", "replace").decode()
+    except Exception:  # noqa: BLE001  an exception of the project's own
+        return ""
 
 
 def _result_of(
@@ -205,15 +215,15 @@ def _response_of(record: Record) -> dict[str, Any]:
     if "Location" in response:
         told["location"] = response["Location"]
     if response.headers.get("Content-Type", "").partition(";")[0].endswith("json"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             told["body"] = json.loads(response.content)
-    return {"result": told}
+    return _json({"result": told})
 
 
 def _json(members: dict[str, Any]) -> dict[str, Any]:
     """Return the members if JSON can say them."""
     try:
         json.dumps(members, cls=DjangoJSONEncoder)
-    except (TypeError, ValueError, RecursionError):
+    except Exception:  # noqa: BLE001  whatever the parts of a result do when they are asked
         return {"result_kept": False}
     return members

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,15 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.fingerprints import NoFormError, digest, form, quote
+from celery_idempotent.fingerprints import NoFormError, Written, digest, form, quote
 
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
 
 __all__ = ["read_body", "request_fingerprint"]
+
+#: So many digits, times ten to the power of up to so much, a float tells apart.
+_FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
 
 _FORM = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
@@ -90,11 +94,28 @@ def _check_charset(request: HttpRequest) -> None:
 
 
 def _json(raw: bytes) -> str | None:
-    """Return the canonical form of a JSON body; ``None`` if it is none, then its bytes count."""
+    """Return the canonical form of a JSON body; ``None`` if it is none, or too deep for one: then its bytes count."""
     try:
-        return form(json.loads(raw))
+        return form(json.loads(raw, parse_float=_number))
     except (ValueError, RecursionError, NoFormError):
         return None
+
+
+def _number(text: str) -> float | Written:
+    """Return a number of JSON as what tells it from any other: as a float, unless it has more digits than that.
+
+    Numbers of up to 15 digits are as many floats. ``0.1``, ``0.10`` and ``1e-1`` are one number.
+    """
+    if len(text) <= _FLOAT_DIGITS + 1 and "e" not in text and "E" not in text:
+        return float(text)
+    mantissa, _, exponent = text.lower().partition("e")
+    whole, _, fraction = mantissa.lstrip("-").partition(".")
+    padded = (whole + fraction).lstrip("0")
+    digits = padded.rstrip("0")
+    power = int(exponent or 0) - len(fraction) + len(padded) - len(digits)
+    if not digits or (len(digits) <= _FLOAT_DIGITS and abs(power) <= _FLOAT_POWER):
+        return float(text)
+    return Written(f"{'-' if text.startswith('-') else ''}{digits}e{power}")
 
 
 def _fields(data: QueryDict) -> str:

@@ -243,6 +243,6 @@ class Guard:
         if record.value is None:
             raise Refusal("result_not_kept", "The response could not be kept.")
         try:
-            return read_response(record.value)
+            return read_response(record.value, self.options.attributes)
         except ResultUnavailable as unavailable:
             raise Refusal("result_not_kept", str(unavailable)) from None

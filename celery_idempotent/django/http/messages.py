@@ -3,6 +3,7 @@
 ::
 
     HTTP/1.1 201 Created
+    Idempotent-Attributes: {"xframe_options_exempt": true}
     Content-Type: application/json
     Location: /payments/17/
 
@@ -12,18 +13,20 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.http import FileResponse, HttpResponse, HttpResponseBase
 
-from celery_idempotent.django.http.options import KEPT_HEADERS, HttpOptions
+from celery_idempotent.django.http.options import KEPT_ATTRIBUTES, KEPT_HEADERS, HttpOptions
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 __all__ = [
     "CONTENT_TYPE",
@@ -42,6 +45,8 @@ CONTENT_TYPE: Final = "application/http"
 REPLAYED: Final = "Idempotent-Replayed"
 #: In the record only: the response was sent whole, and its body is not kept.
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
+#: In the record only: what the middleware outside is to find on the response, as JSON.
+_ATTRIBUTES: Final = "Idempotent-Attributes"
 #: In the record only: whoever wants to see it is asked about by the view.
 _AUTHORIZED: Final = "Idempotent-Authorized-By-View"
 _MAX_HEAD: Final = 32 * 1024
@@ -78,6 +83,8 @@ def finished(response: Any, options: HttpOptions) -> HttpResponseBase:
         b"".join(_chunks(response)), status=response.status_code, headers=response.headers
     )
     whole.cookies = response.cookies
+    for attribute in {*KEPT_ATTRIBUTES, *options.attributes} & vars(response).keys():
+        setattr(whole, attribute, getattr(response, attribute))
     # The file is closed with the response that is sent.
     whole._resource_closers.extend(response._resource_closers)  # type: ignore[attr-defined]  # noqa: SLF001
     return whole
@@ -95,7 +102,14 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
     )
     if len(body) > options.max_response_bytes:
         body, why = b"", f"it has {len(body)} bytes"
+    try:
+        attributes = _attributes_of(response, options)
+    except TypeError as error:
+        # Without it the middleware would send the replay as it should not be.
+        attributes, body, why = {}, b"", str(error)
     lines = [f"HTTP/1.1 {response.status_code} {_ascii(response.reason_phrase)}"]
+    if attributes:
+        lines.append(f"{_ATTRIBUTES}: {json.dumps(attributes)}")
     if why:
         logger.warning(
             "idempotency: the response of %s is not kept (%s): a repetition is told so", name, why
@@ -116,14 +130,51 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
     )
 
 
-def read_response(stored: Stored) -> HttpResponse:
-    """Return the response that was kept, marked as a replay.
+def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str, Any]:
+    """Return what the middleware outside is to find on a replay.
+
+    Raises:
+        TypeError: if it is nothing that JSON can say.
+    """
+    return {
+        name: _plain(getattr(response, name), name)
+        for name in (*KEPT_ATTRIBUTES, *options.attributes)
+        if hasattr(response, name)
+    }
+
+
+def _plain(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str(key): _plain(each, name) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+        # A nonce is for one answer: without it a policy is stricter.
+        return [_plain(each, name) for each in items if repr(each) != "csp.constants.NONCE"]
+    raise TypeError(f"its attribute {name} is a {type(value).__name__}, which is not kept")
+
+
+def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpResponse:
+    """Return the response that was kept, marked as a replay, with its ``attributes`` beside those always kept.
 
     Raises:
         ResultUnavailable: if its body was not kept, or it cannot be read.
     """
     if stored.content_type != CONTENT_TYPE or stored.compression:
         raise ResultUnavailable("What is kept for this key is no response.")
+    try:
+        return _read(stored, {*KEPT_ATTRIBUTES, *attributes})
+    except ResultUnavailable:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever Django says of what is no response
+        problem = f"What is kept for this key cannot be read ({type(error).__name__})."
+        raise ResultUnavailable(problem) from None
+
+
+def _read(stored: Stored, known: Collection[str]) -> HttpResponse:
     head, _, body = stored.body.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
@@ -135,7 +186,11 @@ def read_response(stored: Stored) -> HttpResponse:
     response = HttpResponse(body, status=int(status), reason=reason, headers=headers)
     if "Content-Type" not in headers:
         del response["Content-Type"]
-    del response[_AUTHORIZED]
+    for name in (_AUTHORIZED, _ATTRIBUTES):
+        del response[name]
+    for name, value in json.loads(headers.get(_ATTRIBUTES, "{}")).items():
+        if name in known:
+            setattr(response, name, value)
     response[REPLAYED] = "true"
     return response
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
+from django.http import HttpResponse
 from django.utils.module_loading import import_string
 
 from celery_idempotent.errors import InvalidOption
@@ -18,7 +19,15 @@ from celery_idempotent.policy import Mode, Policy, StoreErrorPolicy, millisecond
 if TYPE_CHECKING:
     from django.http import HttpResponseBase
 
-__all__ = ["KEPT_HEADERS", "NEVER_KEPT", "SETTING", "Check", "HttpOptions", "read_options"]
+__all__ = [
+    "KEPT_ATTRIBUTES",
+    "KEPT_HEADERS",
+    "NEVER_KEPT",
+    "SETTING",
+    "Check",
+    "HttpOptions",
+    "read_options",
+]
 
 #: The one setting: a dict with any of the options of :class:`HttpOptions`.
 SETTING: Final = "IDEMPOTENCY_HTTP"
@@ -32,11 +41,48 @@ KEPT_HEADERS: Final = (
     "Content-Location",
     "Content-Type",
     "ETag",
+    "Expires",
     "Last-Modified",
     "Link",
     "Location",
+    "Pragma",
     "Retry-After",
     "Vary",
+    # A replay is as safe as its first answer.
+    "Clear-Site-Data",
+    "Content-Security-Policy",
+    "Content-Security-Policy-Report-Only",
+    "Cross-Origin-Embedder-Policy",
+    "Cross-Origin-Embedder-Policy-Report-Only",
+    "Cross-Origin-Opener-Policy",
+    "Cross-Origin-Opener-Policy-Report-Only",
+    "Cross-Origin-Resource-Policy",
+    "Origin-Agent-Cluster",
+    "Permissions-Policy",
+    "Referrer-Policy",
+    "Report-To",
+    "Reporting-Endpoints",
+    "Strict-Transport-Security",
+    "WWW-Authenticate",
+    "X-Content-Type-Options",
+    "X-Download-Options",
+    "X-Frame-Options",
+    "X-Permitted-Cross-Domain-Policies",
+    "X-Robots-Tag",
+    "X-XSS-Protection",
+)
+#: What decorators leave on a response for the middleware outside: Django's own, and django-csp's. ``attributes`` adds.
+KEPT_ATTRIBUTES: Final = (
+    "xframe_options_exempt",
+    "_csp_config",
+    "_csp_ro_config",
+    "_csp_config_ro",
+    "_csp_exempt",
+    "_csp_exempt_ro",
+    "_csp_replace",
+    "_csp_replace_ro",
+    "_csp_update",
+    "_csp_update_ro",
 )
 #: Headers that belong to one answer, or to one connection.
 NEVER_KEPT: Final = frozenset(
@@ -74,6 +120,7 @@ class HttpOptions:
     on_store_error: StoreErrorPolicy = "closed"
     retry_after: float = 1
     headers: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
     unstored: tuple[int, ...] = (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429)
     max_request_bytes: int = 10 * 1024 * 1024
     max_response_bytes: int = 1024 * 1024
@@ -194,6 +241,9 @@ _SEQUENCES: Final[dict[str, Callable[[Any], bool]]] = {
     "checks": lambda item: callable(item) and not iscoroutinefunction(item),
     "namespaces": lambda item: isinstance(item, str),
     "headers": lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
+    "attributes": lambda item: (
+        isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
+    ),
     "unstored": lambda item: isinstance(item, int) and 100 <= item < 500,
 }
 _ALLOWED: Final = {
@@ -201,5 +251,6 @@ _ALLOWED: Final = {
     "checks": "takes functions of the request, none of them a coroutine",
     "namespaces": "takes names of tasks, or what else is their idempotency_namespace",
     "headers": f"takes names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
+    "attributes": "takes names of attributes that are not a response's own",
     "unstored": "takes statuses below 500; those from 500 are never stored",
 }

@@ -29,9 +29,16 @@ def for_people(request: HttpRequest) -> bool:
 def status_page(request: HttpRequest, told: dict[str, Any], *, every: int) -> HttpResponse:
     """Show what the resource tells; the page asks again each ``every`` seconds until it is settled."""
     result = told.get("result")
-    shown = "" if result is None else json.dumps(result, cls=DjangoJSONEncoder, indent=2)
+    shown = "" if result is None else _laid_out(result)
     context = {"told": told, "result": shown, "every": every, "settled": told["settled"]}
     return render(request, "celery_idempotent/http/status.html", context)
+
+
+def _laid_out(result: Any) -> str:
+    try:
+        return json.dumps(result, cls=DjangoJSONEncoder, indent=2)
+    except RecursionError:  # json is less patient with what is laid out
+        return json.dumps(result, cls=DjangoJSONEncoder)
 
 
 def refusal_page(request: HttpRequest, refusal: Refusal, docs_url: str | None) -> HttpResponse:

@@ -1,0 +1,65 @@
+"""How long a broker waits for the acknowledgement of a message before it delivers that again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["Patience", "patience"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """The ``option`` of the transport that says so, and its value in ``seconds``, after which a dead worker's message
+    comes again; ``held`` seconds after which that of a live one does, ``None`` if it renews it for as long as it lives.
+    """
+
+    option: str
+    seconds: float
+    held: float | None
+
+
+#: Of kombu's transports: the option, and its default. Those that are missing notice that a connection is gone, or (as
+#: Azure's Storage Queues) delete a message when they receive it, and deliver none again.
+_TRANSPORTS = {
+    "redis": ("visibility_timeout", 3600.0),
+    "rediss": ("visibility_timeout", 3600.0),
+    "sentinel": ("visibility_timeout", 3600.0),
+    "sqs": ("visibility_timeout", 1800.0),
+    "pgmq": ("visibility_timeout", 1800.0),
+    "gcpubsub": ("ack_deadline_seconds", 240.0),
+    "azureservicebus": ("peek_lock_seconds", 60.0),
+}
+
+#: For so long Azure's client renews what a worker holds, where it does.
+_AZURE_RENEWS = 3600.0
+
+
+def patience(app: Celery) -> Patience | None:
+    """Return the patience of the broker that the app's messages are read from, ``None`` if it waits for no time."""
+    url: Any = app.conf.broker_read_url
+    first = url[0] if isinstance(url, (list, tuple)) and url else url
+    scheme = str(first or "").partition("://")[0].partition("+")[0].lower()
+    if scheme not in _TRANSPORTS:
+        return None
+    option, default = _TRANSPORTS[scheme]
+    options = app.conf.broker_transport_options or {}
+    seconds = _number(options, option, default)
+    held: float | None = seconds
+    if scheme == "gcpubsub":
+        held = None  # a thread of the worker extends the deadlines of all that it holds
+    elif scheme == "azureservicebus" and options.get("use_lock_renewal"):
+        held = max(seconds, _number(options, "max_lock_renewal_duration", _AZURE_RENEWS))
+    return Patience(option=option, seconds=seconds, held=held)
+
+
+def _number(options: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a number that may be written as a text, as in the query of a URL; what is none is for kombu to refuse."""
+    try:
+        return float(options.get(name) or default)
+    except (TypeError, ValueError):
+        return default

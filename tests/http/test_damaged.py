@@ -1,0 +1,192 @@
+"""Whatever stands in the store for a value: who asks for it gets an answer, soon, and never a 500."""
+
+from __future__ import annotations
+
+import bz2
+import json
+import lzma
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask, serializers
+from celery_idempotent.records import Claimed, Identity, State, Stored
+from celery_idempotent.stores import get_store
+from tests.http.sites import new_key
+from tests.sql.databases import ready
+
+app = Celery("damaged", broker="memory://", backend="cache+memory://", set_as_current=False)
+app.conf.idempotency_store = "memory://"
+app.conf.accept_content = ["json", "pickle"]
+
+
+class Hostile:
+    """Not what it was when it was stored."""
+
+    def __reduce__(self) -> Any:
+        return _raise, ()
+
+    def __str__(self) -> str:
+        raise OSError
+
+
+def _raise() -> None:
+    raise OSError
+
+
+@app.task(base=IdempotentTask, name="damaged.task", shared=False)
+def task() -> None:
+    """Never run here."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with ready(tmp_path_factory.mktemp("damaged")):
+        from django.test import override_settings
+
+        options = {"scope": lambda _: "caller", "app": f"{__name__}.app", "show_errors": "all"}
+        with override_settings(IDEMPOTENCY_HTTP=options):
+            yield
+
+
+def deep(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+#: Bodies of a result, or of an error, in JSON or not.
+BODIES: dict[str, bytes] = {
+    "nothing": b"",
+    "no JSON": b"{",
+    "no text": b"\xff\xfe",
+    "another type": b"5",
+    "a list": b"[1, [2]]",
+    "null": b"null",
+    "too deep to be read": deep(100_000),
+    "deep": deep(600),
+    "half of a character": rb'"\ud800"',
+    "an error in a list": b'[["exc_type", "E"]]',
+    "an error without a type": b'{"exc_message": "m"}',
+    "an error of a type that is none": b'{"exc_type": 5, "exc_message": [1], "exc_module": 7}',
+    "an error that is a list": b'{"exc_type": ["E"], "exc_module": "os"}',
+    "an error that is a function": b'{"exc_type": "system", "exc_module": "os", "exc_message": "true"}',
+    "an error with half of a character": rb'{"exc_type": "E\ud800", "exc_message": "\ud800", "exc_module": null}',
+    "a date that is none": b'{"__type__": "datetime", "__value__": "x"}',
+    "an unknown envelope": b'{"__type__": "nothing", "__value__": "x"}',
+    "not a number": b"NaN",
+    "a response": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n[]",
+    "a response without a status": b"HTTP/1.1\r\n\r\n",
+    "a response with a status that is none": b"HTTP/1.1 9999 What\r\n\r\n",
+    "a response with half a header": b"HTTP/1.1 200 OK\r\nContent-Type\r\n\r\n",
+    "a response in two": b"HTTP/1.1 200 OK\r\nLocation: a\nSet-Cookie: b\r\n\r\n",
+    "a deep response": b"HTTP/1.1 200 OK\r\nContent-Type: x/json\r\n\r\n" + deep(100_000),
+    "a response less deep": b"HTTP/1.1 200 OK\r\nContent-Type: x/json\r\n\r\n" + deep(600),
+    "attributes that are none": b"HTTP/1.1 200 OK\r\nIdempotent-Attributes: [5]\r\n\r\n",
+    "attributes of the response's own": b'HTTP/1.1 200 OK\r\nIdempotent-Attributes: {"content": 5}\r\n\r\n',
+}
+KINDS: dict[str, tuple[str, str, str]] = {
+    "json": ("application/json", "utf-8", ""),
+    "response": ("application/http", "binary", ""),
+    "pickle": ("application/x-python-serialize", "binary", ""),
+    "unknown": ("application/x-unknown", "x", ""),
+    "compressed": ("application/json", "utf-8", "application/x-gzip"),
+    "compressed somehow": ("application/json", "utf-8", "application/x-unknown"),
+    "a compressed response": ("application/http", "binary", "application/x-gzip"),
+}
+
+
+def settle(namespace: str, state: State, value: Stored) -> str:
+    """Settle a key; return it."""
+    identity, store = Identity(namespace=namespace, scope="caller", key=new_key()), get_store(app)
+    claimed = store.claim(identity, attempt=b"12345678", lease_ms=60_000, keep_ms=60_000)
+    assert isinstance(claimed, Claimed)
+    settled: Any = state
+    assert store.settle(claimed.record, state=settled, value=value, keep_ms=60_000)
+    return identity.key
+
+
+def answers(namespace: str, key: str) -> dict[str, Any]:
+    """Ask for the key in every way: as a program and as a person, by its status and by sending it again."""
+    from django.http import HttpResponse
+    from django.test import RequestFactory
+
+    from celery_idempotent.django.http import enqueue, idempotent_view
+    from celery_idempotent.django.http.status import status
+
+    factory: Any = RequestFactory()
+    again = factory.post("/", HTTP_IDEMPOTENCY_KEY=key)
+    return {
+        "status": status(factory.get("/"), namespace, key),
+        "page": status(factory.get("/", HTTP_ACCEPT="text/html"), namespace, key),
+        "again": enqueue(again, task)
+        if namespace == "damaged.task"
+        else idempotent_view(lambda _: HttpResponse("never"))(again),
+    }
+
+
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED], ids=str)
+@pytest.mark.parametrize(
+    ("namespace", "kind"),
+    [*(("damaged.task", kind) for kind in KINDS), ("http", "json"), ("http", "response")],
+)
+def test_no_stored_value_is_a_500(namespace: str, kind: str, state: State) -> None:
+    content_type, content_encoding, compression = KINDS[kind]
+    for name, body in BODIES.items():
+        packed = zlib.compress(body) if kind.startswith("compressed") else body
+        for each in {body, packed}:
+            value = Stored(
+                content_type=content_type,
+                content_encoding=content_encoding,
+                body=each,
+                compression=compression,
+            )
+            found = answers(namespace, settle(namespace, state, value))
+            failed = state is State.FAILED
+            for way, answer in found.items():
+                allowed = {200, 202, 410, 500} if way == "again" else {200}
+                assert answer.status_code in allowed, (name, way, answer.content)
+                assert (answer.status_code == 500) <= failed, (name, way)
+            told = json.loads(found["status"].content)
+            assert (told["state"], told["settled"]) == (state.value, True), name
+
+
+def test_an_object_of_the_projects_own_is_told_as_not_kept() -> None:
+    import pickle
+
+    body = pickle.dumps(Hostile())
+    value = Stored(content_type=KINDS["pickle"][0], content_encoding="binary", body=body)
+    for state in (State.COMPLETED, State.FAILED):
+        for answer in answers("damaged.task", settle("damaged.task", state, value)).values():
+            assert answer.status_code in {200, 202, 500}
+
+
+@pytest.mark.parametrize(
+    "method", ["application/x-gzip", "application/x-bz2", "application/x-lzma"]
+)
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED], ids=str)
+def test_a_value_that_grows_without_measure_is_not_unpacked(
+    method: str, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serializers, "LARGEST", 1024 * 1024)
+    compress: Any = {"x-gzip": zlib, "x-bz2": bz2, "x-lzma": lzma}[
+        method.partition("/")[2]
+    ].compress
+    body = compress(b'"' + b" " * 30_000_000 + b'"')
+    assert len(body) < 40_000
+    value = Stored(
+        content_type="application/json", content_encoding="utf-8", body=body, compression=method
+    )
+    key = settle("damaged.task", state, value)
+    tracemalloc.start()
+    try:
+        found = answers("damaged.task", key)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    told = json.loads(found["status"].content)
+    assert told["state"] == state.value
+    assert told.get("result_kept", False) is False
+    assert most < 12_000_000

@@ -1,0 +1,261 @@
+"""Transactions that collide at their end: at the settle, or at the COMMIT, where no body could ask for a retry."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from django.db import DatabaseError, OperationalError, connections
+from django.db.backends.signals import connection_created
+
+from celery_idempotent import runner
+from celery_idempotent.calls import Ran
+from celery_idempotent.django.atomic import AtomicRun
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.records import Identity, Record, State
+from tests.sql import databases
+from tests.sql.databases import execute, rows
+from tests.support.waiting import wait_for
+from tests.unit.test_runner import a_call, make_runner
+
+KEY = Identity(namespace="shop.charge", key="order")
+
+
+class Place:
+    """One atomic run whose body reads and writes, and another session that comes in between."""
+
+    def __init__(self, store: DjangoStore) -> None:
+        self.store = store
+        self.alias = store.alias
+        self.other = databases.add_alias(
+            "other_session", {**connections[store.alias].settings_dict}
+        )
+        self.runs = 0
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """What the run ends with; ``body`` is called after it has read, each time."""
+
+        def counted() -> int:
+            self.runs += 1
+            self.seats(self.alias)
+            body()
+            return self.runs
+
+        return make_runner(self.store, atomic=True, lease_ms=20_000).execute(
+            a_call(identity=KEY), counted
+        )
+
+    def seats(self, alias: str) -> int:
+        return len(rows(alias, "SELECT name FROM seats"))
+
+    def book(self, alias: str, name: str) -> None:
+        execute(alias, "INSERT INTO seats VALUES (%s)", (name,))
+
+    def in_between(self) -> None:
+        """Another transaction reads what we write, and writes what we read."""
+        with connections[self.other].cursor() as cursor:
+            cursor.execute("BEGIN ISOLATION LEVEL SERIALIZABLE")
+            self.seats(self.other)
+            self.book(self.other, "theirs")
+            cursor.execute("COMMIT")
+
+    def names(self) -> list[str]:
+        return sorted(name for (name,) in rows(self.other, "SELECT name FROM seats"))
+
+    def completed(self) -> bool:
+        record = self.store.get(KEY)
+        return record is not None and record.state is State.COMPLETED
+
+
+@pytest.fixture
+def place(open_store: Callable[..., DjangoStore]) -> Iterator[Callable[..., Place]]:
+    made: list[Place] = []
+
+    def make(vendor: str, level: str = "") -> Place:
+        place = Place(open_store(vendor, level))
+        execute(place.alias, "CREATE TABLE seats (name varchar(50))")
+        execute(place.alias, "INSERT INTO seats VALUES ('first')")
+        made.append(place)
+        return place
+
+    yield make
+    for place in made:
+        databases.drop_alias(place.other)
+        connections[place.alias].close()
+        execute(place.alias, "DROP TABLE seats")
+        connections[place.alias].close()
+
+
+@pytest.mark.parametrize("where", ["settle", "commit"])
+def test_a_serialization_failure_runs_the_body_again(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, where: str
+):
+    here = place("postgresql", "serializable")
+    real = AtomicRun.settle
+
+    def settle(run: AtomicRun, **how: Any) -> bool:
+        if here.runs > 1:
+            return real(run, **how)
+        if where == "settle":
+            here.in_between()
+            return real(run, **how)
+        done = real(run, **how)
+        here.in_between()
+        return done
+
+    monkeypatch.setattr(AtomicRun, "settle", settle)
+    assert here.run(lambda: here.book(here.alias, "ours")) == Ran(2)
+    assert here.names() == ["first", "ours", "theirs"]
+    assert here.completed()
+
+
+def test_a_record_that_a_sweep_wrote_meanwhile_runs_the_body_again(place: Callable[..., Place]):
+    """At REPEATABLE READ the settle cannot follow what was committed after its snapshot."""
+    here = place("postgresql", "repeatable read")
+
+    def body() -> None:
+        here.book(here.alias, "ours")
+        if here.runs == 1:
+            record = here.store.get(KEY)
+            assert record is not None
+            assert here.store.interrupt(KEY, token=record.token) is not None
+
+    assert here.run(body) == Ran(2)
+    assert here.names() == ["first", "ours"]
+    assert here.completed()
+
+
+@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+def test_a_deadlock_at_the_settle_runs_the_body_again(place: Callable[..., Place], vendor: str):
+    """Somebody holds the record and wants a row of ours; the settle wants the record."""
+    here = place(vendor)
+    other = connections.create_connection(here.alias)
+    other.inc_thread_sharing()
+
+    def theirs() -> None:
+        with other.cursor() as cursor:
+            cursor.execute("UPDATE seats SET name = 'theirs' WHERE name = 'first'")
+            cursor.execute("COMMIT")
+
+    threads: list[threading.Thread] = []
+
+    def body() -> None:
+        execute(here.alias, "UPDATE seats SET name = 'ours' WHERE name = 'first'")
+        if here.runs > 1:
+            return
+        with other.cursor() as cursor:
+            cursor.execute("BEGIN")
+            if vendor == "postgresql":
+                cursor.execute(
+                    "SET LOCAL deadlock_timeout = '10s'"
+                )  # whose is over first is undone
+            # Has more to undo than we have: so it is ours that is undone.
+            for n in range(50):
+                cursor.execute("INSERT INTO seats VALUES (%s)", (f"many {n}",))
+            cursor.execute("UPDATE celery_idempotent_record SET version = version + 1")
+        threads.append(threading.Thread(target=theirs))
+        threads[0].start()
+        wait_for(lambda: databases.waits(here.other), 20, "the other to wait", interval=0.15)
+
+    try:
+        assert here.run(body) == Ran(2)
+    finally:
+        threads[0].join()
+        other.close()
+    assert "theirs" in here.names()
+    assert here.completed()
+
+
+def test_on_sqlite_a_reader_that_keeps_the_commit_waiting_too_long_runs_the_body_again(
+    use_database: Callable[..., str],
+    sql_databases: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In the journal that SQLite has by default; the test project sets another."""
+    monkeypatch.setattr(connection_created, "receivers", [])
+    with (
+        closing(sqlite3.connect(sql_databases("sqlite")["NAME"])) as tables,
+        closing(sqlite3.connect(tmp_path / "own.sqlite3")) as own,
+    ):
+        tables.backup(own)
+        own.execute("PRAGMA journal_mode = DELETE")
+        own.execute("CREATE TABLE seats (name varchar(50))")
+    alias = use_database("sqlite", NAME=str(tmp_path / "own.sqlite3"), options={"timeout": 0})
+    here = Place(DjangoStore(alias))
+
+    def body() -> None:
+        here.book(here.alias, "ours")
+        if here.runs == 1:
+            execute(here.other, "BEGIN")
+            here.seats(here.other)
+
+    def committed(record: Record) -> bool:
+        execute(here.other, "COMMIT")
+        return DjangoStore.committed(here.store, record)
+
+    monkeypatch.setattr(here.store, "committed", committed)
+    assert here.run(body) == Ran(2)
+    assert here.names() == ["ours"]
+    assert here.completed()
+    databases.drop_alias(here.other)
+    here.store.close()
+
+
+@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+def test_a_session_that_is_lost_after_the_last_query_runs_the_body_again(
+    place: Callable[..., Place], vendor: str
+):
+    here = place(vendor)
+    own, end = (
+        ("SELECT pg_backend_pid()", "SELECT pg_terminate_backend(%s, 10000)")
+        if vendor == "postgresql"
+        else ("SELECT connection_id()", "KILL %s")
+    )
+
+    def body() -> None:
+        here.book(here.alias, "ours")
+        if here.runs == 1:
+            execute(here.other, end, rows(here.alias, own)[0])
+
+    assert here.run(body) == Ran(2)
+    assert here.names() == ["first", "ours"]
+    assert here.completed()
+
+
+def test_what_collides_again_and_again_is_told_and_its_key_is_free(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+):
+    here = place("postgresql", "serializable")
+    monkeypatch.setattr(runner, "MAX_REPEATS", 1)
+    real = AtomicRun.settle
+
+    def settle(run: AtomicRun, **how: Any) -> bool:
+        here.in_between()
+        return real(run, **how)
+
+    monkeypatch.setattr(AtomicRun, "settle", settle)
+    with pytest.raises(OperationalError, match="serialize"):
+        here.run(lambda: here.book(here.alias, "ours"))
+    assert here.runs == 2
+    assert "ours" not in here.names()
+    assert here.store.get(KEY) is None
+
+
+def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Place]):
+    """The same body would meet it again."""
+    here = place("postgresql")
+    execute(here.alias, "ALTER TABLE seats ADD UNIQUE (name) DEFERRABLE INITIALLY DEFERRED")
+    with pytest.raises(DatabaseError, match="duplicate key"):
+        here.run(lambda: here.book(here.alias, "first"))
+    assert here.runs == 1
+    assert here.names() == ["first"]
+    assert here.store.get(KEY) is None

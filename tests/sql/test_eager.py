@@ -1,0 +1,315 @@
+"""Eager runs in the caller's transaction: a record never says done of what is rolled back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from celery import Celery
+
+pytest.importorskip("django")
+
+from django.db import connections, transaction
+
+from celery_idempotent import deferred
+from celery_idempotent.django import IdempotentTask
+from celery_idempotent.errors import InProgress
+from celery_idempotent.records import State
+from celery_idempotent.stores.memory import MemoryStore
+from tests.sql import databases
+from tests.sql.databases import execute, rows
+from tests.support.waiting import wait_for
+
+
+class Rollback(Exception):
+    pass
+
+
+class Shop:
+    """An eager app whose tasks write one row each to a database; ``store`` keeps the records, there or elsewhere."""
+
+    def __init__(self, alias: str, store: Any, *, lease: float = 60) -> None:
+        self.alias = alias
+        self.app = Celery("shop", broker="memory://", set_as_current=False)
+        self.app.conf.update(
+            task_always_eager=True, idempotency_store=store, idempotency_lease=lease
+        )
+        self.store = store
+        self.pay = self.task("pay", lambda order: order)
+
+    def task(self, name: str, then: Callable[[str], Any], **options: Any) -> Any:
+        def body(order: str) -> Any:
+            execute(self.alias, "INSERT INTO effects VALUES (%s)", (order,))
+            return then(order)
+
+        make = self.app.task(
+            base=IdempotentTask, name=name, shared=False, idempotency_key="order", **options
+        )
+        return make(body)
+
+    def atomic(self, **options: Any) -> Any:
+        return transaction.atomic(using=self.alias, **options)
+
+    def effects(self, order: str = "order") -> int:
+        return len(rows(self.alias, "SELECT 1 FROM effects WHERE name = %s", (order,)))
+
+    def state(self, task: Any = None, order: str = "order") -> State | None:
+        record = (task or self.pay).idempotency_record(order)
+        return None if record is None else record.state
+
+
+@pytest.fixture
+def open_shop(
+    open_store: Callable[..., Any], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Shop]]:
+    made: list[str] = []
+
+    def open_(vendor: str, where: str = "beside", **options: Any) -> Shop:
+        store = open_store(vendor)
+        execute(store.alias, "CREATE TABLE effects (name varchar(50))")
+        made.append(store.alias)
+        kept: Any = store if where == "beside" else MemoryStore()
+        if where == "redis":
+            url, prefix = request.getfixturevalue("redis_url"), request.getfixturevalue("prefix")
+            kept = f"{url}?prefix={prefix}"
+        return Shop(store.alias, kept, **options)
+
+    yield open_
+    deferred.give_back()
+    assert not deferred._waiting
+    for alias in made:
+        connections[alias].close()
+        execute(alias, "DROP TABLE effects")
+        connections[alias].close()
+
+
+@pytest.fixture(
+    params=[
+        *((vendor, "beside") for vendor in databases.VENDORS),
+        ("postgresql", "memory"),
+        pytest.param(("postgresql", "redis"), marks=pytest.mark.redis),
+    ],
+    ids="-".join,
+)
+def shop(request: pytest.FixtureRequest, open_shop: Callable[..., Shop]) -> Shop:
+    """With its records in the database that it writes to, and elsewhere."""
+    return open_shop(*request.param)
+
+
+CALLS = {
+    "apply": lambda task, order="order": task.apply((order,)),
+    "delay": lambda task, order="order": task.delay(order),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_is_rolled_back_is_not_done_and_the_next_call_runs(shop: Shop, call: Any):
+    with suppress(Rollback), shop.atomic():
+        assert call(shop.pay).get() == "order"
+        raise Rollback
+    assert shop.effects() == 0
+    assert shop.state() is not State.COMPLETED
+    assert call(shop.pay).get() == "order"
+    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
+
+
+def test_what_is_committed_is_done_and_not_before(shop: Shop):
+    with shop.atomic():
+        assert shop.pay.delay("order").get() == "order"
+        if shop.alias != "sqlite_":  # where the record is a part of the transaction
+            assert shop.state() is State.PROCESSING
+    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
+    assert shop.pay.delay("order").get() == "order"
+    assert shop.effects() == 1
+
+
+def test_a_duplicate_in_the_same_transaction_has_the_answer(shop: Shop):
+    with shop.atomic():
+        assert [shop.pay.delay("order").get() for _ in range(3)] == ["order"] * 3
+        with shop.atomic():
+            assert shop.pay.apply(("order",)).get() == "order"
+    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
+
+
+def test_a_savepoint_that_is_rolled_back_takes_it_along(shop: Shop):
+    with shop.atomic():
+        with suppress(Rollback), shop.atomic():
+            shop.pay.delay("order")
+            raise Rollback
+        assert shop.effects() == 0
+        assert shop.pay.delay("order").get() == "order"
+        assert shop.effects() == 1
+    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
+
+
+def test_set_rollback_takes_it_along(shop: Shop):
+    with shop.atomic():
+        shop.pay.delay("order")
+        transaction.set_rollback(True, using=shop.alias)
+    shop.pay.delay("order")
+    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_in_the_body_of_an_atomic_task_it_is_a_part_of_that(
+    open_shop: Callable[..., Shop], fails: bool
+):
+    shop = open_shop("postgresql")
+    failures = [Rollback()] if fails else []
+
+    def place(order: str) -> str:
+        assert shop.pay.delay(order).get() == order
+        assert shop.pay.apply((order,)).get() == order
+        if failures:
+            raise failures.pop()
+        return order
+
+    task = shop.task("place", place, idempotency_atomic=True)
+    states = [task.apply(("order",)).state for _ in range(2)]
+    assert states == (["FAILURE", "SUCCESS"] if fails else ["SUCCESS"] * 2)
+    assert shop.effects() == 2, "the row of each task"
+    assert shop.state() is State.COMPLETED
+
+
+def test_a_permanent_error_is_kept_once_it_is_committed(shop: Shop):
+    def refuse(order: str) -> None:
+        raise Rollback(order)
+
+    task = shop.task("refuse", refuse, idempotency_permanent_errors=(Rollback,))
+    with suppress(Rollback), shop.atomic():
+        assert task.apply(("order",)).state == "FAILURE"
+        assert task.apply(("order",)).state == "FAILURE"
+        assert shop.effects() == 1
+        raise Rollback
+    assert shop.state(task) is not State.FAILED
+    with shop.atomic():
+        task.apply(("order",))
+    assert shop.state(task) is State.FAILED
+
+
+def test_meanwhile_everybody_else_finds_the_key_held(open_shop: Callable[..., Shop]):
+    shop = open_shop("postgresql", "memory")
+    found: list[Any] = []
+
+    def elsewhere() -> None:
+        found.append(shop.pay.apply(("order",)).result)
+        connections[shop.alias].close()
+
+    with shop.atomic():
+        shop.pay.delay("order")
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert isinstance(found[0], InProgress)
+    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
+
+
+def test_the_key_is_kept_for_as_long_as_the_transaction_lasts_and_free_soon_after_a_rollback(
+    open_shop: Callable[..., Shop],
+):
+    """Without another call: the heartbeat sees to both. No crash is counted."""
+    shop = open_shop("postgresql", lease=0.6)
+    with suppress(Rollback), shop.atomic():
+        shop.pay.delay("order")
+        first = shop.pay.idempotency_record("order")
+        wait_for(
+            lambda: shop.pay.idempotency_record("order").deadline_ms > first.deadline_ms + 600,
+            20,
+            "renewals",
+        )
+        raise Rollback
+    wait_for(lambda: shop.state() is None, 20, "the heartbeat to give it back")
+    shop.pay.delay("order")
+    assert shop.pay.idempotency_record("order").crashes == 0
+
+
+def test_a_function_that_fails_after_the_commit_keeps_no_record_from_being_written(
+    open_shop: Callable[..., Shop],
+):
+    """Django would not call those after it."""
+    shop = open_shop("postgresql", "memory")
+
+    def fail() -> None:
+        raise Rollback
+
+    with pytest.raises(Rollback), shop.atomic():
+        transaction.on_commit(fail, using=shop.alias)
+        shop.pay.delay("order")
+    assert (shop.effects(), shop.state()) == (1, State.COMPLETED)
+
+
+def test_two_databases_have_both_to_commit(open_shop: Callable[..., Shop]):
+    shop, other = open_shop("postgresql", "memory"), open_shop("mariadb", "memory")
+    with suppress(Rollback), other.atomic():
+        with shop.atomic():
+            shop.pay.delay("order")
+        assert shop.state() is State.PROCESSING
+        raise Rollback
+    assert shop.state() is State.PROCESSING
+    deferred.give_back()
+    assert shop.state() is None
+    with other.atomic(), shop.atomic():
+        shop.pay.delay("second")
+    assert shop.state(order="second") is State.COMPLETED
+
+
+def test_a_forked_child_leaves_its_parents_keys_alone(open_shop: Callable[..., Shop]):
+    shop = open_shop("sqlite", "memory")
+    with shop.atomic():
+        shop.pay.delay("order")
+        assert deferred._waiting
+        pid = os.fork()
+        if not pid:
+            os._exit(len(deferred._waiting))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert shop.state() is State.COMPLETED
+
+
+class TestInATestCase:
+    """Its own transaction stands for none: the test's calls are done at once."""
+
+    @pytest.fixture
+    def case(self, open_shop: Callable[..., Shop]) -> Iterator[Shop]:
+        shop = open_shop("postgresql", "memory")
+        blocks = [shop.atomic(), shop.atomic()]  # of the class, and of the test
+        for block in blocks:
+            block._from_testcase = True
+            block.__enter__()
+        yield shop
+        for block in reversed(blocks):
+            transaction.set_rollback(True, using=shop.alias)
+            block.__exit__(None, None, None)
+
+    def test_a_call_is_done_at_once(self, case: Shop):
+        case.pay.delay("order")
+        assert (case.effects(), case.state()) == (1, State.COMPLETED)
+
+    def test_a_view_in_a_transaction_can_be_called_twice(self, case: Shop):
+        for _ in range(2):
+            with case.atomic(durable=True):
+                assert case.pay.delay("order").get() == "order"
+        assert case.effects() == 1
+
+    def test_one_that_fails_can_be_tried_again(self, case: Shop):
+        with suppress(Rollback), case.atomic():
+            case.pay.delay("order")
+            raise Rollback
+        with case.atomic():
+            case.pay.delay("order")
+        assert case.effects() == 1
+
+    def test_what_waits_for_a_commit_is_called_as_django_calls_it(self, case: Shop):
+        from django.test import TestCase
+
+        transaction.on_commit(lambda: None, using=case.alias)
+        with (
+            TestCase.captureOnCommitCallbacks(using=case.alias, execute=True) as called,
+            case.atomic(),
+        ):
+            case.pay.delay("order")
+        assert len(called) == 1
+        assert case.state() is State.COMPLETED
