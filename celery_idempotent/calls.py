@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
     from celery_idempotent.deferred import OnCommit
-    from celery_idempotent.keys import Identified
+    from celery_idempotent.identified import Identified
     from celery_idempotent.stores.base import Store
 
 __all__ = [

@@ -18,7 +18,7 @@ from celery.signals import (
 from celery_idempotent.atomic import transactional
 from celery_idempotent.checks import worker
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.keys import Identified
+from celery_idempotent.identified import Identified
 from celery_idempotent.lease import heartbeat
 from celery_idempotent.stores import get_store
 from celery_idempotent.tally import tally

@@ -22,8 +22,8 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, TypeGuard
+from dataclasses import replace
+from typing import Any
 
 from celery_idempotent.arguments import (
     ALL_ARGUMENTS,
@@ -38,16 +38,13 @@ from celery_idempotent.arguments import (
 )
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.fingerprints import NoFormError, default_form, digest, form, quote
-from celery_idempotent.records import FINGERPRINT_BYTES, Identity
+from celery_idempotent.identified import MAX_CHARS, Identified, is_text
+from celery_idempotent.records import Identity
 
-__all__ = ["ALL_ARGUMENTS", "MAX_CHARS", "Identified", "Identifier", "canonical", "task_id_key"]
-
-#: The longest canonical key, scope or namespace, in characters.
-MAX_CHARS: Final = 255
+__all__ = ["ALL_ARGUMENTS", "Identifier", "canonical", "task_id_key"]
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
-_FINGERPRINT = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -107,72 +104,9 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     text = f"@{task_id}"
     if nesting or _NESTED_ID.search(text):
         text = f"{text}+{nesting}"
-    if _is_text(text):
+    if is_text(text):
         return text
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
-
-
-@dataclass(frozen=True, slots=True)
-class Identified:
-    """The identity of one call and its fingerprint, which is None where it is off.
-
-    ``before`` is what the call was about before a deploy that changed keys, if that was another identity.
-    """
-
-    identity: Identity
-    fingerprint: bytes | None = None
-    before: Identified | None = None
-
-    @property
-    def by_task_id(self) -> bool:
-        """Whether the key is only the task id, which no other call shares."""
-        return self.identity.key.startswith("@")
-
-    #: What a stamp says about them.
-    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint", "next"})
-
-    def to_header(self) -> dict[str, Any]:
-        """Return the stamp for the message's headers.
-
-        While a deploy changes keys, workers of before have to find the key that they know: the new one stands beside.
-        """
-        header: dict[str, Any] = {"key": self.identity.key}
-        if self.identity.scope:
-            header["scope"] = self.identity.scope
-        if self.fingerprint is not None:
-            header["fingerprint"] = self.fingerprint.hex()
-        if self.before is not None and not self.before.same_key(self):
-            return {**self.before.to_header(), "next": header}
-        return header
-
-    def same_key(self, other: Identified) -> bool:
-        """Have both one key in one scope, be it in two namespaces?"""
-        mine, theirs = self.identity, other.identity
-        return (mine.key, mine.scope) == (theirs.key, theirs.scope)
-
-    @classmethod
-    def from_header(cls, header: object, namespace: str) -> Identified | None:
-        """Return what a message's stamp says, or None if there is no stamp, or nothing about its key in it.
-
-        Raises:
-            InvalidKey: if it is malformed. It came over the network: anything may be in it.
-        """
-        if header is None:
-            return None
-        if not isinstance(header, Mapping):
-            raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
-        if "id" in header and not header.keys() & cls.WORDS:
-            return None
-        key, scope = header.get("key"), header.get("scope", "")
-        if not _is_text(key) or not (scope == "" or _is_text(scope)):
-            raise InvalidKey(f"A message of {namespace} has a stamp without a usable key or scope.")
-        identity = Identity(namespace=namespace, scope=scope, key=key)
-        fingerprint = header.get("fingerprint")
-        if fingerprint is None:
-            return cls(identity)
-        if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint):
-            return cls(identity, bytes.fromhex(fingerprint))
-        raise InvalidKey(f"A message of {namespace} has a stamp without a usable fingerprint.")
 
 
 class Identifier:
@@ -213,7 +147,7 @@ class Identifier:
         self.namespace = task_name if namespace is None else namespace
         self.require_key = require_key
         self.parameters = parameters = Parameters(signature)
-        if not _is_text(self.namespace):
+        if not is_text(self.namespace):
             raise InvalidOption(
                 f"idempotency_namespace{suffix} of task {task_name} is 1 to {MAX_CHARS} printable "
                 "characters; the default is the name of the task."
@@ -294,11 +228,14 @@ class Identifier:
         except InvalidKey:
             computed = stamped
         if coming is not None and computed.same_key(coming):
-            return computed
+            return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
         if self.before is None:
             return stamped
-        if computed.same_key(stamped) or (computed.before and computed.before.same_key(stamped)):
-            return computed
+        if computed.same_key(stamped):
+            return _as_stamped(computed, stamped.fingerprint, stamped.fingerprint)
+        if computed.before is not None and computed.before.same_key(stamped):
+            known = stamped.fingerprint
+            return _as_stamped(computed, computed.fingerprint if known is None else known, known)
         # A key that was given with the call, or a retry's with other arguments.
         return self.renamed(stamped)
 
@@ -399,5 +336,11 @@ class Identifier:
         )
 
 
-def _is_text(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and 0 < len(value) <= MAX_CHARS and value.isprintable()
+def _as_stamped(
+    computed: Identified, fingerprint: bytes | None, fingerprint_before: bytes | None
+) -> Identified:
+    """Return what was computed with the fingerprints of the first message: a retry may have other arguments."""
+    before = computed.before
+    if before is not None:
+        before = replace(before, fingerprint=fingerprint_before)
+    return replace(computed, fingerprint=fingerprint, before=before)

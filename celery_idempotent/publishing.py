@@ -28,7 +28,7 @@ from celery_idempotent.hooks import (
     said_of,
     stamp_of,
 )
-from celery_idempotent.keys import Identified
+from celery_idempotent.identified import Identified
 from celery_idempotent.records import Held, Mismatched, Reserved, Settled, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store

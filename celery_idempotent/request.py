@@ -33,7 +33,7 @@ from celery_idempotent.stores import Store, get_store
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
-    from celery_idempotent.keys import Identified
+    from celery_idempotent.identified import Identified
     from celery_idempotent.policy import Policy
     from celery_idempotent.task import IdempotentTask
 

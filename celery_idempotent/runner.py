@@ -21,7 +21,6 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,10 +173,6 @@ class Runner:
                         return StoreFailed(result.error, attempt)
                     if result is not None:
                         return result
-                    if asked.old is not None:
-                        # It may be the old one alone that another has by now.
-                        with suppress(*STORE_ERRORS):
-                            self._store().release(call.identity, token=record.token)
                     repeats.pause()
                 case Held(record, left_ms):
                     if (ours := deferred.answer(record)) is not None:

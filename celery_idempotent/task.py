@@ -32,7 +32,7 @@ from celery_idempotent.hooks import (
     stamp_of,
     unstamp,
 )
-from celery_idempotent.keys import Identified
+from celery_idempotent.identified import Identified
 from celery_idempotent.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.replay import replay

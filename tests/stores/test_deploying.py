@@ -189,6 +189,24 @@ class TestEveryOperationRunsOnce:
         assert other.run(one.publish("o-1")) == ("SUCCESS", "receipt")
         assert (len(one.runs), len(other.runs)) == (1, 1)
 
+    def test_a_retry_with_other_arguments_is_the_same_operation(self, two, first, crossed):
+        """Its key and its fingerprint are those of the first message; a step keeps the record meanwhile."""
+        one, other = publishers(*two, first)
+
+        paid: list[str] = []
+
+        def pays(task: Any) -> str:
+            task.idempotency.step("pay", lambda: paid.append("once"))
+            if not task.request.retries:
+                raise task.retry(args=("o-1", "sale", "another tenant"), countdown=0)
+            return "receipt"
+
+        one.does = other.does = pays
+        word, retry = one.run((other if crossed else one).publish("o-1", "sale"))
+        assert word == "again"
+        assert other.run(retry) == ("SUCCESS", "receipt")
+        assert paid == ["once"]
+
     def test_a_step_that_one_of_them_did_is_done(self, two, first, crossed):
         """And the outside system knows it by the same key, if the version of before has begun it."""
         one, other = publishers(*two, first)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.keys import MAX_CHARS, canonical
+from celery_idempotent.identified import MAX_CHARS
+from celery_idempotent.keys import canonical
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
