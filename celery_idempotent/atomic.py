@@ -16,6 +16,8 @@ behind, so the run begins again at once, a few times; after that ``autoretry_for
 from __future__ import annotations
 
 import logging
+import random
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -37,9 +39,12 @@ from celery_idempotent.stores.base import (
     has_transactions,
 )
 
-__all__ = ["AtomicRun", "in_transaction", "transactional"]
+__all__ = ["AtomicRun", "Repeats", "in_transaction", "transactional"]
 
 logger = logging.getLogger(__name__)
+
+#: So often a run begins again at once when its transaction failed at the very end.
+MAX_REPEATS = 4
 
 
 def transactional(store: Store, task: str) -> TransactionalStore:
@@ -60,6 +65,26 @@ class _NotToCommitError(Exception):
     """The body returned after it had asked for a retry."""
 
 
+class Repeats:
+    """How often a run that its database rolled back at the very end may begin again at once."""
+
+    def __init__(self) -> None:
+        self._left = MAX_REPEATS
+        self._due = False
+
+    def another(self) -> bool:
+        """May it, once more?"""
+        self._due = self._left > 0
+        self._left -= self._due
+        return self._due
+
+    def pause(self) -> None:
+        """Wait a moment before another, so that those who collided do not meet again."""
+        if self._due:
+            self._due = False
+            time.sleep(random.uniform(0, 0.01 * 2 ** (MAX_REPEATS - self._left)))
+
+
 class AtomicRun:
     """Calls a body in a transaction, and settles as the last statement of it."""
 
@@ -71,15 +96,14 @@ class AtomicRun:
         *,
         codec: Codec,
         endings: Endings,
-        again: Callable[[], bool],
+        repeats: Repeats,
     ) -> None:
         self._call = call
         self._claim = claim
         self._body = body
         self._codec = codec
         self._endings = endings
-        #: May the run begin once more at once?
-        self._again = again
+        self._repeats = repeats
         #: What the body returned, or the exception that it left with because another task carries on.
         self.value: Any = None
         self.left: Exception | None = None
@@ -209,7 +233,7 @@ class AtomicRun:
         call, claim, endings, ending = self._call, self._claim, self._endings, self.ending
         claim.replaced = False  # its replacement is rolled back as well
         if ending is not None and isinstance(error, Exception):
-            if ending.passes(error) and self._again():
+            if ending.passes(error) and self._repeats.another():
                 logger.info(
                     "idempotency: task %s of %s was rolled back at its end (%s), and runs again at once",
                     call.task_id,

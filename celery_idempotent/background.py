@@ -80,10 +80,7 @@ class Background:
                 heapq.heappop(self._others or self._urgent)
             self._add(job, 0)
             if not self._running:
-                threading.Thread(
-                    target=self._work, name="idempotency-background", daemon=True
-                ).start()
-                self._running = True
+                self._start()
             self._changed.notify()
         if not told:
             logger.warning(
@@ -91,6 +88,15 @@ class Background:
                 "the oldest are left to their leases and deadlines",
                 self._limit,
             )
+
+    def _start(self) -> None:
+        # Before the start: where threads are greenlets, this one may be done by the time that it returns.
+        self._running = True
+        try:
+            threading.Thread(target=self._work, name="idempotency-background", daemon=True).start()
+        except BaseException:
+            self._running = False
+            raise
 
     def _add(self, job: Job, seconds: float) -> None:
         heap = self._urgent if job.urgent else self._others

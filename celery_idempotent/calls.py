@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from celery_idempotent import signals
 from celery_idempotent.claim import StepCodec
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Record, Stored
@@ -33,6 +35,8 @@ __all__ = [
     "StoreFailed",
     "worker_name",
 ]
+
+logger = logging.getLogger(__name__)
 
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
 
@@ -66,7 +70,7 @@ class Call:
     worker: str
     longest_wait_ms: int | None = None
     on_settled: Callable[[int], None] | None = None
-    message: bytes | None = None
+    message: bytes | None = field(default=None, repr=False)  # has arguments
     is_failure: Callable[[BaseException], bool] | None = None
     on_late_error: Callable[[Exception], Exception] | None = None
     around: Callable[[Store], Sequence[OnCommit]] | None = None
@@ -144,6 +148,19 @@ class Reporter:
         self.name = name
         self._sender = sender
         self._store = store
+
+    def claimed(self, call: Call, record: Record) -> None:
+        """Tell that a run begins; after a crash, which was logged with the key, the log has that, too."""
+        self.tell(signals.claimed, call, record)
+        if record.crashes:
+            logger.warning(
+                "idempotency: task %s (%s) runs %s again (crash %d, attempt %d)",
+                call.task_id,
+                self.name,
+                call.identity,
+                record.crashes,
+                record.attempts,
+            )
 
     def tell(
         self,

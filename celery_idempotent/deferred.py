@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from celery_idempotent.lease import heartbeat
-from celery_idempotent.records import Lease, Record
+from celery_idempotent.records import Identity, Lease, Record
 
 if TYPE_CHECKING:
     from celery_idempotent.claim import Claim
@@ -30,7 +30,11 @@ __all__ = ["DeferredEnd", "OnCommit", "answer", "defer", "give_back"]
 #: Takes a function that is to be called after the commit of one transaction, or never.
 OnCommit = Callable[[Callable[[], None]], None]
 
-_waiting: dict[int, DeferredEnd] = {}
+_waiting: dict[tuple[Identity, int], DeferredEnd] = {}
+
+
+def _claim_of(record: Record) -> tuple[Identity, int]:
+    return record.identity, record.token
 
 
 class DeferredEnd:
@@ -45,6 +49,7 @@ class DeferredEnd:
         release: Callable[[], object],
     ) -> None:
         self.record = record
+        self.claim = _claim_of(record)
         self.lease: Lease = claim.lease
         self.store: Store = claim.store
         #: The heartbeat found the claim gone: the settle will, too.
@@ -59,7 +64,7 @@ class DeferredEnd:
     def over(self) -> bool:
         """Is there nothing to keep alive any more? The heartbeat asks before it renews."""
         self.give_back()
-        return self.record.token not in _waiting
+        return self.claim not in _waiting
 
     @property
     def here(self) -> bool:
@@ -74,7 +79,7 @@ class DeferredEnd:
         """Wait for the end of these."""
         hooks = [_Hook(self) for _ in transactions]
         self._hooks = [weakref.ref(hook) for hook in hooks]
-        _waiting[self.record.token] = self
+        _waiting[self.claim] = self
         heartbeat.add(self)
         for on_commit, hook in zip(transactions, hooks, strict=True):
             on_commit(hook)
@@ -92,7 +97,10 @@ class DeferredEnd:
 
     def _taken(self) -> bool:
         """Is it up to us to end it? To one only."""
-        return _waiting.pop(self.record.token, None) is not None
+        if _waiting.pop(self.claim, None) is None:
+            return False
+        heartbeat.remove(self)
+        return True
 
 
 class _Hook:
@@ -109,16 +117,14 @@ class _Hook:
 
 def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
     """Let an end wait, unless it does."""
-    if end.record.token not in _waiting:
+    if end.claim not in _waiting:
         end.wait_for(transactions)
 
 
 def answer(record: Record) -> Record | None:
     """Return what a run in the same transaction made of a held record, ``None`` if somebody else holds it."""
-    end = _waiting.get(record.token)
-    if end is None or end.record.identity != record.identity or not end.here:
-        return None
-    return end.record
+    end = _waiting.get(_claim_of(record))
+    return end.record if end is not None and end.here else None
 
 
 def give_back() -> None:

@@ -41,7 +41,7 @@ from celery_idempotent.fingerprints import NoFormError, default_form, digest, fo
 from celery_idempotent.identified import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
-__all__ = ["ALL_ARGUMENTS", "Identifier", "canonical", "task_id_key"]
+__all__ = ["ALL_ARGUMENTS", "Identifier", "canonical", "excess", "task_id_key"]
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
@@ -60,8 +60,8 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
 
     Raises:
         InvalidKey: for any other type (bool, None and lazy translations are such), for characters
-            that do not print, for nothing at all and for a text of more than 255 characters. The
-            message tells types and lengths, never the value.
+            that do not print, for nothing at all and for a text of more than 255 characters, in
+            the form that the record has it in. The message tells types and lengths, never the value.
     """
     try:
         plain = _plain(value)
@@ -70,12 +70,28 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
         bare = isinstance(plain, str) and not _MISTAKABLE.match(plain)
         text = str(plain) if bare else _compact(plain)
         if len(text) > MAX_CHARS:
-            raise _RefusedError(f"has {len(text)} characters, and {MAX_CHARS} are allowed")
+            raise _RefusedError(excess(plain))
     except _RefusedError as refused:
         raise InvalidKey(f"The idempotency {what} of task {task} {refused}.") from None
     except RecursionError:
         raise InvalidKey(f"The idempotency {what} of task {task} contains itself.") from None
     return text
+
+
+def excess(plain: str | int | list[object]) -> str:
+    """Return what is to be said of a key that is too long, as the end of a sentence.
+
+    A text that could be taken for a number or a list is quoted in its record, and a list is written as JSON.
+    """
+    length = len(_compact(plain))
+    if isinstance(plain, str):
+        bare = not _MISTAKABLE.match(plain)
+        quoted = (
+            "" if bare else f", {length} once it is quoted as what could be a number or a list is"
+        )
+        return f"has {len(plain)} characters{quoted}, and {MAX_CHARS} are allowed"
+    written = " as JSON" if isinstance(plain, list) else ""
+    return f"has {length} characters{written}, and {MAX_CHARS} are allowed"
 
 
 def _plain(value: object) -> str | int | list[object]:

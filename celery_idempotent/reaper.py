@@ -271,7 +271,8 @@ def mend_row(sender: Any, **_: Any) -> None:
     Beat makes a row of our entry when it starts, without ``expires``, and leaves it when the entry is gone.
     """
     module: Any = sys.modules.get("django_celery_beat.schedulers")
-    scheduler, app = sender.scheduler, sender.app
+    scheduler = sender.scheduler
+    app = getattr(sender.app, "_get_current_object", lambda: sender.app)()
     if module is None or not isinstance(scheduler, module.DatabaseScheduler):
         return
     if app not in _installed:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from celery_idempotent import deferred, signals, twofold, unfinished
-from celery_idempotent.atomic import AtomicRun, in_transaction
+from celery_idempotent.atomic import AtomicRun, Repeats, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
     Call,
@@ -60,7 +60,7 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark, joined
 
 __all__ = ["Runner"]
 
@@ -68,9 +68,6 @@ logger = logging.getLogger(__name__)
 
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
-
-#: So often an atomic run begins again at once when its transaction failed at the very end.
-MAX_REPEATS = 4
 
 
 class _Asked(NamedTuple):
@@ -99,26 +96,6 @@ class _Patience:
         time.sleep(max(min(self._pause, remaining, left), 0.001))
         self._pause = min(self._pause * 1.5, 0.5)
         return True
-
-
-class _Repeats:
-    """How often a run that its database rolled back at the very end may begin again at once."""
-
-    def __init__(self) -> None:
-        self._left = MAX_REPEATS
-        self._due = False
-
-    def another(self) -> bool:
-        """May it, once more?"""
-        self._due = self._left > 0
-        self._left -= self._due
-        return self._due
-
-    def pause(self) -> None:
-        """Wait a moment before another, so that those who collided do not meet again."""
-        if self._due:
-            self._due = False
-            time.sleep(random.uniform(0, 0.01 * 2 ** (MAX_REPEATS - self._left)))
 
 
 class Runner:
@@ -153,7 +130,7 @@ class Runner:
             deferred.give_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        patience, repeats = self._patience(call), _Repeats()
+        patience, repeats = self._patience(call), Repeats()
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
@@ -208,7 +185,7 @@ class Runner:
             return Ran(self.unguarded(call, body))
         match asked.answer:
             case Claimed(record):
-                ran = self._run(call, record, body, asked, _Repeats())
+                ran = self._run(call, record, body, asked, Repeats())
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -388,7 +365,7 @@ class Runner:
         record: Record,
         body: Callable[[], Any],
         asked: _Asked,
-        repeats: _Repeats,
+        repeats: Repeats,
     ) -> Result | None:
         """Run the body under the claim; ``None`` if that is gone, and the call claims anew, as a duplicate does.
 
@@ -413,14 +390,15 @@ class Runner:
                 body,
                 codec=self._codec,
                 endings=self._endings,
-                again=repeats.another,
+                repeats=repeats,
             )
         outcome: defaultdict[None, Any] = defaultdict(atomic or body)
         before = running.get()
         try:
             running.set(claim)
-            heartbeat.add(claim)
-            self._reporter.tell(signals.claimed, call, record)
+            if not joined(claim.store):  # else another thread could not renew it, and nobody see it
+                heartbeat.add(claim)
+            self._reporter.claimed(call, record)
             if self._refuses(outcome[None]):
                 raise unfinished.close(self.name, outcome.pop(None))
             return self._returned(call, claim, outcome, None)

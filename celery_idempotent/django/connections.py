@@ -7,7 +7,8 @@ thread: a heartbeat, a thread that ends, or a request inside ``ATOMIC_REQUESTS``
 behind. Nothing is kept in a session, so a pooler may stand between.
 
 On SQLite whoever is in a transaction holds the only write lock there is, or will need it: there a
-verb becomes part of the thread's transaction.
+verb becomes part of the thread's transaction. So does it, on every database, in a ``TestCase``, which
+rolls back what a test wrote.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from django.utils.connection import ConnectionDoesNotExist
 from celery_idempotent.django.dialects import Dialect, Kind, dialect, error_code, kind
 from celery_idempotent.django.forking import unforked
 from celery_idempotent.django.spare_connections import SpareConnections, is_inherited
+from celery_idempotent.django.testcases import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -54,8 +56,10 @@ class Session:
     def __init__(self, connection: BaseDatabaseWrapper, words: Dialect, *, inside: bool) -> None:
         self.connection = connection
         self.words = words
-        self._inside = inside
+        #: Is this the thread's own transaction?
+        self.inside = inside
         self._begun = inside
+        self._savepoints = 0
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run a statement; return how many rows it touched."""
@@ -88,8 +92,9 @@ class Session:
     def transaction(self) -> Iterator[None]:
         """Commit what is done in the block, or nothing."""
         begin, commit, undo = self.words.begin, "COMMIT", ["ROLLBACK"]
-        if self._inside:
-            name = "celery_idempotent_verb"
+        if self.inside:
+            self._savepoints += 1  # MySQL forgets one when another takes its name
+            name = f"celery_idempotent_verb_{self._savepoints}"
             begin, commit = f"SAVEPOINT {name}", f"RELEASE SAVEPOINT {name}"
             undo = [f"ROLLBACK TO SAVEPOINT {name}", commit]
         self._control(begin)
@@ -117,6 +122,8 @@ class Lines:
         self.alias = alias
         self._spare = SpareConnections(alias)
         self._words: Dialect | None = None
+        #: Was a verb used by a test? Then this process is not to write of its own accord any more.
+        self.tested = False
 
     def run(self, work: Callable[[Session], T]) -> T:
         """Do a verb, again if it collided with another or its connection was dead.
@@ -183,6 +190,13 @@ class Lines:
     def _session(self, *, fresh: bool) -> Iterator[Session]:
         """Give the connection for one verb, and see that nobody meets a broken one."""
         own = self.own()
+        self.tested = self.tested or under_test()
+        if in_testcase(own):
+            session = Session(own, self.words(own), inside=True)
+            # A statement that fails shall not break the transaction of the test.
+            with session.transaction():
+                yield session
+            return
         inside = _within(own)
         if inside or is_idle(own):
             try:
@@ -224,6 +238,8 @@ class Lines:
 
 def _within(own: BaseDatabaseWrapper) -> bool:
     """Does a verb have to become part of the thread's transaction (or database)?"""
+    if in_testcase(own):
+        return True
     if own.vendor != "sqlite" or own.connection is None:
         # In memory: another connection would see another database.
         return False

@@ -134,7 +134,8 @@ def read(
     """Look at a record without locking anything, in one statement."""
     words = session.words
     entries = _READ_REFUSALS if refusals else "NULL"
-    if getattr(session.connection, "isolation_level", None) == "read uncommitted":
+    level = getattr(session.connection, "isolation_level", None)
+    if level == "read uncommitted" and not session.inside:
         # Only MySQL means it. A result that is not committed may never be: the next statement is
         # to see none.
         session.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")

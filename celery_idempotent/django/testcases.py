@@ -22,6 +22,6 @@ def in_testcase(own: BaseDatabaseWrapper) -> bool:
 
 
 def under_test() -> bool:
-    """Does a test runner run in this process (``manage.py test``, pytest-django)?"""
+    """Is Django's test environment set up (``manage.py test``, pytest-django)?"""
     utils = sys.modules.get("django.test.utils")
     return hasattr(getattr(utils, "_TestState", None), "saved_data")

@@ -11,6 +11,7 @@ from django.db import connections
 from celery_idempotent.claim import current_claim
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.stores.base import joined
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -46,8 +47,7 @@ def transactions_around(store: Store) -> Sequence[OnCommit]:
 
     The blocks that Django's ``TestCase`` keeps around a test are none: code under test is not meant to know of them.
     """
-    joined: Callable[[], bool] | None = getattr(store, "joined", None)
-    if joined is not None and joined():
+    if joined(store):
         return ()
     return [
         partial(_at_commit, own)

@@ -15,7 +15,7 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, is_store
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store"]
+__all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store", "swap_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def get_store(app: Celery) -> Store:
     another; two apps never share one.
     """
     # current_app is a proxy, and so is app of shared_task.
-    app = getattr(app, "_get_current_object", lambda: app)()
+    app = _unwrapped(app)
     known = _stores.get(app)
     if known is not None:
         settings, store = known
@@ -114,6 +114,19 @@ def get_store(app: Celery) -> Store:
     made = Snapshot(app, _SETTINGS), _store_of(app)
     # Two threads may both get here; the first store stays.
     return _stores.setdefault(app, made)[1]
+
+
+def swap_store(app: Celery, store: Store | None) -> None:
+    """Let the app use this store, in this process, until it is set to another; with ``None``, what it is set to."""
+    app = _unwrapped(app)
+    _stores.pop(app, None)
+    if store is not None:
+        _stores[app] = Snapshot(app, _SETTINGS), store
+
+
+def _unwrapped(app: Celery) -> Celery:
+    found: Celery = getattr(app, "_get_current_object", lambda: app)()
+    return found
 
 
 def _store_of(app: Celery) -> Store:

@@ -350,7 +350,7 @@ def is_truth(store: object) -> TypeGuard[Truth]:
 
 def _has_methods(found: object, protocol: Any) -> bool:
     """Has it all that the protocol asks for? From 3.12 on, ``isinstance`` overlooks what ``__getattr__`` brings."""
-    return all(getattr(found, name, None) is not None for name in _methods(protocol))
+    return all(map(functools.partial(hasattr, found), _methods(protocol)))
 
 
 @functools.cache
@@ -358,6 +358,15 @@ def _methods(protocol: type) -> frozenset[str]:
     return frozenset(
         name for base in protocol.__mro__ for name in vars(base) if not name.startswith("_")
     )
+
+
+def joined(store: Store) -> bool:
+    """Would a verb, here and now, become part of a transaction that the caller may still undo?
+
+    Then nobody else sees what it writes. Only a store in a database has such transactions.
+    """
+    ask: Callable[[], bool] | None = getattr(store, "joined", None)
+    return ask is not None and ask()
 
 
 def forget_mark(store: Store, identity: Identity, *, token: int) -> None:

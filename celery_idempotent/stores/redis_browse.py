@@ -12,7 +12,6 @@ from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.channel import Link, exchange
 from celery_idempotent.stores.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.packed import state_of, unpack
-from celery_idempotent.stores.redis_upkeep import INDEXED
 from celery_idempotent.stores.scripts import Command, plain, script
 
 __all__ = ["browse", "count", "counts", "note_sweep", "stats"]
@@ -65,7 +64,8 @@ def stats(link: Link, keys: Keyspace) -> Stats:
         failed=failed,
         now_ms=now_ms,
         swept_ms=None if swept is None else int(swept),
-        at_least=frozenset() if indexed in (None, INDEXED) else frozenset({"interrupted"}),
+        # While the search for what is not in the index goes on.
+        at_least=frozenset({"interrupted"} if indexed and b":" in indexed else ()),
     )
 
 
@@ -130,15 +130,17 @@ class _Walk:
         merged = heapq.merge(*self._downwards(highest), key=lambda entry: -entry[0])
         entries = itertools.islice(merged, skip, None)
         score, same = highest, skip
-        while len(self._found) < self._limit and self._looked_at < look_at:
-            most = min(self._limit - len(self._found), look_at - self._looked_at, _STEP)
+        while self._looked_at < look_at:
+            # Mostly the first ones fill the page; of a task that has few of many, it takes larger steps.
+            most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
-            buckets, names = [each[1] for each in step], [each[2] for each in step]
-            for record in self._records(buckets, names):
+            records = self._records([each[1] for each in step], [each[2] for each in step])
+            for each, record in zip(step, records, strict=True):
+                self._looked_at += 1
                 self._take(record)
-            self._looked_at += len(step)
-            for each in step:
                 score, same = each[0], same + 1 if each[0] == score else 1
+                if len(self._found) >= self._limit:
+                    return self._page(f"n:{score}:{same}")
             if len(step) < most:
                 return self._page("")
         return self._page(f"n:{score}:{same}")

@@ -16,7 +16,7 @@ from celery_idempotent.stores.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.packed import unpack
 from celery_idempotent.stores.scripts import Command, plain, script
 
-__all__ = ["INDEXED", "prune", "sweep"]
+__all__ = ["prune", "sweep"]
 
 #: No script works on more records than this at a time, so that no other client waits for one for
 #: long.
@@ -26,7 +26,7 @@ _PER_SCRIPT = 100
 _PER_PRUNE, _PER_SCAN = 5_000, 500
 
 #: What is noted once it is, or that we may not look.
-INDEXED, _REFUSED = b"done", b"refused"
+_INDEXED, _REFUSED = b"done", b"refused"
 
 
 def sweep(link: Link, keys: Keyspace, *, limit: int, requeue_ms: int) -> SweepReport:
@@ -74,7 +74,7 @@ def _complete_index(link: Link, keys: Keyspace) -> None:
     Two at a time do the same twice. A user who may not scan leaves it at that: a sweep shall need no such right.
     """
     (place,) = exchange(link, (plain(0, b"GET", keys.indexed),))
-    if place in (INDEXED, _REFUSED):
+    if place in (_INDEXED, _REFUSED):
         return
     # Nobody has to have this now: a server that takes no writes is asked again.
     with suppress(StoreUnavailable):
@@ -96,7 +96,7 @@ def _index_step(link: Link, keys: Keyspace, place: bytes | None) -> bytes:
         looked_at += _PER_SCAN
         at = int(after)
         node += not at
-    return INDEXED if node >= len(nodes) else b"%d:%d" % (node, at)
+    return _INDEXED if node >= len(nodes) else b"%d:%d" % (node, at)
 
 
 def _index(link: Link, keys: Keyspace, names: Sequence[bytes]) -> None:

@@ -1,13 +1,26 @@
-"""What tests of idempotent tasks and of stores need; uses pytest."""
+"""What tests of idempotent tasks and of stores need; the contract of stores uses pytest."""
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING, Any
 
-# Before the import, so that a failing contract shows what it compared.
-pytest.register_assert_rewrite("celery_idempotent.testing.contract")
+from celery_idempotent.testing.clock import FakeClock
+from celery_idempotent.testing.isolation import isolated_records
 
-from celery_idempotent.testing.clock import FakeClock  # noqa: E402
-from celery_idempotent.testing.contract import StoreContract  # noqa: E402
+if TYPE_CHECKING:
+    from celery_idempotent.testing.contract import StoreContract
 
-__all__ = ["FakeClock", "StoreContract"]
+__all__ = ["FakeClock", "StoreContract", "isolated_records"]
+
+
+def __getattr__(name: str) -> Any:
+    # Not before it is asked for: an application's tests may do without pytest.
+    if name != "StoreContract":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest
+
+    # Before the import, so that a failing contract shows what it compared.
+    pytest.register_assert_rewrite("celery_idempotent.testing.contract")
+    from celery_idempotent.testing.contract import StoreContract
+
+    return StoreContract

@@ -174,6 +174,7 @@ def test_a_child_that_is_killed_is_missed_within_a_second_or_two(
         stage.succeeds(result)
         (interrupted,) = stage.ledger.entries("signal interrupted", key)
         assert interrupted.time - killed < 2.5
+        stage.says(worker, f"(work) runs work key {key} again (crash 1, attempt 2)")
         assert stage.record(key).crashes == 1
 
 

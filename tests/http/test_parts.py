@@ -167,6 +167,26 @@ def test_whatever_else_is_refused(factory: Any, value: str) -> None:
     assert refused.value.code == "idempotency_key_invalid"
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("k" * 256, "It has 256 characters, and 255 are allowed."),
+        (
+            "1" * 254,
+            "It has 254 characters, 256 once it is quoted as what could be a number or a list",
+        ),
+        (f'"[{"k" * 300}"', "It has 301 characters, 303 once it is quoted"),
+    ],
+)
+def test_a_key_that_is_too_long_is_told_why(factory: Any, value: str, told: str) -> None:
+    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.problems import Refusal
+
+    with pytest.raises(Refusal) as refused:
+        read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value), strict=False)
+    assert told in str(refused.value)
+
+
 # Fingerprints --------------------------------------------------------------------------------------------------------
 
 

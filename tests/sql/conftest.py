@@ -61,6 +61,8 @@ def open_store(
     For each isolation level there is one, whose connections stay open from test to test.
     """
 
+    from django.db import connections
+
     def open_(vendor: str, level: str = "") -> DjangoStore:
         alias = f"{vendor}_{level}".replace(" ", "_")
         if alias not in _aliases:
@@ -68,6 +70,9 @@ def open_store(
             if level:
                 settings.setdefault("OPTIONS", {}).update(databases.isolation(vendor, level))
             _aliases[alias] = DjangoStore(databases.add_alias(alias, settings))
+        own = connections[alias]
+        if own.connection is not None and not own.is_usable():
+            own.close()  # another test ended every session there was
         databases.clear(alias)
         _aliases[alias].lines._words = None
         return _aliases[alias]

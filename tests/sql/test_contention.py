@@ -16,7 +16,7 @@ pytest.importorskip("django")
 from django.db import DatabaseError, OperationalError, connections
 from django.db.backends.signals import connection_created
 
-from celery_idempotent import runner
+from celery_idempotent import atomic
 from celery_idempotent.calls import Ran
 from celery_idempotent.django.atomic import AtomicRun
 from celery_idempotent.django.store import DjangoStore
@@ -235,7 +235,7 @@ def test_what_collides_again_and_again_is_told_and_its_key_is_free(
     place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
 ):
     here = place("postgresql", "serializable")
-    monkeypatch.setattr(runner, "MAX_REPEATS", 1)
+    monkeypatch.setattr(atomic, "MAX_REPEATS", 1)
     real = AtomicRun.settle
 
     def settle(run: AtomicRun, **how: Any) -> bool:

@@ -84,7 +84,7 @@ def test_a_fork_leaves_no_connection_of_the_store_to_the_child(use_database):
     pid = os.fork()
     if not pid:
         os._exit(_sessions(os.getpid()))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == others
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) <= others
     assert store.get(KEY) is None
     store.close()
 

@@ -18,6 +18,7 @@ from django.db import connections, transaction
 from celery_idempotent import deferred
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.errors import InProgress
+from celery_idempotent.lease import heartbeat
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql import databases
@@ -43,7 +44,7 @@ class Shop:
 
     def task(self, name: str, then: Callable[[str], Any], **options: Any) -> Any:
         def body(order: str) -> Any:
-            execute(self.alias, "INSERT INTO effects VALUES (%s)", (order,))
+            execute(self.alias, "INSERT INTO eager_effects VALUES (%s)", (order,))
             return then(order)
 
         make = self.app.task(
@@ -55,7 +56,7 @@ class Shop:
         return transaction.atomic(using=self.alias, **options)
 
     def effects(self, order: str = "order") -> int:
-        return len(rows(self.alias, "SELECT 1 FROM effects WHERE name = %s", (order,)))
+        return len(rows(self.alias, "SELECT 1 FROM eager_effects WHERE name = %s", (order,)))
 
     def state(self, task: Any = None, order: str = "order") -> State | None:
         record = (task or self.pay).idempotency_record(order)
@@ -70,7 +71,7 @@ def open_shop(
 
     def open_(vendor: str, where: str = "beside", **options: Any) -> Shop:
         store = open_store(vendor)
-        execute(store.alias, "CREATE TABLE effects (name varchar(50))")
+        execute(store.alias, "CREATE TABLE eager_effects (name varchar(50))")
         made.append(store.alias)
         kept: Any = store if where == "beside" else MemoryStore()
         if where == "redis":
@@ -81,9 +82,10 @@ def open_shop(
     yield open_
     deferred.give_back()
     assert not deferred._waiting
+    assert not [known for known in heartbeat._due if isinstance(known(), deferred.DeferredEnd)]
     for alias in made:
         connections[alias].close()
-        execute(alias, "DROP TABLE effects")
+        execute(alias, "DROP TABLE eager_effects")
         connections[alias].close()
 
 

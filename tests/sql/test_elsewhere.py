@@ -24,7 +24,7 @@ from tests.sql.databases import execute, rows
 
 #: On SQLite another connection waits for the end of the transaction.
 SERVERS = ("postgresql", "mariadb")
-INSERT = "INSERT INTO effects VALUES ('theirs')"
+INSERT = "INSERT INTO elsewhere VALUES ('theirs')"
 
 
 class Shop:
@@ -45,7 +45,7 @@ class Shop:
             idempotency_atomic=True,
         )
         def pay(order: str) -> None:
-            execute(self.alias, "INSERT INTO effects VALUES ('ours')")
+            execute(self.alias, "INSERT INTO elsewhere VALUES ('ours')")
             self.then()
             if self.fails:
                 raise ZeroDivisionError
@@ -65,19 +65,19 @@ class Shop:
 
     def look(self) -> int:
         """What another session sees; leaves no connection behind in its thread."""
-        return len(rows(self.alias, "SELECT name FROM effects"))
+        return len(rows(self.alias, "SELECT name FROM elsewhere"))
 
     def rows(self) -> list[str]:
-        return sorted(name for (name,) in rows(self.alias, "SELECT name FROM effects"))
+        return sorted(name for (name,) in rows(self.alias, "SELECT name FROM elsewhere"))
 
 
 @pytest.fixture(params=databases.VENDORS)
 def shop(request: pytest.FixtureRequest, open_store: Callable[..., Any]) -> Iterator[Shop]:
     store = open_store(request.param)
-    execute(store.alias, "CREATE TABLE effects (name varchar(50))")
+    execute(store.alias, "CREATE TABLE elsewhere (name varchar(50))")
     yield Shop(store)
     connections[store.alias].close()
-    execute(store.alias, "DROP TABLE effects")
+    execute(store.alias, "DROP TABLE elsewhere")
     connections[store.alias].close()
 
 

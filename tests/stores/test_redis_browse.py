@@ -164,3 +164,25 @@ def test_what_an_older_version_interrupted_is_found_after_some_sweeps(redis_stor
 def test_a_count_says_that_the_search_for_old_ones_goes_on(redis_store, redis_client):
     redis_client.set(redis_store._keys.indexed, "0:17")
     assert redis_store.stats().at_least == {"interrupted"}
+
+
+def test_those_of_one_task_among_many_are_found_in_few_round_trips(redis_store):
+    for n in range(600):
+        namespace = "charge" if n % 100 == 0 else "other"
+        interrupt(redis_store, Identity(namespace=namespace, key=f"{n:03}"))
+    trips = 0
+    exchange = redis_store._link.exchange
+
+    def count(commands):
+        nonlocal trips
+        trips += 1
+        return exchange(commands)
+
+    redis_store._link.exchange = count
+    selection = Selection(states=frozenset({State.INTERRUPTED}), namespace="charge")
+    page = redis_store.list(selection, limit=50)
+    assert [record.identity.key for record in page.records] == [
+        f"{n}00" for n in range(5, 0, -1)
+    ] + ["000"]
+    assert (page.cursor, page.looked_at) == ("", 600)
+    assert trips <= 10

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError, endings, lease, runner
+from celery_idempotent import IdempotencyError, atomic, endings, lease, runner
 from celery_idempotent import claim as claim_module
 from celery_idempotent.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
@@ -164,7 +164,7 @@ def events() -> Iterator[list[tuple[str, Any]]]:
 @pytest.fixture(autouse=True)
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    for module in (runner, endings):
+    for module in (runner, endings, atomic):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -362,14 +362,14 @@ class Colliding:
 @pytest.mark.parametrize("where", ["settle", "commit"])
 class TestCollisionsAtTheEnd:
     def test_the_body_runs_again_at_once(self, execute, database, events, where):
-        Colliding(database, where, runner.MAX_REPEATS)
+        Colliding(database, where, atomic.MAX_REPEATS)
         runs = []
         assert execute(writing(database, lambda: len(runs.append(1) or runs))) == Ran(5)
         assert database.effect
         assert names(events) == ["claimed", "released"] * 4 + ["claimed", "settled"]
 
     def test_and_again_only_a_few_times(self, execute, database, where):
-        Colliding(database, where, runner.MAX_REPEATS + 1)
+        Colliding(database, where, atomic.MAX_REPEATS + 1)
         with pytest.raises(Collision):
             execute(writing(database))
         assert not database.effect

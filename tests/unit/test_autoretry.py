@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import autoretry, runner
+from celery_idempotent import atomic, autoretry
 from celery_idempotent.records import State
 from celery_idempotent.task import IdempotentTask
 from tests.unit.test_atomic import Colliding, Collision, Database, DatabaseError
 
-TRIES = runner.MAX_REPEATS + 1
+TRIES = atomic.MAX_REPEATS + 1
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner._Repeats, "pause", lambda _: None)
+    monkeypatch.setattr(atomic.Repeats, "pause", lambda _: None)
 
 
 @pytest.fixture

@@ -139,6 +139,21 @@ def test_a_job_whose_time_is_over_is_given_up_and_told(done, idle, caplog):
     assert "could not do it: away" in caplog.text
 
 
+def test_a_thread_that_cannot_be_started_is_started_with_the_next_job(done, idle, monkeypatch):
+    background = Background()
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            background.put(Work("first", done))
+    background.put(Work("second", done))
+    idle()
+    assert done == ["first", "second"]
+
+
 def test_a_job_that_fails_harms_no_other(done, idle, caplog):
     background = Background()
     background.put(Work("bad", done, ValueError("a fault")))

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.identified import MAX_CHARS
-from celery_idempotent.keys import canonical
+from celery_idempotent.keys import canonical, excess
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
@@ -61,7 +60,7 @@ def read_key(request: HttpRequest, *, strict: bool) -> str | None:
     try:
         canonical(key, task="of a request")
     except InvalidKey:
-        raise _invalid(f"It has {len(key)} characters, and {MAX_CHARS} are allowed.") from None
+        raise _invalid(f"It {excess(key)}.") from None
     return key
 
 

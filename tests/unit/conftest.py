@@ -1,0 +1,15 @@
+"""An app of a unit test has its own tasks and Celery's, and none that other tests of the process share."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: Any = importlib.import_module("celery._state")
+    own = {each for each in state._on_app_finalizers if each.__module__ == "celery.app.builtins"}
+    monkeypatch.setattr(state, "_on_app_finalizers", own)

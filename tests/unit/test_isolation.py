@@ -1,0 +1,120 @@
+"""``isolated_records``: what a test leaves is gone with it, wherever the app keeps its records."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.stores import get_store
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock, isolated_records
+from tests.support.workers import child_environment
+
+#: Nobody is there.
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture
+def runs() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def shop(runs: list[str]) -> Celery:
+    app = Celery("shop", set_as_current=False)
+    app.conf.update(idempotency_store=NOWHERE, task_always_eager=True)
+
+    @app.task(base=IdempotentTask, name="pay", idempotency_key="order", shared=False)
+    def pay(order: str) -> int:
+        runs.append(order)
+        return len(runs)
+
+    return app
+
+
+def test_a_second_call_is_a_duplicate_within_the_block_and_none_in_the_next(shop, runs):
+    for expected in (1, 2):
+        with isolated_records(shop):
+            answers = [shop.tasks["pay"].delay("order-17").get() for _ in range(2)]
+        assert answers == [expected, expected]
+
+
+def test_a_test_may_move_the_time(shop, runs):
+    clock = FakeClock()
+    with isolated_records(shop, clock=clock):
+        assert shop.tasks["pay"].delay("order-17").get() == 1
+        clock.advance(25 * 3_600_000)
+        assert shop.tasks["pay"].delay("order-17").get() == 2
+
+
+def test_an_app_that_has_no_store_yet_has_one_meanwhile(shop, runs):
+    shop.conf.idempotency_store = None
+    with isolated_records(shop):
+        assert shop.tasks["pay"].delay("order-17").get() == 1
+    with isolated_records(shop):
+        assert shop.tasks["pay"].delay("order-17").get() == 2
+
+
+def test_a_bad_setting_is_not_hidden(shop):
+    shop.conf.idempotency_store = "nonsense://"
+    with pytest.raises(InvalidOption), isolated_records(shop):
+        pass
+
+
+def test_blocks_may_be_nested(shop):
+    usual = get_store(shop)
+    with isolated_records(shop) as outer:
+        assert isinstance(outer, MemoryStore)
+        with isolated_records(shop) as inner:
+            assert inner is not outer
+            assert get_store(shop) is inner
+        assert get_store(shop) is outer
+    assert get_store(shop) is usual
+
+
+def test_a_test_that_fails_ends_its_records_as_well(shop):
+    usual = get_store(shop)
+    with pytest.raises(ZeroDivisionError), isolated_records(shop):
+        raise ZeroDivisionError
+    assert get_store(shop) is usual
+
+
+def test_what_django_undoes_stays_in_its_database_and_the_cache_before_it_is_left_out():
+    pytest.importorskip("django")
+    code = (
+        "from django.conf import settings\n"
+        "settings.configure(DATABASES={'default':"
+        " {'ENGINE': 'django.db.backends.sqlite3', 'NAME': ':memory:'}})\n"
+        "from celery import Celery\n"
+        "from celery_idempotent.stores import get_store\n"
+        "from celery_idempotent.testing import isolated_records\n"
+        f"for url in 'django://', 'hybrid+{NOWHERE}?truth=default':\n"
+        "    app = Celery('shop', set_as_current=False)\n"
+        "    app.conf.idempotency_store = url\n"
+        "    with isolated_records(app) as store:\n"
+        "        print(repr(store), get_store(app) is store)\n"
+    )
+    assert _run(code) == ["<DjangoStore: default> True"] * 2
+
+
+def test_it_needs_no_pytest():
+    code = (
+        "import sys\n"
+        "sys.modules['pytest'] = None\n"
+        "from celery_idempotent.testing import FakeClock, isolated_records\n"
+        "print('fine')\n"
+    )
+    assert _run(code) == ["fine"]
+
+
+def _run(code: str) -> list[str]:
+    env = child_environment()
+    env.pop("DJANGO_SETTINGS_MODULE", None)
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()

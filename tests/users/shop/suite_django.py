@@ -1,0 +1,164 @@
+"""A user's suite for ``manage.py test``: nothing in it knows of records, or of how they are kept."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from django.db import IntegrityError, connection, transaction
+from django.test import LiveServerTestCase, TestCase, TransactionTestCase
+
+from tests.users.shop.models import Payment
+from tests.users.shop.tasks import charge, pay, pay_slowly
+
+
+def paid(order: str) -> int:
+    return Payment.objects.filter(order=order).count()
+
+
+class InATestCase(TestCase):
+    """Each test begins with what all have, and leaves nothing to the next one."""
+
+    @classmethod
+    def setUpTestData(cls) -> None:
+        assert pay.delay("first").get() == "paid first"
+
+    def check(self, task: Any) -> None:
+        assert paid("order") == 0
+        first = task.delay("order")
+        assert first.get() == task.delay("order").get()
+        assert paid("order") == 1
+
+    def test_a_payment(self) -> None:
+        self.check(pay)
+
+    def test_the_same_payment_in_another_test(self) -> None:
+        self.check(pay)
+
+    def test_a_charge(self) -> None:
+        self.check(charge)
+
+    def test_the_same_charge_in_another_test(self) -> None:
+        self.check(charge)
+
+    def test_what_all_tests_have_is_a_duplicate_in_each(self) -> None:
+        assert pay.delay("first").get() == "paid first"
+        assert paid("first") == 1
+
+    def test_what_all_tests_have_is_a_duplicate_in_each_again(self) -> None:
+        self.test_what_all_tests_have_is_a_duplicate_in_each()
+
+    def test_a_failed_charge_is_rolled_back_and_may_be_tried_again(self) -> None:
+        for _ in range(2):
+            with self.assertRaises(ValueError):
+                charge.apply(("bad",), throw=True).get()
+        assert paid("bad") == 0
+
+    def test_a_failed_payment_goes_on_from_its_step(self) -> None:
+        for _ in range(2):
+            with self.assertRaises(ValueError):
+                pay.apply(("bad",), throw=True).get()
+        assert paid("bad") == 1
+
+    def test_a_run_that_is_longer_than_its_lease(self) -> None:
+        self.check(pay_slowly)
+
+    def test_what_follows_a_charge_is_seen_by_who_captures_it(self) -> None:
+        with self.captureOnCommitCallbacks(execute=True):
+            charge.delay("order")
+        assert paid("follow-up of order") == 1
+
+    def test_an_error_of_the_database_breaks_what_it_always_breaks(self) -> None:
+        pay.delay("order")
+        with self.assertRaises(IntegrityError), transaction.atomic():
+            Payment.objects.create(pk=Payment.objects.get(order="order").pk, order="other")
+        assert pay.delay("order").get() == "paid order"
+        assert paid("order") == 1
+
+    def test_a_request_that_is_sent_twice(self) -> None:
+        for path in ("/buy/", "/buy-atomically/"):
+            answers = [self.post(path) for _ in range(2)]
+            assert [each.status_code for each in answers] == [201, 201]
+            assert answers[0].content == answers[1].content
+        assert paid("order") == 2
+
+    def test_the_same_request_in_another_test(self) -> None:
+        self.test_a_request_that_is_sent_twice()
+
+    async def test_a_request_of_an_async_client(self) -> None:
+        for path in ("/buy/", "/buy-atomically/"):
+            headers = {"Idempotency-Key": f'"{path}"'}
+            send = self.async_client.post
+            answers = [await send(path, {"order": "order"}, headers=headers) for _ in range(2)]
+            assert [each.status_code for each in answers] == [201, 201]
+            assert answers[0].content == answers[1].content
+        assert await Payment.objects.acount() == 3
+
+    def test_an_order_that_is_sent_twice(self) -> None:
+        with self.captureOnCommitCallbacks(execute=True):
+            first = self.post("/order/")
+        again = self.post("/order/")
+        assert (first.status_code, again.status_code) == (202, 200)
+        assert again.json()["result"] == "paid order"
+        assert paid("order") == 1
+
+    def test_an_order_that_is_sent_twice_before_the_commit(self) -> None:
+        assert [self.post("/order/").status_code for _ in range(2)] == [202, 202]
+        assert paid("order") == 0
+
+    def post(self, path: str) -> Any:
+        key = f'"{path}"'
+        return self.client.post(path, {"order": "order"}, HTTP_IDEMPOTENCY_KEY=key)
+
+
+class ForReal(TransactionTestCase):
+    """What is committed is committed, and deleted after each test."""
+
+    def test_a_payment(self) -> None:
+        assert paid("order") == 0
+        assert pay.delay("order").get() == pay.delay("order").get()
+        assert paid("order") == 1
+
+    def test_the_same_payment_in_another_test(self) -> None:
+        self.test_a_payment()
+
+    def test_a_charge(self) -> None:
+        assert charge.delay("order").get() == charge.delay("order").get()
+        assert paid("order") == 1
+        assert paid("follow-up of order") == 1
+
+    def test_the_same_charge_in_another_test(self) -> None:
+        self.test_a_charge()
+
+
+class Live(LiveServerTestCase):
+    """A server in threads of its own."""
+
+    def test_a_request_that_is_sent_by_several_at_once(self) -> None:
+        assert paid("order") == 0
+        # Threads that use the one connection there is at once break each other's transactions.
+        at_once = 1 if connection.vendor == "sqlite" else 4
+        with ThreadPoolExecutor(at_once) as pool:
+            answers = list(pool.map(lambda _: self.post("/buy/"), range(8)))
+        assert {status for status, _ in answers} <= {201, 409}
+        assert len({body for status, body in answers if status == 201}) == 1
+        assert paid("order") == 1
+
+    def test_the_same_request_in_another_test(self) -> None:
+        self.test_a_request_that_is_sent_by_several_at_once()
+
+    def post(self, path: str) -> tuple[int, str]:
+        request = urllib.request.Request(
+            self.live_server_url + path,
+            data=b"order=order",
+            headers={"Idempotency-Key": '"key"', "Cookie": ""},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.dumps(json.load(answer))
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, ""

@@ -1,0 +1,39 @@
+"""A user's tasks: a payment beside its record, and one that is committed with it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from celery_idempotent.django import IdempotentTask
+from tests.users.shop.celery import app
+from tests.users.shop.models import Payment
+
+
+@app.task(base=IdempotentTask, bind=True, idempotency_key="order")
+def pay(self: Any, order: str) -> str:
+    self.idempotency.step("write", _write, order)
+    if order.startswith("bad"):
+        raise ValueError(order)
+    return f"paid {order}"
+
+
+@app.task(base=IdempotentTask, bind=True, idempotency_key="order", idempotency_atomic=True)
+def charge(self: Any, order: str) -> str:
+    Payment.objects.create(order=order)
+    pay.delay_on_commit(f"follow-up of {order}")
+    if order.startswith("bad"):
+        raise ValueError(order)
+    return f"charged {order}"
+
+
+@app.task(base=IdempotentTask, bind=True, idempotency_key="order", idempotency_lease=0.3)
+def pay_slowly(self: Any, order: str) -> str:
+    time.sleep(2 * self.idempotency_policy.lease_ms / 1000)
+    self.idempotency.ensure()
+    Payment.objects.create(order=order)
+    return f"paid {order}"
+
+
+def _write(order: str) -> int:
+    return int(Payment.objects.create(order=order).pk)

@@ -1,0 +1,107 @@
+"""The test suites of users pass as they are, and leave nothing behind: not in their database, and not in another."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sql import databases
+from tests.support.paths import ROOT
+from tests.support.workers import child_environment
+
+pytest.importorskip("django")
+
+from django.db import connections
+
+SHOP = Path(__file__).parent / "shop"
+PAGE = ROOT / "docs" / "testing.md"
+DJANGO = ("-m", "django", "test", "tests.users.shop.suite_django", "--noinput")
+PYTEST = (
+    *("-m", "pytest", "-p", "no:valkey", "-p", "no:cacheprovider", "-q", "-c", "/dev/null"),
+    *("--rootdir", str(SHOP), "--import-mode=importlib", str(SHOP / "suite_pytest.py")),
+)
+
+
+@pytest.fixture
+def run(
+    use_database: Callable[..., str], tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A function that runs a suite of the shop's, whose own database is not to be touched."""
+
+    def run(vendor: str, *arguments: str, store: str = "django://") -> Any:
+        alias = use_database(vendor)
+        done = subprocess.run(
+            [sys.executable, "-W", "error::ResourceWarning", *arguments],
+            cwd=tmp_path,
+            env=child_environment(
+                {
+                    "DJANGO_SETTINGS_MODULE": "tests.users.shop.settings",
+                    "SHOP_DATABASES": json.dumps({"default": connections.databases[alias]}),
+                    "SHOP_STORE": store,
+                }
+            ),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        for table in databases.TABLES:
+            assert databases.rows(alias, f"SELECT * FROM celery_idempotent_{table}") == []
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize("suite", [DJANGO, PYTEST], ids=["manage.py", "pytest-django"])
+@pytest.mark.parametrize("vendor", databases.VENDORS)
+def test_a_suite_passes_and_its_records_end_with_each_test(run, vendor, suite):
+    done = run(vendor, *suite)
+    # Nothing went wrong in a thread either.
+    said = done.stdout + done.stderr
+    assert not re.search("idempotency:|Traceback|Exception", said), said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:valkey",
+            "-p",
+            "no:django",
+            "test_pytest.py",
+        ),
+        ("unittest",),
+    ],
+    ids=["pytest", "unittest"],
+)
+def test_the_suites_of_the_page_pass_without_the_server_of_their_records(tmp_path, command):
+    """Each sends the same key twice in two tests."""
+    for block in re.findall(
+        r"^```python\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        (tmp_path / block[0]).write_text(block[1])
+    env = child_environment()
+    env["PYTHONPATH"] += f":{tmp_path}"
+    env.pop("DJANGO_SETTINGS_MODULE", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", *command],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout or "Ran 2 tests" in done.stderr
