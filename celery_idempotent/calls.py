@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
     from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.identified import Identified
     from celery_idempotent.stores.base import Store
 
 __all__ = [
@@ -61,7 +62,7 @@ class Call:
     FAILED. ``on_late_error`` makes of an exception that comes after the body, from the end of its transaction, what the
     task would have made of it in there: a retry perhaps. ``unanswered`` are the attempts to claim of earlier rounds of
     the message that no store answered. ``around`` tells which transactions of the caller the run is part of, and its
-    record is not: the end waits for them.
+    record is not: the end waits for them. ``before`` is what the call was about before a deploy that changed its key.
     """
 
     identity: Identity
@@ -75,6 +76,7 @@ class Call:
     on_late_error: Callable[[Exception], Exception] | None = None
     around: Callable[[Store], Sequence[OnCommit]] | None = None
     unanswered: tuple[bytes, ...] = ()
+    before: Identified | None = None
 
     def fails(self, error: BaseException) -> bool:
         """Does this exception settle the record as FAILED?"""
@@ -116,10 +118,14 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed."""
+    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed.
+
+    ``other``: at another operation, which shares the key that this one had before a deploy.
+    """
 
     record: Record
     left_ms: int
+    other: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class Claim:
         "afterwards",
         "given_back",
         "lost",
+        "old",
         "over",
         "renewed_at",
         "replaced",
@@ -78,6 +79,8 @@ class Claim:
         self.lost = False
         #: The key was released before the run ended: its retry is on its way, and its result is not to be recorded.
         self.given_back = False
+        #: The record of the same operation under the identity of before a deploy, claimed together with this one.
+        self.old: Record | None = None
         #: The run hands its task id over to another task (``self.replace``).
         self.replaced = False
         #: The message of that other task, where it is published only once this record has it.
@@ -165,7 +168,9 @@ class Claim:
 
     def derived_key(self, name: str) -> str:
         """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
-        identity = self._record.identity
+        identity, old = self._record.identity, self.old
+        if old is not None and old.created_ms < self._record.created_ms:
+            identity = old.identity  # begun under it, and the outside system may know it by that
         parts = (identity.namespace, identity.scope, identity.key, name)
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
         return str(uuid.UUID(bytes=hashlib.sha256(framed).digest()[:16]))

@@ -14,7 +14,8 @@ from celery import Task
 from celery_idempotent import unfinished
 from celery_idempotent.codec import TaskCodec
 from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
-from celery_idempotent.keys import Identified, Identifier
+from celery_idempotent.identified import Identified
+from celery_idempotent.keys import Identifier
 from celery_idempotent.policy import (
     KEY_OPTIONS,
     Policy,

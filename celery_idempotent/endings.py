@@ -98,11 +98,13 @@ class Endings:
 
     def superseded(self, call: Call, claim: Claim) -> bool:
         """Has a newer claim the key, so that the end of this run is nobody's business?"""
+        held = [claim.record, *([claim.old] if claim.old else [])]
         try:
-            found = claim.store.get(call.identity)
+            found = [claim.store.get(record.identity) for record in held]
         except STORE_ERRORS:
             return False
-        if found is None or found.token == claim.token:
+        now = [record and record.token for record in found]
+        if all(token in (None, mine.token) for token, mine in zip(now, held, strict=True)):
             return False
         self._lost(call, claim)
         return True
@@ -158,6 +160,11 @@ class Endings:
             claim.token,
             "would have been dropped" if observed else "is dropped",
         )
+        if claim.old is not None and not claim.given_back:
+            # It may be the old identity alone that another has by now.
+            claim.given_back = True
+            with suppress(*STORE_ERRORS):
+                claim.store.release(claim.record.identity, token=claim.token)
 
     def settle(
         self,

@@ -16,7 +16,7 @@ from celery.signals import (
 )
 
 from celery_idempotent.checks import insist, worker
-from celery_idempotent.keys import Identified
+from celery_idempotent.identified import Identified
 from celery_idempotent.lease import heartbeat
 from celery_idempotent.tally import tally
 

@@ -22,8 +22,8 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Final, TypeGuard
+from dataclasses import replace
+from typing import Any
 
 from celery_idempotent.arguments import (
     ALL_ARGUMENTS,
@@ -38,24 +38,13 @@ from celery_idempotent.arguments import (
 )
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.fingerprints import NoFormError, default_form, digest, form, quote
-from celery_idempotent.records import FINGERPRINT_BYTES, Identity
+from celery_idempotent.identified import MAX_CHARS, Identified, is_text
+from celery_idempotent.records import Identity
 
-__all__ = [
-    "ALL_ARGUMENTS",
-    "MAX_CHARS",
-    "Identified",
-    "Identifier",
-    "canonical",
-    "excess",
-    "task_id_key",
-]
-
-#: The longest canonical key, scope or namespace, in characters.
-MAX_CHARS: Final = 255
+__all__ = ["ALL_ARGUMENTS", "Identifier", "canonical", "excess", "task_id_key"]
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
-_FINGERPRINT = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -131,58 +120,9 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     text = f"@{task_id}"
     if nesting or _NESTED_ID.search(text):
         text = f"{text}+{nesting}"
-    if _is_text(text):
+    if is_text(text):
         return text
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
-
-
-@dataclass(frozen=True, slots=True)
-class Identified:
-    """The identity of one call and its fingerprint, which is None where it is off."""
-
-    identity: Identity
-    fingerprint: bytes | None = None
-
-    @property
-    def by_task_id(self) -> bool:
-        """Whether the key is only the task id, which no other call shares."""
-        return self.identity.key.startswith("@")
-
-    #: What a stamp says about them.
-    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint"})
-
-    def to_header(self) -> dict[str, str]:
-        """Return the stamp for the message's headers."""
-        header = {"key": self.identity.key}
-        if self.identity.scope:
-            header["scope"] = self.identity.scope
-        if self.fingerprint is not None:
-            header["fingerprint"] = self.fingerprint.hex()
-        return header
-
-    @classmethod
-    def from_header(cls, header: object, namespace: str) -> Identified | None:
-        """Return what a message's stamp says, or None if there is no stamp, or nothing about its key in it.
-
-        Raises:
-            InvalidKey: if it is malformed. It came over the network: anything may be in it.
-        """
-        if header is None:
-            return None
-        if not isinstance(header, Mapping):
-            raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
-        if "id" in header and not header.keys() & cls.WORDS:
-            return None
-        key, scope = header.get("key"), header.get("scope", "")
-        if not _is_text(key) or not (scope == "" or _is_text(scope)):
-            raise InvalidKey(f"A message of {namespace} has a stamp without a usable key or scope.")
-        identity = Identity(namespace=namespace, scope=scope, key=key)
-        fingerprint = header.get("fingerprint")
-        if fingerprint is None:
-            return cls(identity)
-        if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint):
-            return cls(identity, bytes.fromhex(fingerprint))
-        raise InvalidKey(f"A message of {namespace} has a stamp without a usable fingerprint.")
 
 
 class Identifier:
@@ -205,20 +145,37 @@ class Identifier:
         namespace: str | None = None,
         fingerprint: object = ALL_ARGUMENTS,
         require_key: bool = False,
+        suffix: str = "",
+        **before: Any,
     ) -> None:
+        #: The rules of before a deploy that changed some of them, as ``idempotency_key_before`` and so on say.
+        self.before: Identifier | None = None
+        if before:
+            was: dict[str, Any] = {
+                "key": key,
+                "scope": scope,
+                "namespace": namespace,
+                "fingerprint": fingerprint,
+            }
+            was |= {name.removesuffix("_before"): rule for name, rule in before.items()}
+            self.before = Identifier(task_name, signature, **was, suffix="_before")
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self.require_key = require_key
         self.parameters = parameters = Parameters(signature)
-        if not _is_text(self.namespace):
+        if not is_text(self.namespace):
             raise InvalidOption(
-                f"idempotency_namespace of task {task_name} is 1 to {MAX_CHARS} printable "
+                f"idempotency_namespace{suffix} of task {task_name} is 1 to {MAX_CHARS} printable "
                 "characters; the default is the name of the task."
             )
-        self._key = compile_rule(key, parameters, what="idempotency_key", task=task_name)
-        scope_rule = compile_rule(scope, parameters, what="idempotency_scope", task=task_name)
+        self._key = compile_rule(key, parameters, what=f"idempotency_key{suffix}", task=task_name)
+        scope_rule = compile_rule(
+            scope, parameters, what=f"idempotency_scope{suffix}", task=task_name
+        )
         if isinstance(scope_rule, AllArguments):
-            raise InvalidOption(f"idempotency_scope of task {task_name} cannot be ALL_ARGUMENTS.")
+            raise InvalidOption(
+                f"idempotency_scope{suffix} of task {task_name} cannot be ALL_ARGUMENTS."
+            )
         self._scope = scope_rule
         self._fingerprint = compile_rule(
             fingerprint, parameters, what="idempotency_fingerprint", task=task_name
@@ -251,6 +208,70 @@ class Identifier:
             KeyMissing: if the task requires a key and there is none.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
+        about: dict[str, Any] = {"task_id": task_id, "nesting": nesting, "key": key, "scope": scope}
+        identified = self._identify(args, kwargs, **about)
+        if self.before is None:
+            return identified
+        try:
+            before = self.before.identify(args, kwargs, **about)
+        except InvalidKey:
+            return identified  # then it was no operation
+        same = before.identity == identified.identity
+        return identified if same else replace(identified, before=before)
+
+    def stamped(
+        self,
+        header: object,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        **about: Any,
+    ) -> Identified | None:
+        """Return what a message's stamp says to this task, ``None`` if it says nothing about the key.
+
+        A publisher of another version may have made it, by the rules of before or by those to come: which they were is
+        told by the arguments. ``about`` is what :meth:`identify` takes.
+
+        Raises:
+            InvalidKey: if it is malformed. It came over the network: anything may be in it.
+        """
+        stamped = Identified.from_header(header, self.namespace)
+        following = header.get("next") if isinstance(header, Mapping) else None
+        if stamped is None or (self.before is None and following is None):
+            return stamped
+        coming = Identified.from_header(following, self.namespace)
+        try:
+            computed = self.identify(args, kwargs, **about)
+        except InvalidKey:
+            computed = stamped
+        if coming is not None and computed.same_key(coming):
+            return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
+        if self.before is None:
+            return stamped
+        if computed.same_key(stamped):
+            return _as_stamped(computed, stamped.fingerprint, stamped.fingerprint)
+        if computed.before is not None and computed.before.same_key(stamped):
+            known = stamped.fingerprint
+            return _as_stamped(computed, computed.fingerprint if known is None else known, known)
+        # A key that was given with the call, or a retry's with other arguments.
+        return self.renamed(stamped)
+
+    def renamed(self, identified: Identified) -> Identified:
+        """Return the same key with that of the namespace of before, if that was another."""
+        if self.before is None or self.before.namespace == self.namespace:
+            return identified
+        old = replace(identified.identity, namespace=self.before.namespace)
+        return replace(identified, before=Identified(old, identified.fingerprint))
+
+    def _identify(
+        self,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        *,
+        task_id: str,
+        nesting: int,
+        key: object,
+        scope: object,
+    ) -> Identified:
         bound = self.parameters.bind(args, kwargs)
         rule = self._key
         if scope is None and bound is not None and self._scope is not None:
@@ -331,5 +352,11 @@ class Identifier:
         )
 
 
-def _is_text(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and 0 < len(value) <= MAX_CHARS and value.isprintable()
+def _as_stamped(
+    computed: Identified, fingerprint: bytes | None, fingerprint_before: bytes | None
+) -> Identified:
+    """Return what was computed with the fingerprints of the first message: a retry may have other arguments."""
+    before = computed.before
+    if before is not None:
+        before = replace(before, fingerprint=fingerprint_before)
+    return replace(computed, fingerprint=fingerprint, before=before)

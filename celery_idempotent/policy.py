@@ -38,7 +38,16 @@ Mode = Literal["enforce", "observe", "off"]
 PREFIX: Final = "idempotency_"
 
 #: Options that say what a call is about; :class:`~celery_idempotent.keys.Identifier` reads them.
-KEY_OPTIONS: Final = ("key", "scope", "namespace", "fingerprint", "require_key")
+KEY_OPTIONS: Final = (
+    "key",
+    "scope",
+    "namespace",
+    "fingerprint",
+    "require_key",
+    "key_before",
+    "scope_before",
+    "namespace_before",
+)
 
 #: Settings of the app that are no attribute of a task.
 SETTINGS: Final = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Reject
 from celery.utils import uuid
 
-from celery_idempotent import delivery, signals
+from celery_idempotent import delivery, signals, twofold
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
@@ -28,7 +28,7 @@ from celery_idempotent.hooks import (
     said_of,
     stamp_of,
 )
-from celery_idempotent.keys import Identified
+from celery_idempotent.identified import Identified
 from celery_idempotent.records import Held, Mismatched, Reserved, Settled, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
@@ -139,8 +139,13 @@ def send_kept(
     again = partial(send, kept.args, kept.kwargs)
     if not kept.once or definition is None:
         return again(**options)
-    stamped = stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
-    identified = Identified.from_header(stamped, definition.identifier.namespace)
+    task_id = options.get("task_id")
+    identified = definition.identifier.stamped(
+        stamp_of(as_mapping(options.get("headers")), task_id),
+        kept.args,
+        kept.kwargs,
+        task_id=str(task_id),
+    )
     if identified is None:
         return again(**options)
     try:
@@ -177,7 +182,7 @@ def identify(
     if "key" in said and not explicit:
         return None
     if retried is not None and not explicit:
-        identified = Identified(retried.record.identity, retried.record.fingerprint)
+        identified = _identified_of(retried)
     else:
         key = said.get(RAW_KEY) if key is None else key
         scope = said.get(RAW_SCOPE) if scope is None else scope
@@ -196,6 +201,13 @@ def identify(
         )
     options["headers"] = bound(headers, str(task_id), identified)
     return identified
+
+
+def _identified_of(claim: Claim) -> Identified:
+    """Return what a run is about."""
+    record, old = claim.record, claim.old
+    before = None if old is None else Identified(old.identity, old.fingerprint)
+    return Identified(record.identity, record.fingerprint, before)
 
 
 def drop_key(options: dict[str, Any]) -> None:
@@ -243,18 +255,18 @@ def _once(
     """
     store = get_store(task.app)
     reserve = partial(
-        store.reserve,
-        identified.identity,
+        twofold.reserve,
+        store,
+        identified,
         task_id=options["task_id"],
         deadline_ms=until_lost(options),
         keep_ms=definition.policy.keep_ms,
-        fingerprint=identified.fingerprint,
     )
     try:
         while isinstance(answer := reserve(), (Settled, Mismatched)):
             if not definition.policy.forgets(answer.record):
                 break
-            forget_mark(store, identified.identity, token=answer.record.token)
+            forget_mark(store, answer.record.identity, token=answer.record.token)
     except IdempotencyError as error:
         # The claim still guards the run: one message too many harms nobody.
         logger.warning("idempotency: %s is published unreserved: %s", task.name, error)
@@ -283,7 +295,7 @@ def _once(
                 sent = send()
             except BaseException:
                 try:
-                    store.release(identified.identity, token=record.token)
+                    twofold.give_back(store, identified, record)
                 except IdempotencyError as error:
                     logger.warning("idempotency: a reservation is left to its deadline: %s", error)
                 raise

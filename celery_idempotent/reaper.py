@@ -165,12 +165,21 @@ def task_of(app: Celery, record: Record) -> str:
 
 
 def definition_of(app: Celery, record: Record) -> Definition | None:
-    """Return what the app knows about the task that a record is about, ``None`` if no task of it has that namespace."""
+    """Return what the app knows about the task that a record is about, ``None`` if no task of it has that namespace.
+
+    Or had it before a deploy.
+    """
+    namespace, found = record.identity.namespace, None
     for task in app.tasks.values():
         definition: Definition | None = getattr(task, "_definition", None)
-        if definition and definition.identifier.namespace == record.identity.namespace:
+        if definition is None:
+            continue
+        identifier = definition.identifier
+        if identifier.namespace == namespace:
             return definition
-    return None
+        if identifier.before is not None and identifier.before.namespace == namespace:
+            found = definition
+    return found
 
 
 def event_of(record: Record, error: BaseException | None = None) -> Event:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
@@ -72,11 +72,14 @@ class Dropped(Ignore):
     """A duplicate is dropped, and whoever watches events shall see it: the worker's main process tells them."""
 
 
-def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -> NoReturn:
+def conflict(
+    task: IdempotentTask, request: Any, record: Record, left_ms: int, *, other: bool = False
+) -> NoReturn:
     """Somebody holds the key: send this copy round again, or say so, as the task's policy wants.
 
     A redelivery (the holder's own task id) may be the broker's only copy, and failing it would fail
-    the original's chord and chain: it always goes round again, and leaves the result alone.
+    the original's chord and chain: it always goes round again, and leaves the result alone. So does a call that is no
+    duplicate of what the holder does (``other``).
     """
     policy = task.idempotency_policy
     same = record.task_id == request.id
@@ -87,9 +90,10 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
         record.task_id,
         left,
     )
-    if request.is_eager or (policy.on_conflict == "raise" and not same):
+    duplicate = not same and not other
+    if request.is_eager or (policy.on_conflict == "raise" and duplicate):
         raise error
-    if policy.on_conflict == "ignore" and not same:
+    if policy.on_conflict == "ignore" and duplicate:
         _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
     options: dict[str, Any] = {"expires": None} if same else {}
@@ -104,7 +108,7 @@ def conflict(task: IdempotentTask, request: Any, record: Record, left_ms: int) -
         delay,
     )
     _send(task, request, again, delay)
-    if same:
+    if not duplicate:
         raise Ignore(str(error))
     sentry.still_on_its_way(request)
     raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
@@ -287,7 +291,13 @@ def _send(
         pause,
         reason,
     )
-    time.sleep(pause)
+    try:
+        time.sleep(pause)
+    except SoftTimeLimitExceeded:
+        # It would be failed for what it has not even begun.
+        back = back or bool(late)
+        if not back:
+            raise
     if back:
         raise Reject(reason, requeue=True)
     raise StaysError(reason)

@@ -34,7 +34,7 @@ from celery_idempotent.stores import Store, get_store
 from celery_idempotent.tally import tally
 
 if TYPE_CHECKING:
-    from celery_idempotent.keys import Identified
+    from celery_idempotent.identified import Identified
     from celery_idempotent.policy import Policy
     from celery_idempotent.task import IdempotentTask
 
@@ -206,13 +206,14 @@ class Request(CeleryRequest):
             definition = task.idempotency_definition()
             if terminated or definition is None or not _may_be_queued(definition.policy):
                 return
-            job = Unreserve(
-                identity=_identity_of(self),
-                task_id=self.id,
-                store=get_store(task.app),
-                give_up=time.monotonic() + UNRESERVE_PATIENCE,
-            )
-            background.put(job)
+            for identity in _identities_of(self):
+                job = Unreserve(
+                    identity=identity,
+                    task_id=self.id,
+                    store=get_store(task.app),
+                    give_up=time.monotonic() + UNRESERVE_PATIENCE,
+                )
+                background.put(job)
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
 
@@ -232,9 +233,10 @@ class Request(CeleryRequest):
             return  # a hard time limit comes here twice
         self._mourned = True
         try:
-            lost = self._lost()
-            if lost is not None:
+            held = self._lost()
+            for lost in held:
                 background.put(lost)
+            for lost in held:
                 if gone(lost.pid):
                     # Before the message goes back. A child that is still to be killed is not waited for:
                     # the pool kills it only when this has returned.
@@ -242,23 +244,26 @@ class Request(CeleryRequest):
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 
-    def _lost(self) -> Lost | None:
+    def _lost(self) -> list[Lost]:
         pid: Any = self.worker_pid
         if not pid or pid == os.getpid() or pid > _LARGEST_PID:
-            return None  # never started, or a pool without processes
+            return []  # never started, or a pool without processes
         task: Any = self.task
         if task.idempotency_definition() is None:
-            return None  # one of Celery's own, or switched off
-        return Lost(
-            task=task,
-            identity=_identity_of(self),
-            task_id=self.id,
-            pid=pid,
-            # Here, not in the thread: a child that is forked while a thread imports the store's modules
-            # would find their import locks taken for ever.
-            store=get_store(task.app),
-            give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
-        )
+            return []  # one of Celery's own, or switched off
+        return [
+            Lost(
+                task=task,
+                identity=identity,
+                task_id=self.id,
+                pid=pid,
+                # Here, not in the thread: a child that is forked while a thread imports the store's modules
+                # would find their import locks taken for ever.
+                store=get_store(task.app),
+                give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
+            )
+            for identity in _identities_of(self)
+        ]
 
 
 def _may_be_queued(policy: Policy) -> bool:
@@ -266,8 +271,8 @@ def _may_be_queued(policy: Policy) -> bool:
     return policy.publish_once or policy.on_stale == "requeue"
 
 
-def _identity_of(request: Any) -> Identity:
-    """Return what a delivery is about, as its task would say."""
+def _identities_of(request: Any) -> list[Identity]:
+    """Return what a delivery is about, as its task would say, and what it was about before a deploy."""
     headers = request.request_dict
     args, kwargs, _ = request._payload  # noqa: SLF001
     identified: Identified = request.task.identify_delivery(
@@ -277,7 +282,8 @@ def _identity_of(request: Any) -> Identity:
         task_id=request.id,
         nesting=headers.get("replaced_task_nesting") or 0,
     )
-    return identified.identity
+    before = identified.before
+    return [identified.identity, *([before.identity] if before else [])]
 
 
 @worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.watch_children")

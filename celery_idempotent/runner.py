@@ -22,9 +22,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from celery_idempotent import deferred, signals, unfinished
+from celery_idempotent import deferred, signals, twofold, unfinished
 from celery_idempotent.atomic import AtomicRun, Repeats, in_transaction
 from celery_idempotent.calls import (
     STORE_ERRORS,
@@ -53,6 +53,7 @@ from celery_idempotent.records import (
     Answer,
     Claimed,
     Held,
+    Identity,
     Lease,
     Mismatched,
     Record,
@@ -68,6 +69,17 @@ logger = logging.getLogger(__name__)
 
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
+
+
+class _Asked(NamedTuple):
+    """What a claim was answered, and when it was sent (``time.monotonic``).
+
+    ``old``: the record of before a deploy that changed the key, which is claimed as well.
+    """
+
+    answer: Answer
+    sent: float
+    old: Record | None
 
 
 class _Patience:
@@ -123,17 +135,17 @@ class Runner:
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
-                answer, sent = self._claim(call, attempt)
+                asked = self._claim(call, attempt)
             except STORE_ERRORS as error:
                 self._reporter.tell(signals.store_failed, call, None, error)
                 return StoreFailed(error, attempt)
-            match answer:
+            match asked.answer:
                 case Claimed(record):
                     verdict = self._verdict(record)
                     result = (
-                        self._condemn(call, record, verdict, sent)
+                        self._condemn(call, record, verdict, asked)
                         if verdict is not None
-                        else self._run(call, record, body, sent, repeats)
+                        else self._run(call, record, body, asked, repeats)
                     )
                     if isinstance(result, StoreFailed):
                         return StoreFailed(result.error, attempt)
@@ -147,7 +159,7 @@ class Runner:
                     if patience is not None and patience.wait(left_ms / 1000):
                         continue
                     self._reporter.tell(signals.conflicted, call, record)
-                    return Conflict(record, left_ms)
+                    return Conflict(record, left_ms, other=twofold.is_other(call.before, record))
                 case Settled(record, age_ms):
                     self._reporter.tell(signals.replayed, call, record)
                     return Replay(record, age_ms)
@@ -168,13 +180,13 @@ class Runner:
     def _observe(self, call: Call, body: Callable[[], Any]) -> Ran:
         """Run whatever the store says; record, count and log what would have been a duplicate."""
         try:
-            answer, sent = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
+            asked = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
         except STORE_ERRORS as error:
             logger.warning("idempotency: observing nothing, the store failed: %s", error)
             return Ran(self.unguarded(call, body))
-        match answer:
+        match asked.answer:
             case Claimed(record):
-                ran = self._run(call, record, body, sent, Repeats())
+                ran = self._run(call, record, body, asked, Repeats())
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -226,7 +238,7 @@ class Runner:
         except STORE_ERRORS:
             return MemoryStore()
 
-    def _claim(self, call: Call, attempt: bytes) -> tuple[Answer, float]:
+    def _claim(self, call: Call, attempt: bytes) -> _Asked:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
         give_up = time.monotonic() + CLAIM_PATIENCE
         delay = 0.0
@@ -246,20 +258,48 @@ class Runner:
                 self._abandon(call, attempt)
                 raise
 
-    def _claim_once(self, call: Call, attempt: bytes) -> tuple[Answer, float]:
+    def _claim_once(self, call: Call, attempt: bytes) -> _Asked:
+        """Ask for the key, and for the one of before a deploy as well."""
+        take = partial(self._take, call, attempt)
+        answer, sent = take(
+            call.identity, call.fingerprint, on_stale=self.policy.on_stale, message=call.message
+        )
+        before, old = call.before, None
+        if before is not None:
+            answer, old = twofold.claimed(
+                answer,
+                lambda: take(before.identity, before.fingerprint)[0],
+                settle=self._settle_as,
+                release=self._store().release,
+            )
+        return _Asked(answer, sent, old)
+
+    def _settle_as(self, record: Record, old: Record) -> None:
+        """Let a claim end as the same operation did under its old identity."""
+        completed = old.state is State.COMPLETED
+        self._store().settle(
+            record,
+            state=State.COMPLETED if completed else State.FAILED,
+            value=old.value,
+            keep_ms=self.policy.settled_keep_ms if completed else self.policy.failed_keep_ms,
+            replaced=old.replaced,
+        )
+
+    def _take(
+        self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any
+    ) -> tuple[Answer, float]:
         """Return the answer, and when it was asked for (``time.monotonic``)."""
         claim = partial(
             self._store().claim,
-            call.identity,
+            identity,
             attempt=attempt,
             lease_ms=self.policy.lease_ms,
             keep_ms=self.policy.keep_ms,
-            fingerprint=call.fingerprint,
+            fingerprint=fingerprint,
             task_id=call.task_id,
             worker=call.worker,
-            on_stale=self.policy.on_stale,
-            message=call.message,
             unanswered=call.unanswered,
+            **how,
         )
         sent = time.monotonic()
         while isinstance(answer := claim(), (Settled, Mismatched)):
@@ -267,15 +307,18 @@ class Runner:
             if over.task_id == call.task_id or not self.policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
-            forget_mark(self._store(), call.identity, token=over.token)
+            forget_mark(self._store(), identity, token=over.token)
             sent = time.monotonic()
         return answer, sent
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         try:
-            match self._claim_once(call, attempt):
-                case Claimed(record), _:
-                    self._store().release(call.identity, token=record.token)
+            asked = self._claim_once(call, attempt)
+            if isinstance(asked.answer, Claimed):
+                record = asked.answer.record
+                self._hold(record, asked.sent, asked.old).store.release(
+                    call.identity, token=record.token
+                )
         except STORE_ERRORS:
             pass  # the lease ends it
 
@@ -296,20 +339,25 @@ class Runner:
         return None
 
     def _condemn(
-        self, call: Call, record: Record, error: IdempotencyError, sent: float
+        self, call: Call, record: Record, error: IdempotencyError, asked: _Asked
     ) -> Result | None:
         """Settle the key FAILED without a run: then its record answers. The message comes back if that fails."""
         logger.error("idempotency: %s", error)
         try:
-            self._endings.condemn(call, self._hold(record, sent), error)
+            self._endings.condemn(call, self._hold(record, asked.sent, asked.old), error)
         except STORE_ERRORS as trouble:
             self._reporter.tell(signals.store_failed, call, record, trouble)
             return StoreFailed(trouble)
         return None
 
-    def _hold(self, record: Record, sent: float) -> Claim:
+    def _hold(self, record: Record, sent: float, old: Record | None = None) -> Claim:
         kind = ObservedClaim if self.policy.mode == "observe" else Claim
-        return kind(self._store(), record, self._lease(record), self._codec, sent=sent)
+        store = self._store()
+        if old is not None:
+            store = twofold.both(store, old)
+        claim = kind(store, record, self._lease(record), self._codec, sent=sent)
+        claim.old = old
+        return claim
 
     def _lease(self, record: Record) -> Lease:
         return Lease(
@@ -324,7 +372,7 @@ class Runner:
         call: Call,
         record: Record,
         body: Callable[[], Any],
-        sent: float,
+        asked: _Asked,
         repeats: Repeats,
     ) -> Result | None:
         """Run the body under the claim; ``None`` if that is gone, and the call claims anew, as a duplicate does.
@@ -339,7 +387,7 @@ class Runner:
 
         For the same reason a claim says itself that it is over: whatever is struck after that leaves nothing behind.
         """
-        claim = self._hold(record, sent)
+        claim = self._hold(record, asked.sent, asked.old)
         atomic = None
         if self.policy.mode == "observe":
             body = self._expecting_transaction(call, body)

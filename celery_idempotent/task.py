@@ -40,7 +40,7 @@ from celery_idempotent.hooks import (
     stamp_of,
     unstamp,
 )
-from celery_idempotent.keys import Identified
+from celery_idempotent.identified import Identified
 from celery_idempotent.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.replay import replay
@@ -261,8 +261,8 @@ class IdempotentTask(TaskBase):
                 return value
             case Replay(record, age_ms):
                 return replay(self, definition, request, record, age_ms)
-            case Conflict(record, left_ms):
-                republish.conflict(self, request, record, left_ms)
+            case Conflict(record, left_ms, other):
+                republish.conflict(self, request, record, left_ms, other=other)
             case StoreFailed(error, attempt):
                 if self.idempotency_policy.on_store_error != "open":
                     republish.store_failed(self, request, error, attempt)
@@ -302,6 +302,7 @@ class IdempotentTask(TaskBase):
         return Call(
             identity=identity,
             fingerprint=identified.fingerprint,
+            before=identified.before,
             task_id=task_id,
             worker=worker_name(os.getpid()),
             longest_wait_ms=republish.longest_wait_ms(self, request),
@@ -349,24 +350,20 @@ class IdempotentTask(TaskBase):
             InvalidKey: if the stamp is malformed, or the key cannot be used.
         """
         definition = self._ours()
+        said = said_of(headers, task_id)
+        about: dict[str, Any] = {"task_id": uuid() if eager else own_id(headers, task_id)}
+        about["nesting"] = nesting
         try:
-            stamped = Identified.from_header(
-                stamp_of(headers, task_id), definition.identifier.namespace
-            )
+            header = stamp_of(headers, task_id)
+            stamped = definition.identifier.stamped(header, args, kwargs, **about)
         except InvalidKey as error:
             if definition.policy.mode != "observe":
                 raise
             return definition.observed(error, task_id)
         if stamped is not None:
             return stamped
-        said = said_of(headers, task_id)
         return definition.identify(
-            args,
-            kwargs,
-            task_id=uuid() if eager else own_id(headers, task_id),
-            nesting=nesting,
-            key=said.get(RAW_KEY),
-            scope=said.get(RAW_SCOPE),
+            args, kwargs, **about, key=said.get(RAW_KEY), scope=said.get(RAW_SCOPE)
         )
 
     def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
@@ -468,7 +465,8 @@ class IdempotentTask(TaskBase):
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        return get_store(self.app).get(self._ours().identifier.identity(key, scope))
+        store = get_store(self.app)
+        return next(filter(None, map(store.get, self._identities(key, scope))), None)
 
     def idempotency_forget(
         self, key: Any, *, scope: Any = None, reason: str = "", who: str = "", force: bool = False
@@ -483,6 +481,13 @@ class IdempotentTask(TaskBase):
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        identity = self._ours().identifier.identity(key, scope)
         who = who or worker_name(os.getpid())
-        return operations.forget(self.app, identity, force=force, who=who, reason=reason)
+        forget = partial(operations.forget, self.app, force=force, who=who, reason=reason)
+        return True in [forget(identity) for identity in self._identities(key, scope)]
+
+    def _identities(self, key: Any, scope: Any) -> list[Identity]:
+        """Return the identity of a key, and what it was in the namespace of before a deploy."""
+        identifier = self._ours().identifier
+        identified = identifier.renamed(Identified(identifier.identity(key, scope)))
+        before = identified.before
+        return [identified.identity, *([before.identity] if before else [])]

@@ -137,8 +137,11 @@ class AtomicRun:
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
+        also: Record | None = None,
     ) -> bool:
         """Write the end state with the task's own writes; ``False`` if another has the key by now.
+
+        ``also``: the same for another claim of the run, which then comes second.
 
         Raises:
             TransactionEnded: if the task committed, rolled back or broke the transaction.
@@ -148,7 +151,11 @@ class AtomicRun:
         session, keep_ms = self._session, max(keep_ms, 1)
         if self._identity is None:
             raise StoreMisconfigured("this transaction has no claim to settle")
-        still_there(session, _SAVEPOINT)
+        name, token = self._name, self._token
+        if also is None:
+            still_there(session, _SAVEPOINT)
+        else:
+            name, token = digest(also.identity), also.token
         now = session.words.now_ms
         before, between, after = _PATIENCE if session.words.vendor == "postgresql" else ("", "", "")
         try:
@@ -164,8 +171,8 @@ class AtomicRun:
                     False,
                     keep_ms,
                     keep_ms + PRUNE_SLACK_MS,
-                    self._name,
-                    self._token,
+                    name,
+                    token,
                 ),
             )
         except Error as error:

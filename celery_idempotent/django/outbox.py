@@ -32,7 +32,7 @@ from celery_idempotent.django.outbox_sending import Sent, name_of, publish, send
 from celery_idempotent.django.transactions import alias_in_use
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.hooks import as_mapping, stamp_of
-from celery_idempotent.keys import MAX_CHARS, Identified
+from celery_idempotent.identified import MAX_CHARS, Identified
 from celery_idempotent.publishing import Kept, keeper
 from celery_idempotent.stores import get_store
 from celery_idempotent.task import IdempotentTask

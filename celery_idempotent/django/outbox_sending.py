@@ -19,7 +19,7 @@ from celery_idempotent.django.autocommit import committing
 from celery_idempotent.django.outbox_broker import confirming, unreached
 from celery_idempotent.django.outbox_payload import load
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.keys import MAX_CHARS
+from celery_idempotent.identified import MAX_CHARS
 from celery_idempotent.publishing import Kept
 from celery_idempotent.task import IdempotentTask
 

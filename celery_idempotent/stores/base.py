@@ -260,8 +260,12 @@ class Transaction(Protocol):
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
+        also: Record | None = None,
     ) -> bool:
-        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
+        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now.
+
+        ``also``: the same for another claim of the run, once this one is settled.
+        """
         ...
 
     def passes(self, error: Exception) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 from django import forms
 
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.keys import MAX_CHARS, canonical
+from celery_idempotent.identified import MAX_CHARS
+from celery_idempotent.keys import canonical
 from celery_idempotent.operations import Operation
 from celery_idempotent.records import Selection, State
 

@@ -13,7 +13,7 @@ from django.http import HttpResponse
 from django.utils.module_loading import import_string
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.keys import MAX_CHARS
+from celery_idempotent.identified import MAX_CHARS
 from celery_idempotent.policy import Mode, Policy, StoreErrorPolicy, milliseconds
 
 if TYPE_CHECKING:

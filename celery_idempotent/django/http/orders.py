@@ -20,7 +20,7 @@ from celery_idempotent.django.http.scopes import caller_scope
 from celery_idempotent.django.outbox_payload import MEANS, absolute
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.hooks import KEEP_FAILURE_HEADER
-from celery_idempotent.keys import Identified
+from celery_idempotent.identified import Identified
 from celery_idempotent.publishing import identify, until_lost
 from celery_idempotent.records import Identity
 from celery_idempotent.stores import Store, get_store

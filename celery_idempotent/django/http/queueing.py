@@ -31,6 +31,7 @@ from django.db import DatabaseError, transaction
 from django.http import HttpResponse, JsonResponse
 from kombu.exceptions import OperationalError
 
+from celery_idempotent import twofold
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, read_options
@@ -178,12 +179,12 @@ def _reserve(order: Order, task_id: str, *, promised: bool) -> Any:
     message = order.message(task_id) if promised else None
     return _patiently(
         order,
-        lambda: order.store.reserve(
-            order.identified.identity,
+        lambda: twofold.reserve(
+            order.store,
+            order.identified,
             task_id=task_id,
             deadline_ms=order.patience_ms if promised else UNCOMMITTED_MS,
             keep_ms=order.definition.policy.keep_ms,
-            fingerprint=order.identified.fingerprint,
             message=message,
         ),
     )
@@ -277,7 +278,7 @@ class _Promise:
 
 def _give_back(order: Order, record: Record) -> None:
     try:
-        order.store.release(record.identity, token=record.token)
+        twofold.give_back(order.store, order.identified, record)
     except (StoreUnavailable, StoreMisconfigured) as trouble:
         logger.warning("idempotency: a reservation is left to its deadline: %s", trouble)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -27,7 +27,13 @@ from celery_idempotent.django.http.pages import (
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.django.http.scopes import caller_scope
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.identified import Identified
 from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idempotent.records import Identity, Record
 
 __all__ = ["respond", "status", "status_url"]
 
@@ -104,12 +110,24 @@ def _refuse(
     )
 
 
+def _found(app: Celery, identity: Identity) -> Record | None:
+    """Return the record of a key, be it that of before a deploy that changed its namespace."""
+    store = get_store(app)
+    record = store.get(identity)
+    task = task_of(app, identity.namespace) if record is None else None
+    if task is None:
+        return record
+    definition = task.idempotency_definition()
+    renamed = definition and definition.identifier.renamed(Identified(identity))
+    return store.get(renamed.before.identity) if renamed and renamed.before else None
+
+
 def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> dict[str, Any]:
     app = celery_app(options.app)
     scope = caller_scope(request, options)
     try:
         identity = http_identity(namespace, scope, key)
-        record = get_store(app).get(identity) if options.shows(namespace) else None
+        record = _found(app, identity) if options.shows(namespace) else None
     except Refusal:
         record = None
     except (StoreUnavailable, StoreMisconfigured) as error:

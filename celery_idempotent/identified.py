@@ -1,0 +1,86 @@
+"""What one call is about: its identity and its fingerprint, and how a message carries them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeGuard
+
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.records import FINGERPRINT_BYTES, Identity
+
+__all__ = ["MAX_CHARS", "Identified", "is_text"]
+
+#: The longest canonical key, scope or namespace, in characters.
+MAX_CHARS: Final = 255
+
+_FINGERPRINT = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """The identity of one call and its fingerprint, which is None where it is off.
+
+    ``before`` is what the call was about before a deploy that changed keys, if that was another identity.
+    """
+
+    identity: Identity
+    fingerprint: bytes | None = None
+    before: Identified | None = None
+
+    @property
+    def by_task_id(self) -> bool:
+        """Whether the key is only the task id, which no other call shares."""
+        return self.identity.key.startswith("@")
+
+    #: What a stamp says about them.
+    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint", "next"})
+
+    def to_header(self) -> dict[str, Any]:
+        """Return the stamp for the message's headers.
+
+        While a deploy changes keys, workers of before have to find the key that they know: the new one stands beside.
+        """
+        header: dict[str, Any] = {"key": self.identity.key}
+        if self.identity.scope:
+            header["scope"] = self.identity.scope
+        if self.fingerprint is not None:
+            header["fingerprint"] = self.fingerprint.hex()
+        if self.before is not None and not self.before.same_key(self):
+            return {**self.before.to_header(), "next": header}
+        return header
+
+    def same_key(self, other: Identified) -> bool:
+        """Have both one key in one scope, be it in two namespaces?"""
+        mine, theirs = self.identity, other.identity
+        return (mine.key, mine.scope) == (theirs.key, theirs.scope)
+
+    @classmethod
+    def from_header(cls, header: object, namespace: str) -> Identified | None:
+        """Return what a message's stamp says, or None if there is no stamp, or nothing about its key in it.
+
+        Raises:
+            InvalidKey: if it is malformed. It came over the network: anything may be in it.
+        """
+        if header is None:
+            return None
+        if not isinstance(header, Mapping):
+            raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
+        if "id" in header and not header.keys() & cls.WORDS:
+            return None
+        key, scope = header.get("key"), header.get("scope", "")
+        if not is_text(key) or not (scope == "" or is_text(scope)):
+            raise InvalidKey(f"A message of {namespace} has a stamp without a usable key or scope.")
+        identity = Identity(namespace=namespace, scope=scope, key=key)
+        fingerprint = header.get("fingerprint")
+        if fingerprint is None:
+            return cls(identity)
+        if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint):
+            return cls(identity, bytes.fromhex(fingerprint))
+        raise InvalidKey(f"A message of {namespace} has a stamp without a usable fingerprint.")
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Can this be a canonical key, scope or namespace?"""
+    return isinstance(value, str) and 0 < len(value) <= MAX_CHARS and value.isprintable()
