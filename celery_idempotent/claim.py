@@ -59,6 +59,7 @@ class Claim:
         "over",
         "renewed_at",
         "replaced",
+        "replacement",
         "settled",
         "transaction",
     )
@@ -79,6 +80,8 @@ class Claim:
         self.given_back = False
         #: The run hands its task id over to another task (``self.replace``).
         self.replaced = False
+        #: The message of that other task, where it is published only once this record has it.
+        self.replacement: Stored | None = None
         #: The run is over: this claim is nobody's current one, and not to be renewed.
         self.over = False
         #: The end of the run is written.

@@ -94,6 +94,21 @@ class TaskCodec:
         head = f"{stored.content_type}\n{stored.content_encoding}\n"
         return head.encode() + stored.body
 
+    def dump_replacement(self, signature: Signature[Any]) -> Stored | None:
+        """Serialize the task that replaces this one, or return ``None`` if that cannot be."""
+        stored = self._messages.dump(dict(signature), max_bytes=None)
+        return None if isinstance(stored, NotStored) else stored
+
+    def load_replacement(self, stored: Stored) -> Signature[Any]:
+        """Return what :meth:`dump_replacement` stored.
+
+        Raises:
+            StoreMisconfigured: if the app does not accept its format.
+            ResultUnavailable: if it cannot be read.
+        """
+        content: Any = self._messages.load(stored)
+        return Signature.from_dict(content, app=self._app)
+
     def load_message(self, message: bytes) -> Signature[Any]:
         """Return what :meth:`dump_message` stored.
 
@@ -107,8 +122,7 @@ class TaskCodec:
             content_encoding=content_encoding.decode(),
             body=body,
         )
-        content: Any = self._messages.load(stored)
-        return Signature.from_dict(content, app=self._app)
+        return self.load_replacement(stored)
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""

@@ -1,12 +1,12 @@
-"""What a finished task sends on (links, the next step of a chain, its part of a chord), and whether it was sent.
+"""What a finished task has to send (links, the next step of a chain, its part of a chord), and whether it was sent.
 
 A worker may die between the settle and the sending, or between the sending and the ack. The message then comes back,
-finds its own record settled, and must send on in the first case and be silent in the second. So the record is marked as
+finds its own record settled, and must send in the first case and be silent in the second. So the record is marked as
 *delivered* once everything was sent, in a third round trip that only requests with something to send pay for::
 
-    run ─ settle ─┬─ ✗ ······················· redelivered: answered in full, Celery sends
-                  └─ links, chain, chord, result ─ mark ─┬─ ✗ ···· redelivered: answered silently
-                                                         └─ ack
+    run ─ settle ─┬─ ✗ ······················· redelivered: answered in full, sent
+                  └─ links, chain, result, chord part ─ mark ─┬─ ✗ ···· redelivered: answered silently
+                                                              └─ ack
     between the sending and the mark: sent twice, under the same ids, so that an IdempotentTask downstream runs once
 """
 
@@ -14,26 +14,43 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from celery.canvas import maybe_signature
-from celery.signals import task_failure, task_success
+from celery.canvas import Signature, maybe_signature
+from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Identity
+from celery_idempotent.hooks import as_mapping, said_of
+from celery_idempotent.records import Identity, State
 
 if TYPE_CHECKING:
     from celery import Celery
 
     from celery_idempotent.stores.base import Store
 
-__all__ = ["derive_ids", "expect", "sends_on", "silence"]
+__all__ = [
+    "UNDELIVERED",
+    "Due",
+    "Replaced",
+    "derive_ids",
+    "expect",
+    "forgetting",
+    "marking",
+    "sends_on",
+    "silence",
+    "taken",
+]
 
 logger = logging.getLogger(__name__)
 
-#: Where the mark that is due is kept while the request is at work.
-_EXPECTED = "idempotency_delivery"
+#: In a stamp: how often its message came back because something could not be sent; what was sent is no longer in it.
+UNDELIVERED = "undelivered"
+
+#: Where it is kept, while the request is at work, that something is due.
+_DUE = "idempotency_due"
 
 _COMPOSITES = {
     "celery.chain": ("tasks",),
@@ -42,9 +59,45 @@ _COMPOSITES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A record was settled ``age_ms`` ago, and what this request sends is still to be sent; then ``mark`` notes it."""
+
+    mark: Callable[[], None]
+    age_ms: int = 0
+
+
+def forgetting(store: Store, identity: Identity, token: int) -> Callable[[], None]:
+    """Return what gives back the key of a task whose replacement can never be published."""
+
+    def forget() -> None:
+        try:
+            store.forget(identity, token=token, state=State.COMPLETED)
+        except IdempotencyError as error:
+            logger.warning("idempotency: could not free %s: %s", identity, error)
+
+    return forget
+
+
+class Replaced(Ignore):
+    """The task is replaced: to publish ``signature``, under its task id, is due. ``free`` gives the key back."""
+
+    def __init__(self, signature: Signature[Any], due: Due, free: Callable[[], None]) -> None:
+        super().__init__("Replaced by new task")
+        self.signature = signature
+        self.due = due
+        self.free = free
+
+
 def sends_on(request: Any) -> bool:
-    """Does this request have anything to send when it is done?"""
-    return bool(request.callbacks or request.errbacks or request.chain or request.chord)
+    """Does this request have anything to send when it is done, or did it, and came back for it?"""
+    return bool(
+        request.callbacks
+        or request.errbacks
+        or request.chain
+        or request.chord
+        or UNDELIVERED in said_of(as_mapping(request.headers), request.id)
+    )
 
 
 def silence(request: Any) -> None:
@@ -52,32 +105,32 @@ def silence(request: Any) -> None:
     request.callbacks = request.errbacks = request.chain = request.chord = None
 
 
-def expect(request: Any, store: Store, identity: Identity, token: int) -> None:
-    """Remember to mark this record as delivered once Celery has sent what the request has to send."""
-    setattr(request, _EXPECTED, (store, identity, token))
+def expect(request: Any, due: Due) -> None:
+    """Remember that something is to be sent."""
+    setattr(request, _DUE, due)
 
 
-@task_success.connect(weak=False, dispatch_uid="celery_idempotent.delivered")
-@task_failure.connect(weak=False, dispatch_uid="celery_idempotent.delivered")
-def mark(sender: Any = None, **_: Any) -> None:
-    """Mark the record: Celery says so after it sent everything (and stored the result), before the ack.
+def taken(request: Any) -> Due | None:
+    """Return what is due, once."""
+    due: Due | None = vars(request).pop(_DUE, None)
+    return due
 
-    Signals, because users override ``on_success`` and ``on_failure`` without calling ours.
-    """
-    expected = getattr(getattr(sender, "request", None), _EXPECTED, None)
-    if expected is None:
-        return
-    store, identity, token = expected
-    try:
-        store.mark_delivered(identity, token=token)
-    except IdempotencyError as error:
-        logger.warning(
-            "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
-            "come back, "
-            "they are sent again, under the same ids: %s",
-            identity,
-            error,
-        )
+
+def marking(store: Store, identity: Identity, token: int) -> Callable[[], None]:
+    """Return what marks this record as delivered."""
+
+    def mark() -> None:
+        try:
+            store.mark_delivered(identity, token=token)
+        except IdempotencyError as error:
+            logger.warning(
+                "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
+                "come back, they are sent again, under the same ids: %s",
+                identity,
+                error,
+            )
+
+    return mark
 
 
 def derive_ids(app: Celery, links: Any, parent_id: str, kind: str) -> Any:

@@ -45,7 +45,7 @@ class Endings:
         if claim.given_back:
             return True
         if claim.replaced:
-            return self.settle(call, claim, lambda: None, State.COMPLETED)
+            return self.settle(call, claim, lambda: claim.replacement, State.COMPLETED)
         # What recorded steps is released, as without anybody who asks: a FAILED record keeps none, and another run
         # would do them again.
         final = call.fails(error) and not claim.stepped

@@ -124,7 +124,6 @@ def operate(
     if outcome is Outcome.DONE:
         why = f": {' '.join(reason.split())}" if reason else ""  # in one line
         logger.warning("idempotency: %s chose to %s %s%s", by.who, operation, identity, why)
-    tally.write()
     return outcome
 
 
@@ -181,7 +180,7 @@ class _Operator:
         """Send the event, and count it."""
         event = event_of(record, error)
         emit(signal, None, replace(event, who=self.who, reason=self.reason))
-        tally.add(self.store, task_of(self.app, record), outcome)
+        tally.count(self.store, task_of(self.app, record), outcome)
 
 
 def _forget(by: _Operator, record: Record) -> Outcome:

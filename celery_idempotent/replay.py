@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from celery.backends.base import DisabledBackend
@@ -41,18 +42,44 @@ def replay(
         record.state.value,
         age_ms / 1000,
     )
-    if record.task_id == request.id and delivery.sends_on(request):
-        if record.delivered:
-            delivery.silence(request)
-        else:
-            delivery.expect(request, get_store(task.app), record.identity, record.token)
+    own = record.task_id == request.id
+    if own and record.delivered:
+        delivery.silence(request)
     if record.state is State.FAILED:
-        raise definition.codec.load_error(record.value)
-    if record.value is not None:
-        return definition.codec.load_value(record.value)
-    if record.replaced and record.task_id == request.id:
-        raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
-    return _from_backend(task, request, record, age_ms)
+        error = definition.codec.load_error(record.value)
+        _expect(task, request, record, age_ms)
+        raise error
+    if record.replaced and own:
+        if record.delivered or record.value is None:
+            raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
+        signature = definition.codec.load_replacement(record.value)
+        free = delivery.forgetting(get_store(task.app), record.identity, record.token)
+        raise delivery.Replaced(signature, _due(task, record, age_ms), free)
+    if record.value is not None and not record.replaced:
+        value = definition.codec.load_value(record.value)
+    else:
+        value = _from_backend(task, request, record, age_ms)
+    _expect(task, request, record, age_ms)
+    return value
+
+
+def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> None:
+    """Have sent what this message sends. A duplicate under another id marks nothing: it did not settle the record."""
+    if not delivery.sends_on(request) or (record.delivered and record.task_id == request.id):
+        return
+    due = _due(task, record, age_ms)
+    if record.task_id != request.id:
+        due = replace(due, mark=_nothing)
+    delivery.expect(request, due)
+
+
+def _due(task: IdempotentTask, record: Record, age_ms: int) -> delivery.Due:
+    mark = delivery.marking(get_store(task.app), record.identity, record.token)
+    return delivery.Due(mark=mark, age_ms=age_ms)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> Any:

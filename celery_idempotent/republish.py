@@ -14,6 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
+from celery_idempotent.delivery import UNDELIVERED
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.hooks import as_mapping, bound, said_of
 from celery_idempotent.patience import patience
@@ -33,6 +34,7 @@ __all__ = [
     "longest_wait_ms",
     "store_failed",
     "unanswered",
+    "undelivered",
 ]
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,29 @@ def store_failed(
     raise Ignore(str(error)) from error
 
 
+def undelivered(
+    task: IdempotentTask, request: Any, trouble: BaseException | None, left_ms: int
+) -> NoReturn:
+    """What follows the end of a task could not be sent: its message comes back to send the rest of it.
+
+    It does so while its record surely answers it, and outlives its expiry: the operation is done. With the broker away
+    it stays where it is, and sends as soon as that is back: given back, it would wait for the visibility timeout.
+    """
+    left = max(left_ms / 1000, 1.0)
+    count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None}, {})
+    logger.error(
+        "idempotency: %s[%s] is done, what follows it is not sent yet (%s, %d times now), and it comes back "
+        "in %.1f s",
+        task.name,
+        request.id,
+        type(trouble).__name__ if trouble else "another process is at it",
+        count,
+        delay,
+    )
+    _send(task, request, again, delay, stay=True)
+    raise Ignore(f"what follows {task.name} is not sent yet")
+
+
 def unanswered(said: Mapping[str, Any]) -> tuple[bytes, ...]:
     """Return the attempts to claim that a message brings along; of what is none, nothing."""
     found = said.get(UNANSWERED)
@@ -230,12 +255,14 @@ def _unacknowledged(task: IdempotentTask) -> float:
     return (broker.held or _VISIBILITY_TIMEOUT) / 4
 
 
-def _send(task: IdempotentTask, request: Any, again: Signature[Any], delay: float) -> None:
+def _send(
+    task: IdempotentTask, request: Any, again: Signature[Any], delay: float, *, stay: bool = False
+) -> None:
     """Publish; a message that cannot be published must not be lost.
 
     With late acks the broker still has it. If it is the broker that fails, pause, and give it back as it is: once, for
     there are queues that drop what comes back too often (RabbitMQ's quorum queues, after 20 times). Any other message
-    stays where it is, and waits there for what it had to wait for.
+    stays where it is, and waits there for what it had to wait for. So does each if it is to ``stay``.
 
     Raises:
         Reject: if the broker gives it out again.
@@ -248,7 +275,8 @@ def _send(task: IdempotentTask, request: Any, again: Signature[Any], delay: floa
         outage = _is_outage(task, error)
         reason = type(error).__name__
     late: bool | None = task.acks_late
-    back = outage and late and not as_mapping(request.delivery_info).get("redelivered")
+    given_once = as_mapping(request.delivery_info).get("redelivered")
+    back = outage and late and not stay and not given_once
     pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
     logger.error(
         "idempotency: %s[%s] cannot be published, pausing %.0f s: %s",

@@ -25,6 +25,7 @@ from celery.worker.request import Request as CeleryRequest
 from celery_idempotent import signals
 from celery_idempotent.background import background
 from celery_idempotent.calls import worker_name
+from celery_idempotent.delivery import sends_on
 from celery_idempotent.hooks import as_mapping
 from celery_idempotent.records import Identity, State
 from celery_idempotent.republish import Dropped
@@ -214,6 +215,17 @@ class Request(CeleryRequest):
             background.put(job)
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
+
+    def _success_was_stored(self) -> Any:
+        """Let a message come back whose child was lost after its result was stored, and may have died before it sent.
+
+        Celery >= 5.7 acknowledges it. The record knows what is still to be sent, and nothing runs again.
+        """
+        task: Any = self.task
+        comes_back = task.acks_late and task.reject_on_worker_lost
+        if comes_back and task.idempotency_definition() and sends_on(self._context):  # type: ignore[attr-defined]
+            return False
+        return super()._success_was_stored()  # type: ignore[misc]
 
     def _child_lost(self) -> None:
         if self._mourned:

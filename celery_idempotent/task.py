@@ -12,7 +12,16 @@ from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent import autoretry, canvas, delivery, operations, publishing, reaper, republish
+from celery_idempotent import (
+    autoretry,
+    canvas,
+    delivery,
+    operations,
+    publishing,
+    reaper,
+    republish,
+    sending,
+)
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
@@ -233,8 +242,9 @@ class IdempotentTask(TaskBase):
             while True:
                 try:
                     call = self._call(definition, request, args, kwargs)
-                    return self._run_once(definition, request, call, body)
-                except republish.StaysError:  # noqa: PERF203  after a pause, nothing ran
+                    run = partial(self._run_once, definition, request, call, body)
+                    return sending.answer(self, request, run)
+                except republish.StaysError:  # noqa: PERF203  after a pause; what ran is recorded
                     continue
 
     def _last_step(self, entry: Entry) -> Callable[..., Any]:
@@ -291,8 +301,8 @@ class IdempotentTask(TaskBase):
             # From here on they are this message's alone: the body may hand its headers to other calls.
             request.headers = bound(headers, task_id, identified)
         noted = None
-        if delivery.sends_on(request):
-            noted = partial(delivery.expect, request, get_store(self.app), identity)
+        if definition.policy.mode == "enforce" and delivery.sends_on(request):
+            noted = partial(self._expect_sending, request, identity)
         return Call(
             identity=identity,
             fingerprint=identified.fingerprint,
@@ -306,6 +316,10 @@ class IdempotentTask(TaskBase):
             around=self.transactions_around if request.is_eager else None,
             is_failure=_is_failure if KEEP_FAILURE in said else None,
         )
+
+    def _expect_sending(self, request: Context, identity: Identity, token: int) -> None:
+        mark = delivery.marking(get_store(self.app), identity, token)
+        delivery.expect(request, delivery.Due(mark=mark))
 
     def _message(self, definition: Definition, request: Context) -> bytes | None:
         """Return this message as a sweep would publish it again, if the policy wants that."""
@@ -393,13 +407,19 @@ class IdempotentTask(TaskBase):
             raise
 
     def on_replace(self, sig: Signature[Any]) -> Any:
-        """Publish the replacement."""
+        """Let the replacement be published once the record has it: it is never lost, and run() is not repeated."""
         claim = current_claim()
         if claim is not None and claim.transaction is not None and not self.request.is_eager:
             raise IdempotencyError(
                 f"{self.name} is atomic, and its replacement has to be staged in its transaction: take "
                 "celery_idempotent.django.IdempotentTask as its base."
             )
+        if claim is not None and claim.replaced and self.idempotency_policy.mode == "enforce":
+            claim.replacement = self._ours().codec.dump_replacement(sig)
+            if claim.replacement is not None:
+                held = claim.store, claim.record.identity, claim.token
+                due = delivery.Due(mark=delivery.marking(*held))
+                raise delivery.Replaced(sig, due, delivery.forgetting(*held))
         return super().on_replace(sig)
 
     def _is_about(self, sig: Mapping[str, Any], identity: Identity) -> bool:

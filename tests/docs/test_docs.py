@@ -260,3 +260,25 @@ def test_the_readme_names_the_make_targets_that_there_are() -> None:
 def test_the_changelog_has_an_entry_for_this_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert "## [Unreleased]" in changelog or f"## [{celery_idempotent.__version__}]" in changelog
+
+
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    for path, name in NAMED_TEST.findall(page.read_text()):
+        assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
+
+
+def test_every_cell_of_what_is_sent_after_a_body_has_its_test() -> None:
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    section = text.split("## What follows a task is sent")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]]
+    named = re.findall(r"^- ((?:\([a-z]\) ?)+):.*`tests/", section, re.MULTILINE)
+    shown = set(re.findall(r"[a-z]", "".join(named)))
+    assert len(rows) == 8
+    for cell in cells:
+        proof = re.search(r"\(([a-z])\)$", cell)
+        assert cell == "–" or (proof and proof[1] in shown), cell

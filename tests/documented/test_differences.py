@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery, chain
 
 from celery_idempotent import InvalidKey, InvalidOption
@@ -78,6 +79,22 @@ def binds(side: Side) -> bool:
     return False
 
 
+def sends_what_was_refused(side: Side) -> bool:
+    """The broker takes nothing for the queue of the next step: its key is no list."""
+    queue, show = f"{side.name}.refused", side.app.tasks["tests.show"]
+    with redis.Redis.from_url(side.app.conf.broker_url) as broker:
+        broker.set(queue, "no list")
+        result: Any = chain(show.si(), show.si().set(queue=queue)).apply_async().parent
+        told = "is done, what follows it is not sent yet"
+        wait_for(lambda: result.ready() or told in side.worker.log, PATIENCE, "the refusal")
+        broker.delete(queue)
+        result.get(timeout=PATIENCE, propagate=False)
+        sent = bool(broker.llen(queue))
+        broker.delete(queue)
+    assert result.state == ("SUCCESS" if sent else "FAILURE")
+    return sent
+
+
 def refuses_coroutines(side: Side) -> bool:
     app = make(side)
     app.finalize()
@@ -117,6 +134,7 @@ def lines(side: Side, task_id: str, *, ends: int = 1) -> list[dict[str, Any]]:
 #: Those that the comparison does not see, with what shows them: not with Celery, but with ours.
 UNSEEN: dict[str, Check] = {
     "own-headers": has_own_headers,
+    "sending": sends_what_was_refused,
     "own-log-lines": logs_more,
     "frames-in-tracebacks": shows_frames,
     "calls-of-bases": calls_bases_for_runs_only,

@@ -212,7 +212,7 @@ def fence() -> None:
 
 
 class Saying(IdempotentTask):
-    """A task whose process may die between the sending of its callbacks and the note that they were sent."""
+    """A task whose process may die in its own hook, after its callbacks were sent."""
 
     abstract = True
 

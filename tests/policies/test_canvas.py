@@ -157,7 +157,7 @@ class TestCrashes:
     def test_a_crash_around_the_sending_loses_nothing_and_doubles_nothing(
         self, on_redis, key, shape, point
     ):
-        """Between the settle and the sending; between the sending and the mark; between the mark and the ack."""
+        """Between the settle and the sending; after it, in a hook of the task's own, and in a signal's receiver."""
         for letter in shape.crash:
             on_redis.crash(point, f"{key}/{letter}")
         finish(on_redis, key, shape, start(on_redis, key, shape))

@@ -165,14 +165,6 @@ class Till:
             return True
         return False
 
-    def drop(self) -> None:
-        """Leave none of its tables to the next test."""
-        from django.db import connections
-
-        if self.alias in connections.databases:  # else with their server
-            for table in ("effects", "accounts"):
-                databases.execute(self.alias, f"DROP TABLE {table}")
-
     def balance(self) -> int:
         ((balance,),) = databases.rows(self.alias, "SELECT balance FROM accounts")
         return int(balance)
@@ -221,6 +213,8 @@ def till(
             "mariadb": "bigint auto_increment",
             "sqlite": "integer",
         }[vendor]
+        for table in ("effects", "accounts"):
+            databases.execute(alias, f"DROP TABLE IF EXISTS {table}")
         databases.execute(
             alias,
             f"CREATE TABLE effects (id {number} PRIMARY KEY, name varchar(200), token bigint)",
@@ -244,7 +238,6 @@ def till(
     for till in made:
         till.client.close()
         till.store.close()
-        till.drop()
 
 
 class TestKills:

@@ -39,7 +39,7 @@ class Shown:
 def shown(app: Celery, definition: Definition | None, record: Record) -> Shown:
     """Return what a settled record says: its result or its error."""
     stored = record.value
-    if stored is None:
+    if stored is None or record.replaced:
         return Shown(trouble="It was not kept in the record.")
     if len(stored.body) > _limit(stored):
         return Shown(trouble=f"It is too large to be shown: {len(stored.body):,} bytes.")

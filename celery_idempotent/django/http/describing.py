@@ -180,7 +180,7 @@ def _result_of(
     if task is None or definition is None:
         return {}, record.state  # kept or not: who knows this task can say
     try:
-        if record.value is not None:
+        if record.value is not None and not record.replaced:
             return _json({"result": definition.codec.load_value(record.value)}), record.state
         outcome: Any = task.AsyncResult(record.task_id)
         if outcome.state == "SUCCESS":

@@ -1,0 +1,55 @@
+"""Which errors of sending are worth another try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from amqp.exceptions import MessageNacked, NotFound
+from kombu.exceptions import EncodeError, OperationalError
+
+from celery_idempotent import InvalidKey, StoreUnavailable
+from celery_idempotent.chords import hopeless
+
+
+def raised(error: Exception, module: str = "tests") -> Exception:
+    """Return the exception as code of this module raises it."""
+    scope: dict[str, Any] = {"__name__": module}
+    exec("def fail(error):\n    raise error", scope)
+    with pytest.raises(type(error)) as found:
+        scope["fail"](error)
+    return found.value
+
+
+@pytest.mark.parametrize(
+    "error", [EncodeError("x"), InvalidKey("x"), TypeError("x"), KeyError("x"), AttributeError("x")]
+)
+def test_what_a_signature_or_a_value_causes_is_hopeless(error):
+    assert hopeless(raised(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OperationalError("x"),
+        ConnectionResetError("x"),
+        NotFound("x"),
+        MessageNacked("x"),
+        StoreUnavailable("x"),
+        RuntimeError("x"),
+    ],
+)
+def test_what_a_broker_or_a_store_says_is_not(error):
+    assert not hopeless(raised(error))
+
+
+@pytest.mark.parametrize("module", ["kombu.transport.redis", "amqp.channel", "redis.client"])
+def test_nor_is_what_a_client_stumbles_over_whose_connection_breaks(module):
+    """As kombu does: ``'NoneType' object has no attribute 'client'``, of a channel that was closed meanwhile."""
+    error = raised(AttributeError("'NoneType' object has no attribute 'client'"), module)
+    assert not hopeless(error)
+    assert hopeless(raised(EncodeError("x"), module))
+
+
+def test_without_an_error_nothing_is_hopeless():
+    assert not hopeless(None)
