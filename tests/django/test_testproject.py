@@ -59,14 +59,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         settings.CELERY_TASK_ALWAYS_EAGER = True
         from testproject.celery import app
 
-        # Tests of the same process may have asked for the app's store before.
-        changes: Any = app.conf.changes
-        patch.setitem(changes, "idempotency_store", "memory://")
+        usual, app.conf.idempotency_store = app.conf.idempotency_store, "memory://"
         databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
         try:
             yield app
         finally:
             teardown_databases(databases, verbosity=0)
+            app.conf.idempotency_store = usual
             state._set_current_app(current)
 
 
@@ -75,7 +74,11 @@ def database(project: Any) -> Iterator[None]:
     """What a test writes is rolled back; the keys stay, so each test has a delivery of its own."""
     from django.db import transaction
 
-    with transaction.atomic():
+    block: Any = transaction.atomic()
+    block._from_testcase = (
+        True  # as in a TestCase, whose transaction the code under test does not know of
+    )
+    with block:
         yield
         transaction.set_rollback(True)
 
