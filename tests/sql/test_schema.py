@@ -166,6 +166,26 @@ def test_what_ended_badly_is_found_by_an_index_of_nothing_else(filled: DjangoSto
     assert all("Scan Backward using celery_idempotent_ended" in plan for plan in plans), plans
 
 
+def test_on_sqlite_what_ended_badly_is_found_by_that_index(open_store: Callable[..., DjangoStore]):
+    store = open_store("sqlite")
+    plans: list[str] = []
+
+    def note(run: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        if "celery_idempotent_lease WHERE" in sql and "state = '" in sql:
+            run(f"EXPLAIN QUERY PLAN {sql}", params, many, context)
+            plans.append(" ".join(str(row[-1]) for row in context["cursor"].fetchall()))
+        return run(sql, params, many, context)
+
+    execute(store.alias, "SELECT 1")
+    with connections[store.alias].execute_wrapper(note):
+        store.stats()
+        for state in (State.INTERRUPTED, State.FAILED):
+            store.list(Selection(states=frozenset({state})))
+            store.list(Selection(states=frozenset({state})), cursor="n:1:00")
+    assert len(plans) == 10
+    assert all("INDEX celery_idempotent_ended" in plan for plan in plans), plans
+
+
 def test_pages_are_left_room_for_updates(filled: DjangoStore):
     found = rows(
         filled.alias,
