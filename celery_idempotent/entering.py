@@ -13,9 +13,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
-__all__ = ["Entry", "entry_of", "put_claim_first"]
+__all__ = ["Entry", "entry_of", "put_claim_first", "repeatable"]
 
 #: On a request: its delivery is under a claim already. Celery copies it with the request.
 _MARK = "idempotency_entry"
@@ -74,3 +76,21 @@ def put_claim_first(
 
     setattr(__call__, _MARK, True)
     setattr(task, "__call__", __call__)  # noqa: B010  of a class, which mypy takes for a slip
+
+
+def repeatable(way: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    """Return a body that may be called again: with the arguments as they were, whatever an earlier call did to them.
+
+    Only those of an eager call can be such that have no copy. They are the caller's own, and stay what they are.
+    """
+    try:
+        kept = deepcopy((args, kwargs))
+    except Exception:  # noqa: BLE001  an object of any kind
+        return partial(way, *args, **kwargs)
+    given = [(args, kwargs)]
+
+    def body() -> Any:
+        args, kwargs = given.pop() if given else deepcopy(kept)
+        return way(*args, **kwargs)
+
+    return body

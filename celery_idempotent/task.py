@@ -24,7 +24,7 @@ from celery_idempotent import (
 from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.definition import Definition, define, is_celerys_own
-from celery_idempotent.entering import Entry, entry_of, put_claim_first
+from celery_idempotent.entering import Entry, entry_of, put_claim_first, repeatable
 from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
 from celery_idempotent.hooks import (
     KEEP_FAILURE,
@@ -234,7 +234,8 @@ class IdempotentTask(TaskBase):
         if definition is None or request.called_directly or entry_of(request):
             return (way or super().__call__)(*args, **kwargs)
         with Entry(request) as entry:
-            body = partial(way or self._last_step(entry), *args, **kwargs)
+            made = repeatable if definition.policy.atomic else partial
+            body = made(way or self._last_step(entry), *args, **kwargs)
             while True:
                 try:
                     call = self._call(definition, request, args, kwargs)

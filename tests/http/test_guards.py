@@ -338,6 +338,30 @@ def test_a_form_that_a_check_parsed_still_counts(options: dict[str, Any], factor
 # Views that cannot be guarded, and views with habits -----------------------------------------------------------------
 
 
+def test_a_request_that_middleware_hands_to_its_view_once_more_is_guarded_then_too(
+    options: dict[str, Any], factory: Any
+) -> None:
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http import idempotent_view
+
+    runs: list[int] = []
+
+    @idempotent_view(**options)
+    def view(_: Any) -> HttpResponse:
+        runs.append(1)
+        if len(runs) == 1:
+            raise ConnectionError
+        return HttpResponse("done")
+
+    request = factory.post("/", HTTP_IDEMPOTENCY_KEY=new_key())
+    with pytest.raises(ConnectionError):
+        view(request)
+    assert view(request).content == b"done"
+    assert view(request)["Idempotent-Replayed"] == "true"
+    assert len(runs) == 2
+
+
 def test_a_coroutine_that_nobody_awaits_is_told_of(options: dict[str, Any], factory: Any) -> None:
     from django.core.exceptions import ImproperlyConfigured
     from django.http import HttpResponse

@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
 pytest.importorskip("django")
 
+from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import DatabaseError, OperationalError, connections
 from django.db.backends.signals import connection_created
+from django.http import HttpResponse
+from django.test import RequestFactory
 
 from celery_idempotent import atomic
 from celery_idempotent.calls import Ran
+from celery_idempotent.django import IdempotentTask
 from celery_idempotent.django.atomic import AtomicRun
+from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.records import Identity, Record, State
 from tests.sql import databases
@@ -27,6 +33,9 @@ from tests.support.waiting import wait_for
 from tests.unit.test_runner import a_call, make_runner
 
 KEY = Identity(namespace="shop.charge", key="order")
+
+#: That of the guarded view.
+view_app = Celery("contention_views", broker="memory://", set_as_current=False)
 
 
 class Place:
@@ -115,6 +124,84 @@ def test_a_serialization_failure_runs_the_body_again(
     assert here.run(lambda: here.book(here.alias, "ours")) == Ran(2)
     assert here.names() == ["first", "ours", "theirs"]
     assert here.completed()
+
+
+def an_app(store: DjangoStore) -> Celery:
+    app = Celery("contention", broker="memory://", set_as_current=False)
+    app.conf.idempotency_store = store
+    return app
+
+
+def test_a_task_that_runs_again_has_its_arguments_as_they_were(place: Callable[..., Place]):
+    here = place("postgresql", "serializable")
+
+    @an_app(here.store).task(
+        base=IdempotentTask, shared=False, name="book", idempotency_atomic=True
+    )
+    def book(names: list[str], *, prices: dict[str, int]) -> int:
+        here.runs += 1
+        here.seats(here.alias)
+        while names:
+            name = names.pop()
+            here.book(here.alias, f"{name} {prices.pop(name)}")
+        if here.runs == 1:
+            here.in_between()
+        return here.runs
+
+    assert book.apply((["ann", "bob"],), {"prices": {"ann": 1, "bob": 2}}).get() == 2
+    assert here.names() == ["ann 1", "bob 2", "first", "theirs"]
+
+
+def test_a_task_runs_again_with_arguments_that_have_no_copy(place: Callable[..., Place]):
+    here = place("postgresql", "serializable")
+
+    @an_app(here.store).task(
+        base=IdempotentTask, shared=False, name="book", idempotency_atomic=True
+    )
+    def book(lock: threading.Lock) -> int:
+        with lock:
+            here.runs += 1
+            here.seats(here.alias)
+            here.book(here.alias, "ours")
+            if here.runs == 1:
+                here.in_between()
+            return here.runs
+
+    assert book.apply((threading.Lock(),)).get() == 2
+
+
+def test_a_view_does_not_run_again_with_a_request_that_it_has_read(place: Callable[..., Place]):
+    """Files are read to their end, and whatever hangs on the request was changed: its client sends another."""
+    here = place("postgresql", "serializable")
+
+    class User:
+        credits = 10
+
+    @idempotent_view(scope=lambda _: "ann", atomic=True, app=f"{__name__}.view_app", retry_after=3)
+    def buy(request: Any) -> HttpResponse:
+        here.runs += 1
+        here.seats(here.alias)
+        request.user.credits -= 5
+        here.book(here.alias, f"{request.FILES['order'].read().decode()} {request.user.credits}")
+        if here.runs == 1:
+            here.in_between()
+        return HttpResponse("bought")
+
+    def ask() -> HttpResponse:
+        order = {"order": SimpleUploadedFile("order", b"seat")}
+        request: Any = RequestFactory().post("/", order, HTTP_IDEMPOTENCY_KEY="order-17")
+        request.user = User()
+        answer: HttpResponse = buy(request)
+        return answer
+
+    view_app.conf.idempotency_store = here.store
+    first = ask()
+    assert (first.status_code, first["Retry-After"]) == (503, "3")
+    assert here.names() == ["first", "theirs"]
+    assert ask().content == b"bought"
+    assert here.names() == ["first", "seat 5", "theirs"]
+    assert ask()["Idempotent-Replayed"] == "true"
+    assert here.runs == 2
 
 
 def test_a_record_that_a_sweep_wrote_meanwhile_runs_the_body_again(place: Callable[..., Place]):

@@ -153,6 +153,9 @@ class Guard:
             return self._answer(self._execute(call, guarded), call, guarded)
         except Refusal as refusal:
             return refusal.response(options.docs_url)
+        finally:
+            # Some middleware hands the same request to its view once more.
+            guarded.request.idempotency_guarded = False  # type: ignore[attr-defined]  # ours
 
     def has_work(self, guarded: Guarded) -> bool:
         """Is there anything to do about this request but to call its view?"""
@@ -184,8 +187,15 @@ class Guard:
 
         They end before the key is settled: a record that says COMPLETED, and then a COMMIT that fails, would be a lie.
         """
+        request: Any = guarded.request
+        if getattr(request, "idempotency_guarded", False):
+            # Rolled back at its end. The request is not what it was: its files are read, its user may have changed.
+            raise Refusal(
+                "store_unavailable",
+                "It was undone, for it collided with others. Send the same request with the same key again.",
+                retry_after=self.options.retry_after,
+            )
         with atomic_requests(guarded.spared):
-            request: Any = guarded.request
             request.idempotency_guarded = True
             response = finished(awaited(guarded.run(), self._name), self.options)
             if not self.options.is_stored(response.status_code):
