@@ -73,7 +73,8 @@ class DeferredEnd:
 
     @property
     def _rolled_back(self) -> bool:
-        return any(hook() is None for hook in tuple(self._hooks))
+        # The heartbeat's thread asks, too. What is gone because it was called is out of the list before it is gone.
+        return any(hook() is None and hook in self._hooks for hook in tuple(self._hooks))
 
     def wait_for(self, transactions: Sequence[OnCommit]) -> None:
         """Wait for the end of these."""

@@ -259,6 +259,33 @@ def test_two_databases_have_both_to_commit(open_shop: Callable[..., Shop]):
     assert shop.state(order="second") is State.COMPLETED
 
 
+def test_a_commit_while_the_heartbeat_looks_is_no_rollback(open_shop: Callable[..., Shop]):
+    """One of two databases commits just after the heartbeat read what it waits for."""
+    shop, other = open_shop("postgresql", "memory"), "tables_of_another"
+    databases.add_alias(other, {**connections[shop.alias].settings_dict})
+
+    class Watched(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            found = list(super().__iter__())
+            if len(found) == 2:
+                inner.__exit__(None, None, None)
+            return iter(found)
+
+    inner = transaction.atomic(using=other)
+    try:
+        with shop.atomic():
+            inner.__enter__()
+            shop.pay.apply(("order",))
+            (end,) = deferred._waiting.values()
+            end._hooks = Watched(end._hooks)
+            assert not end.over
+            assert len(end._hooks) == 1
+            assert shop.state() is State.PROCESSING
+        assert shop.state() is State.COMPLETED
+    finally:
+        databases.drop_alias(other)
+
+
 def test_a_forked_child_leaves_its_parents_keys_alone(open_shop: Callable[..., Shop]):
     shop = open_shop("sqlite", "memory")
     with shop.atomic():
