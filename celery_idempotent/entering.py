@@ -17,6 +17,8 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from celery.exceptions import SoftTimeLimitExceeded
+
 __all__ = ["Entry", "entry_of", "put_claim_first", "repeatable"]
 
 #: On a request: its delivery is under a claim already. Celery copies it with the request.
@@ -85,6 +87,8 @@ def repeatable(way: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callabl
     """
     try:
         kept = deepcopy((args, kwargs))
+    except SoftTimeLimitExceeded:
+        raise
     except Exception:  # noqa: BLE001  an object of any kind
         return partial(way, *args, **kwargs)
     given = [(args, kwargs)]
