@@ -15,10 +15,11 @@ record is written by the last statement only, and on condition that it still has
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakValueDictionary
 
 from django.db import Error
 from django.db.transaction import Atomic
@@ -37,13 +38,16 @@ from celery_idempotent.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores.values import pack_value
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["AtomicRun", "abandon", "transaction"]
+__all__ = ["AtomicRun", "abandon", "answer", "transaction"]
+
+#: Those that may still wait to hear what became of their COMMIT, by identity and token.
+_runs: WeakValueDictionary[tuple[Identity, int], AtomicRun] = WeakValueDictionary()
 
 _SAVEPOINT = "celery_idempotent_run"
 _OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
@@ -71,6 +75,8 @@ class AtomicRun:
 
     def __init__(self, session: Session, record: Record | None) -> None:
         self.settled = False
+        #: What waits for the commit, while nobody called it.
+        self.waiting: list[Callable[[], None]] = []
         self.surroundings = Surroundings(session.connection)
         self._session = session
         self._identity = record.identity if record is not None else None
@@ -200,6 +206,8 @@ def transaction(lines: Lines, record: Record | None) -> Iterator[AtomicRun]:
     _refuse_outer(own)
     session = Session(own, lines.words(own), inside=True)
     run = AtomicRun(session, record)
+    if record is not None:
+        _runs[record.identity, record.token] = run
     nested = own.in_atomic_block
     begun = _Begun(lines, own, run, record, nested=nested)
     try:
@@ -223,6 +231,17 @@ def transaction(lines: Lines, record: Record | None) -> Iterator[AtomicRun]:
                     (name, token),
                 )
             )
+
+
+def answer(record: Record, *, committed: bool) -> None:
+    """Call what waits for the commit of this claim's run, or drop it, now that its lost answer is known."""
+    run = _runs.pop((record.identity, record.token), None)
+    waiting = [] if run is None else run.waiting[:]
+    if run is not None:
+        run.waiting.clear()
+    with suppress(Exception):  # a time limit, which is logged, and ends them all
+        for function in waiting if committed else ():
+            function()
 
 
 def abandon(lines: Lines, record: Record) -> None:
@@ -289,7 +308,7 @@ class _Begun(Atomic):
             return
         undo = kind is not None or self._own.needs_rollback
         if not self._nested and not undo:
-            make_robust(self._own, self._record)
+            self._run.waiting = make_robust(self._own, self._record)
         if self._nested or not undo or self._rolled_back(error):
             super().__exit__(kind, error, trace)
 

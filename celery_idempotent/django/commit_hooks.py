@@ -21,17 +21,27 @@ __all__ = ["make_robust"]
 logger = logging.getLogger(__name__)
 
 
-def make_robust(own: BaseDatabaseWrapper, record: Record | None) -> None:
+def make_robust(own: BaseDatabaseWrapper, record: Record | None) -> list[Callable[[], None]]:
     """Let the functions that wait for this connection's commit fail each for itself.
 
     Django gives the first one's exception to the caller and drops the others. Here that would be a task that fails
     although it is committed, and whose duplicates succeed; so the caller is given nothing, and the log is.
+
+    Returned are those that nobody called yet: Django calls none where the answer to the COMMIT is lost.
     """
     waiting: list[Any] = own.run_on_commit
-    waiting[:] = [(entry[0], partial(_call, entry[1], record), False) for entry in waiting]
+    uncalled: list[Callable[[], None]] = []
+    waiting[:] = [
+        (entry[0], partial(_call, entry[1], record, uncalled), False) for entry in waiting
+    ]
+    uncalled += [entry[1] for entry in waiting]
+    return uncalled
 
 
-def _call(function: Callable[[], object], record: Record | None) -> None:
+def _call(
+    function: Callable[[], object], record: Record | None, uncalled: list[Callable[[], None]]
+) -> None:
+    uncalled.clear()  # the commit is known
     try:
         function()
     except BaseException as error:

@@ -405,7 +405,9 @@ class DjangoStore:
                 )
             )
 
-        return self.lines.run(work)
+        done = self.lines.run(work)
+        atomic.answer(record, committed=done)
+        return done
 
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""

@@ -13,7 +13,7 @@ from celery import Celery
 
 pytest.importorskip("django")
 
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 
 from celery_idempotent import deferred
 from celery_idempotent.django import IdempotentTask
@@ -175,6 +175,34 @@ def test_in_the_body_of_an_atomic_task_it_is_a_part_of_that(
     assert states == (["FAILURE", "SUCCESS"] if fails else ["SUCCESS"] * 2)
     assert shop.effects() == 2, "the row of each task"
     assert shop.state() is State.COMPLETED
+
+
+def test_a_commit_whose_answer_is_lost_is_one_to_what_waits_for_it(
+    open_shop: Callable[..., Shop], monkeypatch: pytest.MonkeyPatch
+):
+    shop = open_shop("postgresql")
+    called: list[str] = []
+
+    def then(order: str) -> None:
+        assert shop.pay.apply((order,)).get() == order
+        own: Any = connections[shop.alias]
+        transaction.on_commit(lambda: called.append(order), using=shop.alias)
+        commit = own._commit
+
+        def unanswered() -> None:
+            monkeypatch.undo()
+            commit()
+            own.connection.close()
+            raise OperationalError("the answer is lost")
+
+        monkeypatch.setattr(own, "_commit", unanswered)
+
+    outer = shop.task("outer", then, idempotency_atomic=True)
+    assert outer.apply(("order",)).state == "SUCCESS"
+    assert called == ["order"]
+    assert shop.state() is State.COMPLETED
+    assert shop.pay.apply(("order",)).get() == "order"
+    assert shop.effects() == 2, "one of each task"
 
 
 def test_a_permanent_error_is_kept_once_it_is_committed(shop: Shop):
