@@ -28,6 +28,7 @@ from celery_idempotent import (
     InvalidKey,
     InvalidOption,
     KeyMissing,
+    ProcessingTimedOut,
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
@@ -838,6 +839,38 @@ class TestStoreFailures:
         assert again.headers["expires"] is not None
         deliver(app, again)
         assert runs == ["o-1"]
+
+    def test_what_a_person_is_to_look_at_does_not_run_without_protection(
+        self, app, store, published, runs, monkeypatch
+    ):
+        @app.task(
+            name="shop.charge",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="order_id",
+            idempotency_on_stale="fail",
+            idempotency_on_store_error="open",
+        )
+        def charge(order_id: str) -> None:
+            runs.append(order_id)
+
+        store.interrupt(
+            Identity(namespace="shop.charge", key="o-1"), token=hold(store, "o-1").token
+        )
+        message = send(published, charge, "o-1")
+
+        def away(*_: object, **__: object) -> None:
+            raise StoreUnavailable("away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "settle", away)
+            deliver(app, message)
+        assert runs == []
+        again = published[-1]
+        assert again.stamp["store_failures"] == 1
+        assert isinstance(deliver(app, again).info.retval, ProcessingTimedOut)
+        assert record(store, "o-1").state is State.FAILED
+        assert runs == []
 
     def test_eager_calls_raise_it(self, charge, runs, monkeypatch):
         self.break_store(monkeypatch)
