@@ -707,6 +707,25 @@ class TestDelivery:
         assert record(store, "k", "t") is None
 
 
+class TestResults:
+    @pytest.mark.parametrize("ignores", [True, False])
+    def test_what_the_call_says_of_its_result_holds_with_a_link_as_well(
+        self, app, published, ignores
+    ):
+        results = []
+        for n, base in enumerate([IdempotentTask, Task]):
+
+            @app.task(name=f"t{n}", base=base, shared=False, ignore_result=not ignores)
+            def task() -> int:
+                return 42
+
+            options = {"link": task.si(), "ignore_result": ignores}
+            message = send(published, task, **options)
+            deliver(app, message)
+            results.append(app.AsyncResult(message.id).result)
+        assert results[0] == results[1]  # as with Celery
+
+
 class TestConflicts:
     def test_another_id_goes_round_again_and_shows_retry(self, app, store, published, charge, runs):
         hold(store, "o-1")
