@@ -163,7 +163,8 @@ def undelivered(
     """
     left = max(left_ms / 1000, 1.0)
     count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None}, {})
-    logger.error(
+    logger.log(
+        logging.ERROR if trouble else logging.INFO,
         "idempotency: %s[%s] is done, what follows it is not sent yet (%s, %d times now), and it comes back "
         "in %.1f s",
         task.name,

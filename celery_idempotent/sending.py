@@ -67,7 +67,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> An
             left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
             with suppress(_Hopeless):
                 _deliver(task, request, due, left_ms, partial(_fail, task, request, error))
-            if not request.is_eager:
+            if not _is_celerys(request):
                 request.errbacks = request.chain = request.chord = None
         raise
     due = delivery.taken(request)
@@ -77,7 +77,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> An
             _deliver(task, request, due, left_ms, partial(_succeed, task, request, value))
         except _Hopeless as error:
             raise error.trouble from None
-        if not request.is_eager:
+        if not _is_celerys(request):
             request.callbacks = request.chain = request.chord = None
             request.ignore_result = True  # it is stored
     return value
@@ -95,8 +95,8 @@ def _deliver(
     task: IdempotentTask, request: Context, due: Due, left_ms: int, send: Callable[[], object]
 ) -> None:
     """Send, and mark the record; or have the message come back, while the record surely answers it."""
-    if request.is_eager:
-        due.mark()  # Celery sends, here and now: no message of it ever comes back
+    if _is_celerys(request):
+        due.mark()
         return
     token = _published.set(set())
     try:
@@ -116,6 +116,11 @@ def _deliver(
     finally:
         _published.reset(token)
     due.mark()
+
+
+def _is_celerys(request: Any) -> bool:
+    """Can this not come back (an eager call, or one without an id)? Then Celery sends, here and now."""
+    return bool(request.is_eager or not request.id)
 
 
 def _succeed(task: IdempotentTask, request: Any, value: Any) -> None:

@@ -84,8 +84,11 @@ def _without_ids(value: Any) -> Any:
 
 
 def _without_headers(value: dict[str, Any]) -> dict[str, Any]:
-    """Take out the headers of ours (announced: own-headers), wherever headers are."""
+    """Take out the headers of ours, wherever headers are, and the type of a message (announced: own-headers)."""
     value = {k: v for k, v in value.items() if not k.startswith("idempotency")}
+    properties = value.get("properties")
+    if isinstance(properties, dict):
+        value["properties"] = {k: v for k, v in properties.items() if k != "content_type"}
     headers = value.get("headers")
     if isinstance(headers, dict) and headers:
         headers = {k: v for k, v in headers.items() if not k.startswith("idempotency")}

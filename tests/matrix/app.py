@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 import uuid
@@ -93,6 +94,13 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
     Ledger.from_env().append(outcome, key, event.task_id)
 
 
+def _note_undelivered(line: logging.LogRecord) -> bool:
+    """Note that a message comes back to send what follows: there is no signal of it."""
+    if "is not sent yet" in str(line.msg) and isinstance(line.args, tuple):
+        Ledger.from_env().append("undelivered", "", str(line.args[1]))
+    return True
+
+
 app: Celery | None = None
 
 if _wanted := wanted():
@@ -101,3 +109,4 @@ if _wanted := wanted():
         worker_ready.connect(hurry, weak=False)
         for _outcome in ("conflicted", "replayed", "interrupted", "lease_lost", "settle_failed"):
             getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
+        logging.getLogger("celery_idempotent.republish").addFilter(_note_undelivered)

@@ -159,7 +159,12 @@ class TestRefusals:
     """What cannot work is said at once: the worker does not start, and its messages stay where they are."""
 
     @pytest.fixture
-    def end_of_worker(self, start_worker: Callable[..., Worker]) -> Callable[..., str]:
+    def end_of_worker(
+        self, start_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[..., str]:
+        # Whoever imports the test project, in this process, sets it.
+        monkeypatch.delenv("DJANGO_SETTINGS_MODULE", raising=False)
+
         def end_of_worker(**settings: Any) -> str:
             worker = start_worker("tests.worker.app", env=app.environment(settings), ready=False)
             wait_for(lambda: not worker.running or " ready." in worker.log, 30, "its end, or start")
