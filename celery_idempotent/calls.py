@@ -133,10 +133,12 @@ class StoreFailed:
     """The store could not be asked, or cannot be used: nothing ran.
 
     ``attempt`` is the claim that was not answered, if it came to one: the store may have it all the same.
+    ``condemned``: it had said already that this call is not to run, protected or not.
     """
 
     error: StoreUnavailable | StoreMisconfigured
     attempt: bytes = b""
+    condemned: bool = False
 
 
 Result = Ran | Replay | Conflict | StoreFailed

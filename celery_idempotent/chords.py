@@ -88,12 +88,15 @@ def patient(backend: Backend) -> PatientBackend:
     """Return a view of this backend that raises :class:`Undelivered`; for one delivery."""
     kind: Any = type(backend)
     view = object.__new__(_patient_kind(kind))
-    view.__dict__.update(backend.__dict__, whole=backend, trouble=None, claim=None)
+    view.__dict__ = backend.__dict__  # the same: what connects when it is first used does so once
+    view.whole, view.trouble, view.claim = backend, None, None
     return view
 
 
 class PatientBackend(Base):
     """What such a view does otherwise than the backend; all else is Celery's own code."""
+
+    __slots__ = ("claim", "trouble", "whole")
 
     app: Any
     whole: Any

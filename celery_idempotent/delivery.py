@@ -122,7 +122,7 @@ def marking(store: Store, identity: Identity, token: int) -> Callable[[], None]:
     def mark() -> None:
         try:
             store.mark_delivered(identity, token=token)
-        except IdempotencyError as error:
+        except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
             logger.warning(
                 "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
                 "come back, they are sent again, under the same ids: %s",

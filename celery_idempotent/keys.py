@@ -243,8 +243,12 @@ class Identifier:
             computed = self.identify(args, kwargs, **about)
         except InvalidKey:
             computed = stamped
-        if coming is not None and computed.same_key(coming):
-            return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
+        if coming is not None and self._follows(computed, coming, stamped):
+            if computed.same_key(coming):
+                return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
+            return (
+                coming if self.before is None else replace(coming, before=self._of_before(stamped))
+            )
         if self.before is None:
             return stamped
         if computed.same_key(stamped):
@@ -259,8 +263,26 @@ class Identifier:
         """Return the same key with that of the namespace of before, if that was another."""
         if self.before is None or self.before.namespace == self.namespace:
             return identified
+        return replace(identified, before=self._of_before(identified))
+
+    def _of_before(self, identified: Identified) -> Identified:
+        """Return the same key in the namespace of before."""
+        assert self.before is not None
         old = replace(identified.identity, namespace=self.before.namespace)
-        return replace(identified, before=Identified(old, identified.fingerprint))
+        return Identified(old, identified.fingerprint)
+
+    def _follows(self, computed: Identified, coming: Identified, stamped: Identified) -> bool:
+        """Are the rules that this task knows those to come, to the publisher of a message?
+
+        Key or scope may have been given with the call, which is the same in both, or be of a retry's first message.
+        """
+        ours, new, old = (
+            (each.identity.key, each.identity.scope) for each in (computed, coming, stamped)
+        )
+        changed = [n for n in range(2) if new[n] != old[n]]
+        if all(ours[n] == new[n] for n in changed):
+            return True
+        return self.before is not None and any(ours[n] != old[n] for n in changed)
 
     def _identify(
         self,

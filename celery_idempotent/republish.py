@@ -295,9 +295,9 @@ def _send(
     try:
         time.sleep(pause)
     except SoftTimeLimitExceeded:
-        # It would be failed for what it has not even begun.
+        # It would be failed for what it has not even begun, or has done.
         back = back or bool(late)
-        if not back:
+        if not back and not stay:
             raise
     if back:
         raise Reject(reason, requeue=True)

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -292,11 +293,20 @@ def watch_children(sender: Any = None, **_: Any) -> None:
 
     The pool looks when a child's pipe closes, and every five seconds. A child that is killed closes its pipe a moment
     before it can be waited for, so the first look mostly finds nothing, and a lease shorter than five seconds would end
-    before anybody knew. This comes again each time that the worker has lost its broker, and its timers with it.
+    before anybody knew.
     """
     hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
     if hub is not None and hasattr(getattr(pool, "_pool", None), "maintain_pool"):
-        hub.call_repeatedly(WATCH, pool._pool.maintain_pool)  # type: ignore[union-attr]  # noqa: SLF001
+        _watch(sender)
+
+
+def _watch(consumer: Any, before: Any = None) -> None:
+    """Go on after the worker has lost its broker, and, with Celery before 5.7, its timers; nobody signals that."""
+    if before is not None:
+        before.cancel()
+    timer = consumer.hub.call_repeatedly(WATCH, consumer.pool._pool.maintain_pool)  # noqa: SLF001
+    # Celery calls it when the consumer is ready, once.
+    consumer.init_callback = partial(_watch, before=timer)
 
 
 def gone(pid: int) -> bool:

@@ -21,6 +21,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ class Runner:
                         else self._run(call, record, body, asked, repeats)
                     )
                     if isinstance(result, StoreFailed):
-                        return StoreFailed(result.error, attempt)
+                        return replace(result, attempt=attempt)
                     if result is not None:
                         return result
                     repeats.pause()
@@ -347,7 +348,7 @@ class Runner:
             self._endings.condemn(call, self._hold(record, asked.sent, asked.old), error)
         except STORE_ERRORS as trouble:
             self._reporter.tell(signals.store_failed, call, record, trouble)
-            return StoreFailed(trouble)
+            return StoreFailed(trouble, condemned=True)
         return None
 
     def _hold(self, record: Record, sent: float, old: Record | None = None) -> Claim:

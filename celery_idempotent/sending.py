@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo
-from celery.app import task as celery_task
+from celery.app import trace
 from celery.canvas import group, maybe_signature
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import after_task_publish
@@ -164,7 +164,7 @@ def _fail(task: IdempotentTask, request: Any, error: Exception) -> None:
 
 
 def _ignores_result(task: Any, request: Any) -> bool:
-    actual = getattr(celery_task, "get_actual_ignore_result", None)  # Celery >= 5.7
+    actual = getattr(trace, "get_actual_ignore_result", None)  # Celery >= 5.6
     return bool(actual(task, request) if actual else task.ignore_result)
 
 

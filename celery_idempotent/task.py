@@ -264,8 +264,8 @@ class IdempotentTask(TaskBase):
                 return replay(self, definition, request, record, age_ms)
             case Conflict(record, left_ms, other):
                 republish.conflict(self, request, record, left_ms, other=other)
-            case StoreFailed(error, attempt):
-                if self.idempotency_policy.on_store_error != "open":
+            case StoreFailed(error, attempt, condemned):
+                if condemned or self.idempotency_policy.on_store_error != "open":
                     republish.store_failed(self, request, error, attempt)
                 logger.warning(
                     "idempotency: %s[%s] runs without protection: %s",

@@ -313,6 +313,22 @@ class TestAKeyOfItsOwn:
         assert other.run(other.publish("o-1", **mine)) == ("SUCCESS", "receipt")
         assert other.runs == []
 
+    def test_that_was_given_with_the_call_has_its_new_scope_in_between(self, version):
+        """So tenants can use the same key, and the version after that finds what was done."""
+        _, new = CHANGES["a scope"]
+        between, last = version(**new), version(idempotency_key="order", idempotency_scope="tenant")
+        ones, others = (
+            between.publish("o-1", "sale", tenant, idempotency_key="mine")
+            for tenant in ("one", "other")
+        )
+        for message in (ones, others, ones, others):
+            assert between.run(message) == ("SUCCESS", "receipt")
+        assert len(between.runs) == 2
+        again = last.publish("o-1", "sale", "one", idempotency_key="mine")
+        for message in (again, ones):
+            assert last.run(message) == ("SUCCESS", "receipt")
+        assert last.runs == []
+
 
 class TestTheVersionAfterThat:
     """It has the new keys alone, and comes when all is done that the first version had to do with."""
@@ -325,6 +341,21 @@ class TestTheVersionAfterThat:
         assert last.runs == []
         found = store.get(Identity(namespace="charge", key='["o-1","sale"]'))
         assert found.state is State.COMPLETED
+
+    def test_and_what_a_retry_with_other_arguments_did_in_between(self, version):
+        _, new = CHANGES["a finer key"]
+        between, last = version(**new), version(idempotency_key=("order", "kind"))
+
+        def retries(task: Any) -> str:
+            if not task.request.retries:
+                raise task.retry(args=("o-2", "gift"), countdown=0)
+            return "receipt"
+
+        between.does = retries
+        _, retry = between.run(between.publish("o-1"))
+        assert between.run(retry) == ("SUCCESS", "receipt")
+        assert last.run(last.publish("o-1")) == ("SUCCESS", "receipt")
+        assert last.runs == []
 
     def test_and_what_was_published_in_between(self, version):
         _, new = CHANGES["a finer key"]

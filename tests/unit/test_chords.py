@@ -1,4 +1,4 @@
-"""Which errors of sending are worth another try."""
+"""Which errors of sending are worth another try, and the result backend that is asked meanwhile."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 from amqp.exceptions import MessageNacked, NotFound
+from celery import Celery
+from celery.backends.base import KeyValueStoreBackend
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_idempotent import InvalidKey, StoreUnavailable
-from celery_idempotent.chords import hopeless
+from celery_idempotent.chords import hopeless, patient
 
 
 def raised(error: Exception, module: str = "tests") -> Exception:
@@ -53,3 +55,25 @@ def test_nor_is_what_a_client_stumbles_over_whose_connection_breaks(module):
 
 def test_without_an_error_nothing_is_hopeless():
     assert not hopeless(None)
+
+
+def test_a_backend_connects_once_however_many_tasks_send_something():
+    """As those of MongoDB and Cassandra do: when they are first used."""
+    connections: list[object] = []
+
+    class LazyBackend(KeyValueStoreBackend):
+        _connection: Any = None
+
+        def set(self, key: Any, value: Any) -> None:
+            if self._connection is None:
+                self._connection = object()
+                connections.append(self._connection)
+
+        def get(self, key: Any) -> None: ...
+
+    app = Celery("lazy", set_as_current=False)
+    backend = LazyBackend(app)
+    for task_id in ("a", "b"):
+        patient(backend).mark_as_done(task_id, 42)
+    assert len(connections) == 1
+    app.close()

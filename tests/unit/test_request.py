@@ -17,6 +17,8 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, WorkerLostError
+from celery.worker.consumer import Consumer
+from kombu.asynchronous.hub import Hub
 
 from celery_idempotent import IdempotentTask, calls, request, signals
 from celery_idempotent.calls import worker_name
@@ -77,6 +79,27 @@ class TestGone:
         child.kill()
         child.wait()
         assert gone(child.pid)
+
+
+class TestWatch:
+    @pytest.mark.parametrize("keeps_timers", [True, False], ids=["from 5.7 on", "before"])
+    def test_it_goes_on_when_the_broker_was_lost(self, keeps_timers):
+        looked: list[int] = []
+        pool = SimpleNamespace(maintain_pool=lambda: looked.append(len(looked)))
+        consumer: Any = SimpleNamespace(
+            hub=Hub(),
+            pool=SimpleNamespace(_pool=pool),
+            init_callback=lambda ready: request.watch_children(sender=ready),
+        )
+        timer = consumer.hub.timer
+        for number in range(3):
+            if not keeps_timers:
+                timer.clear()
+            Consumer.on_ready(consumer)
+            (entry,) = [each.entry for each in timer.queue if not each.entry.canceled]
+            entry()
+            assert len(looked) == number + 1
+        consumer.hub.close()
 
 
 class Reply:

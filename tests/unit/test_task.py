@@ -14,7 +14,7 @@ import pytest
 from celery import Celery, Task, chain, chord, group, shared_task
 from celery.app.trace import build_tracer
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.result import allow_join_result
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
@@ -28,6 +28,7 @@ from celery_idempotent import (
     InvalidKey,
     InvalidOption,
     KeyMissing,
+    ProcessingTimedOut,
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
@@ -706,6 +707,41 @@ class TestDelivery:
         assert record(store, "k", "t") is None
 
 
+class TestResults:
+    @pytest.mark.parametrize("ignores", [True, False])
+    def test_what_the_call_says_of_its_result_holds_with_a_link_as_well(
+        self, app, published, ignores
+    ):
+        results = []
+        for n, base in enumerate([IdempotentTask, Task]):
+
+            @app.task(name=f"t{n}", base=base, shared=False, ignore_result=not ignores)
+            def task() -> int:
+                return 42
+
+            options = {"link": task.si(), "ignore_result": ignores}
+            message = send(published, task, **options)
+            deliver(app, message)
+            results.append(app.AsyncResult(message.id).result)
+        assert results[0] == results[1]  # as with Celery
+
+    def test_a_soft_time_limit_after_all_is_sent_does_not_fail_the_task(
+        self, app, store, published, charge, monkeypatch
+    ):
+        def strike(*_: object, **__: object) -> None:
+            raise SoftTimeLimitExceeded
+
+        monkeypatch.setattr(MemoryStore, "mark_delivered", strike)
+
+        @app.task(name="next", shared=False)
+        def following() -> None: ...
+
+        message = send(published, charge, "o-1", link=following.si(), link_error=following.si())
+        assert deliver(app, message).info is None
+        assert app.AsyncResult(message.id).state == "SUCCESS"
+        assert [each.task for each in published] == ["shop.charge", "next"]
+
+
 class TestConflicts:
     def test_another_id_goes_round_again_and_shows_retry(self, app, store, published, charge, runs):
         hold(store, "o-1")
@@ -839,6 +875,38 @@ class TestStoreFailures:
         deliver(app, again)
         assert runs == ["o-1"]
 
+    def test_what_a_person_is_to_look_at_does_not_run_without_protection(
+        self, app, store, published, runs, monkeypatch
+    ):
+        @app.task(
+            name="shop.charge",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="order_id",
+            idempotency_on_stale="fail",
+            idempotency_on_store_error="open",
+        )
+        def charge(order_id: str) -> None:
+            runs.append(order_id)
+
+        store.interrupt(
+            Identity(namespace="shop.charge", key="o-1"), token=hold(store, "o-1").token
+        )
+        message = send(published, charge, "o-1")
+
+        def away(*_: object, **__: object) -> None:
+            raise StoreUnavailable("away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "settle", away)
+            deliver(app, message)
+        assert runs == []
+        again = published[-1]
+        assert again.stamp["store_failures"] == 1
+        assert isinstance(deliver(app, again).info.retval, ProcessingTimedOut)
+        assert record(store, "o-1").state is State.FAILED
+        assert runs == []
+
     def test_eager_calls_raise_it(self, charge, runs, monkeypatch):
         self.break_store(monkeypatch)
         with pytest.raises(StoreUnavailable):
@@ -914,6 +982,29 @@ class TestAMessageThatCannotBePublishedAgain:
         self.meanwhile = lambda: store.release(other.identity, token=other.token)
         deliver(app, message)
         assert (runs, len(pauses)) == (["k"], 3)
+
+    @pytest.mark.parametrize("late", [True, False])
+    def test_sends_what_is_due_though_a_soft_time_limit_strikes_while_it_waits(
+        self, app, published, runs, task, pauses, late
+    ):
+        task.acks_late = late
+        message = send(published, task, "k", link=task.si("next"))
+        self.refuse(app, OperationalError("gone"))
+
+        def meanwhile() -> None:
+            app.conf.task_routes = None
+            amqp: Any = app.amqp
+            amqp.flush_routes()
+            amqp.router = amqp.Router()
+            raise SoftTimeLimitExceeded
+
+        self.meanwhile = meanwhile
+        ended = deliver(app, message)
+        if late:
+            assert ended.info.state == "REJECTED"
+            deliver(app, message, redelivered=True)
+        assert app.AsyncResult(message.id).state == "SUCCESS"
+        assert (runs, [each.args for each in published[1:]]) == (["k"], [("next",)])
 
     def test_is_not_taken_for_one_that_goes_in_a_circle(self, app, store, published, task):
         """RabbitMQ drops what comes back to where it was, by what it wrote into the headers itself."""

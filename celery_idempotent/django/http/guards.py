@@ -214,9 +214,9 @@ class Guard:
                     "The first request with this key has not been answered yet. Ask again later.",
                     retry_after=self.options.retry_after,
                 )
-            case StoreFailed(error):
+            case StoreFailed(error, condemned=condemned):
                 logger.warning("idempotency: %s is not answered: %s", self._name, error)
-                if self.options.on_store_error == "open":
+                if self.options.on_store_error == "open" and not condemned:
                     try:
                         return self._runner.unguarded(call, lambda: self._run(guarded))  # type: ignore[no-any-return]
                     except _NotToKeepError as answered:
