@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 CLASS_VARIABLE = "UPSTREAM_TASK_CLASS"
 #: The value of ``idempotency_store``.
 STORE_VARIABLE = "UPSTREAM_STORE"
+#: Tests, one a line, that are known to wait with our class until they are stopped.
+WAITS_VARIABLE = "UPSTREAM_WAITS"
 #: The file that gets one line of JSON for each report.
 REPORT_VARIABLE = "UPSTREAM_REPORT"
 
@@ -69,7 +71,10 @@ def _count() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let no test run for five times five minutes before it fails, as the marks of the integration tests have it."""
+    waiting = os.environ.get(WAITS_VARIABLE, "").splitlines()
     for item in items:
+        if item.nodeid.partition("[")[0] in waiting:
+            item.add_marker(pytest.mark.timeout(5))
         if any(item.iter_markers("flaky")):
             item.own_markers[:] = [
                 m for m in item.own_markers if m.name not in ("flaky", "timeout")

@@ -230,6 +230,9 @@ def run(
             "UPSTREAM_TASK_CLASS": task_class,
             "UPSTREAM_STORE": store,
             "UPSTREAM_REPORT": str(report),
+            "UPSTREAM_WAITS": "\n".join(
+                each.test for each in known_differences().values() if each.waits
+            ),
             **(env or {}),
         }
         with log.open("w", encoding="utf-8") as output:
@@ -275,10 +278,14 @@ def _options() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A difference that is there and has a reason; ``early``: it is gone with Celery's own defaults for acks."""
+    """A difference that is there and has a reason.
+
+    ``early``: it is gone with Celery's own defaults for acks; ``waits``: our class waits until the test is stopped.
+    """
 
     test: str
     early: bool
+    waits: bool
     reason: str
 
 
@@ -332,8 +339,8 @@ def known_differences(
         found = re.fullmatch(r"((?:\[\w+\] *)*)(\S.*)", rest.strip())
         assert found, f"{test} is listed without a reason"
         tags = set(re.findall(r"\w+", found[1]))
-        if tags <= {"acks", broker}:
-            known[test] = Known(test, "acks" in tags, found[2])
+        if tags <= {"acks", "waits", broker}:
+            known[test] = Known(test, "acks" in tags, "waits" in tags, found[2])
     return known
 
 
