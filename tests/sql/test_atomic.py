@@ -89,6 +89,7 @@ def open_atomic(open_store: Callable[..., DjangoStore]) -> Iterator[Callable[...
     def open_(vendor: str, level: str = "") -> DjangoStore:
         store = open_store(vendor, level)
         execute(store.alias, "DROP TABLE IF EXISTS effects")  # another test's
+        execute(store.alias, "DROP TABLE IF EXISTS effects")
         execute(store.alias, "CREATE TABLE effects (n integer)")
         execute(store.alias, "INSERT INTO effects VALUES (0)")
         used.append(store)

@@ -38,6 +38,7 @@ def manual(
     """A store in a database where nothing commits by itself, and an alias that sees what was committed."""
     judge = use_database(request.param)
     execute(judge, "DROP TABLE IF EXISTS effects")
+    execute(judge, "DROP TABLE IF EXISTS effects")
     execute(judge, "CREATE TABLE effects (n integer)")
     alias = use_database(request.param, AUTOCOMMIT=False)
     connections[alias].rollback()
@@ -178,6 +179,7 @@ def test_workers_that_are_killed_after_the_end_leave_one_effect(
     prefix: str,
 ):
     alias = use_database("postgresql")
+    execute(alias, "DROP TABLE IF EXISTS effects")
     execute(alias, "DROP TABLE IF EXISTS effects")
     execute(alias, "CREATE TABLE effects (name varchar(200), token bigint)")
     conf = {

@@ -29,6 +29,7 @@ def store(
 ) -> Iterator[DjangoStore]:
     """A store, with a table ``effects`` of one row, ``n`` = 0."""
     store = open_store(request.param)
+    execute(store.alias, "DROP TABLE IF EXISTS effects")
     execute(store.alias, "CREATE TABLE effects (n integer)")
     execute(store.alias, "INSERT INTO effects VALUES (0)")
     yield store

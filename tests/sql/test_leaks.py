@@ -162,6 +162,7 @@ def test_atomic_runs_leave_nothing_behind(open_press, use_database, vendor):
     """Committed, rolled back, retried, answered again, with a message in the outbox."""
     alias = use_database(vendor)
     databases.execute(alias, "DROP TABLE IF EXISTS effects")
+    databases.execute(alias, "DROP TABLE IF EXISTS effects")
     databases.execute(alias, "CREATE TABLE effects (name varchar(200))")
     from django.db import connections
 

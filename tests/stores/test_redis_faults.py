@@ -330,6 +330,8 @@ class Interrupted(BaseException):
 
 
 class TestExceptionsOutOfNowhere:
+    # It may strike in a finalizer, too, where nobody can catch it.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_no_answer_is_ever_taken_for_another(self, store):
         """A signal handler raises at random moments; each answer still is to its own question."""
 
