@@ -225,6 +225,18 @@ def test_what_forgets_to_await_its_question_lets_nobody_in() -> None:
     assert ask("plain", lambda request, pk: really(request, pk), key).status_code == 500
 
 
+@pytest.mark.parametrize("kind", ["plain", "rest"])
+def test_a_view_without_an_object_to_ask_for_is_told_what_to_give_instead(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from celery_idempotent.django.http import object_permissions
+
+    key = new_key()
+    assert ask(kind, object_permissions, key).status_code == 200
+    assert ask(kind, object_permissions, key).status_code == 500
+    assert "give a function of your own" in caplog.text
+
+
 def test_a_question_that_cannot_be_asked_is_refused() -> None:
     from celery_idempotent.django.http import idempotent_view, keyed_view
 

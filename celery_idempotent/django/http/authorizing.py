@@ -8,6 +8,7 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpResponseBase
 
 from celery_idempotent.django.http.messages import awaited
+from celery_idempotent.errors import InvalidOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +22,19 @@ def object_permissions(request: Any, *_: object, **__: object) -> bool:
     For ``@idempotent_view(authorize=object_permissions)``: whoever is not given the object by ``get_queryset()`` any
     more, or is refused by a ``has_object_permission()``, gets the framework's 404 or 403. An action of a router that
     is about no object (``create``) has nothing to ask.
+
+    Raises:
+        InvalidOption: for a view that has no ``get_object()``.
     """
-    view = request.parser_context["view"]
-    if getattr(view, "detail", None) is not False:
-        view.get_object()
+    view: Any = getattr(request, "parser_context", {}).get("view")
+    if getattr(view, "detail", None) is False:
+        return True
+    if not hasattr(view, "get_object"):
+        raise InvalidOption(
+            "authorize=object_permissions is for views of Django REST framework with a get_object(); "
+            "give a function of your own: authorize(request, *args, **kwargs) -> bool"
+        )
+    view.get_object()
     return True
 
 
