@@ -21,7 +21,7 @@ from tests.worker.conftest import Site
 
 pytestmark = pytest.mark.worker
 
-#: Celery delays messages in RabbitMQ itself where queues are quorum queues.
+#: Celery can consume quorum queues of RabbitMQ, and then delays messages in RabbitMQ itself.
 DELAYED = tuple(map(int, celery_version.split(".")[:2])) >= (5, 5)
 
 
@@ -45,7 +45,7 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             "exchange": f"topic.{queue}",
             "exchange_type": "topic",
             "routing_key": queue,
-            "queue_arguments": {"x-queue-type": "quorum", "x-delivery-limit": 2},
+            "queue_arguments": {"x-queue-type": "quorum", "x-delivery-limit": 2} if DELAYED else {},
         }
     }
     with Proxy(str(server.hostname), int(server.port or 0)) as proxy:
