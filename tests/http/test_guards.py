@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +18,7 @@ from celery_idempotent.operations import Outcome, operate
 from celery_idempotent.records import Claimed, Identity, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
-from tests.sql.databases import add_alias, database, drop_alias, execute, ready, rows
+from tests.sql.databases import atomic_requests, execute, rows
 from tests.support.waiting import wait_for
 
 ALIAS = "atomic_requests"
@@ -31,14 +30,8 @@ app.conf.idempotency_store = "memory://"
 
 @pytest.fixture(scope="module", autouse=True)
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    directory: Path = tmp_path_factory.mktemp("guards")
-    with ready(directory), database("sqlite", directory) as settings:
-        add_alias(ALIAS, {**settings, "ATOMIC_REQUESTS": True})
-        execute(ALIAS, "CREATE TABLE note (text TEXT)")
-        try:
-            yield
-        finally:
-            drop_alias(ALIAS)
+    with atomic_requests(ALIAS, tmp_path_factory.mktemp("guards")):
+        yield
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from celery import Celery
 
 from tests.http.sites import new_key
-from tests.sql.databases import add_alias, database, drop_alias, execute, ready, rows
+from tests.sql.databases import atomic_requests, execute, rows
 
 ALIAS = "limits"
 FORM = "application/x-www-form-urlencoded"
@@ -29,14 +28,8 @@ app.conf.idempotency_store = "memory://"
 
 @pytest.fixture(scope="module", autouse=True)
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    directory: Path = tmp_path_factory.mktemp("limits")
-    with ready(directory), database("sqlite", directory) as settings:
-        add_alias(ALIAS, {**settings, "ATOMIC_REQUESTS": True})
-        execute(ALIAS, "CREATE TABLE note (text TEXT)")
-        try:
-            yield
-        finally:
-            drop_alias(ALIAS)
+    with atomic_requests(ALIAS, tmp_path_factory.mktemp("limits")):
+        yield
 
 
 def parts(count: int, *, file: bool) -> bytes:
