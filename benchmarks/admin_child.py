@@ -102,8 +102,8 @@ def _fill_redis(url: str, records: int) -> None:
     import redis
 
     from celery_idempotent.records import Identity, Record, State, Stored
-    from celery_idempotent.stores.keyspace import Keyspace
-    from celery_idempotent.stores.packed import pack_settled
+    from celery_idempotent.stores.redis.keyspace import Keyspace
+    from celery_idempotent.stores.redis.packed import pack_settled
 
     client = redis.Redis.from_url(url)
     now, keys = time.time_ns() // 1_000_000, Keyspace("idem")
@@ -164,7 +164,7 @@ def _postgresql() -> Iterator[bool]:
 def _fill_postgresql(records: int) -> None:
     from django.db import connections
 
-    from celery_idempotent.django.rows import digest
+    from celery_idempotent.django.sql.rows import digest
     from celery_idempotent.records import Identity, Stored
     from celery_idempotent.stores.values import pack_value
 

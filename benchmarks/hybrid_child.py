@@ -30,9 +30,9 @@ def main(url: str, directory: str, rounds: int, calls: int, seed: int) -> None:
     order = random.Random(seed)
     with database(directory):
         from celery_idempotent.django.store import DjangoStore
-        from celery_idempotent.stores.cache import RedisCache
-        from celery_idempotent.stores.hybrid import HybridStore
-        from celery_idempotent.stores.redis import RedisStore
+        from celery_idempotent.stores.hybrid.cache import RedisCache
+        from celery_idempotent.stores.hybrid.store import HybridStore
+        from celery_idempotent.stores.redis.store import RedisStore
 
         alone = DjangoStore()
         stores: dict[str, Store] = {

@@ -14,7 +14,7 @@ from benchmarks.figures import Figure, Spread
 from benchmarks.operations import FINGERPRINT, RESULT, claim, settle
 from benchmarks.session import BenchmarkError, Session, describe
 from celery_idempotent.records import Identity, Stored
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 
 __all__ = ["run"]
 

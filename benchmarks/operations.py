@@ -12,7 +12,7 @@ import redis
 
 from celery_idempotent.records import Claimed, Identity, Lease, Record, State, Stored
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 
 __all__ = ["KEEP_MS", "LEASE_MS", "RESULT", "Operations", "claim", "prepared_claim", "settle"]
 

@@ -27,7 +27,7 @@ _FILL = (
 def main(count: int) -> None:
     """Measure each way on the same rows."""
     with open_database() as name:
-        from celery_idempotent.django import upkeep
+        from celery_idempotent.django.sql import upkeep
         from celery_idempotent.django.store import DjangoStore
 
         store = DjangoStore()

@@ -15,9 +15,9 @@ from benchmarks.bystander import watching
 from benchmarks.figures import Figure, Spread, percentile, ratios
 from benchmarks.operations import claim, settle
 from benchmarks.session import BenchmarkError, Server, Session
-from celery_idempotent import reaper
+from celery_idempotent.celery import reaper
 from celery_idempotent.records import Identity
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 
 __all__ = ["run"]
 

@@ -10,7 +10,7 @@ from celery import Celery, Task
 from redis import ConnectionPool
 
 from benchmarks.stamps import Stamps
-from celery_idempotent.task import IdempotentTask
+from celery_idempotent.celery.task import IdempotentTask
 
 if TYPE_CHECKING:
     PlainBase = Task[Any, Any]

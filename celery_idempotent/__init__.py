@@ -7,7 +7,6 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from celery_idempotent.claim import Claim, current_claim
 from celery_idempotent.errors import (
     FailedByOperator,
     FingerprintMismatch,
@@ -23,12 +22,13 @@ from celery_idempotent.errors import (
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.keys import ALL_ARGUMENTS
+from celery_idempotent.identity.keys import ALL_ARGUMENTS
+from celery_idempotent.protocol.claim import Claim, current_claim
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
-    from celery_idempotent.task import IdempotentTask
+    from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = [
     "ALL_ARGUMENTS",
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> object:
     """Resolve ``IdempotentTask``: in a Django project the class with ``delay_on_commit``, else the plain one."""
     if name != "IdempotentTask":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    chosen: object = import_module("celery_idempotent.task").IdempotentTask
+    chosen: object = import_module("celery_idempotent.celery.task").IdempotentTask
     if os.environ.get("DJANGO_SETTINGS_MODULE"):
         with suppress(ImportError):
             chosen = import_module("celery_idempotent.django").IdempotentTask

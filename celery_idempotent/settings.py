@@ -1,14 +1,16 @@
-"""Which settings something was made of, so that it can be made anew once they are others."""
+"""How settings are read: durations, and which settings something was made of, to make it anew once they change."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Snapshot", "loaded"]
+__all__ = ["Snapshot", "loaded", "milliseconds"]
 
 
 class Snapshot:
@@ -46,3 +48,20 @@ def loaded(app: Celery) -> Any:
     """Return the app's settings: until one is read, ``app.conf`` is an object that knows none."""
     app.conf.get("task_acks_late")
     return app.conf
+
+
+def milliseconds(value: object) -> int:
+    """Return a duration, given as seconds or timedelta, in whole milliseconds, never rounded down to nothing.
+
+    Raises:
+        ValueError: saying what is allowed.
+    """
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        raise ValueError("takes seconds or a timedelta")
+    if not math.isfinite(seconds) or seconds < 0 or seconds > 10 * 365 * 86_400:
+        raise ValueError("takes a time between 0 and ten years")
+    return math.ceil(seconds * 1000)

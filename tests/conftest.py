@@ -18,7 +18,7 @@ import redis
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]
 
-from celery_idempotent.tally import tally  # noqa: E402
+from celery_idempotent.protocol.counters import tally  # noqa: E402
 from tests.support.ledger import LEDGER_VARIABLE, Ledger  # noqa: E402
 from tests.support.proxy import Proxy  # noqa: E402
 from tests.support.servers import (  # noqa: E402

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore
 
+from celery_idempotent.celery.task import IdempotentTask as _IdempotentTask
 from celery_idempotent.django.transactions import alias_in_use, transactions_around
-from celery_idempotent.task import IdempotentTask as _IdempotentTask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from celery.canvas import Signature
 
-    from celery_idempotent.deferred import OnCommit
+    from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
     DjangoBase = DjangoTask[Any, Any]
@@ -29,8 +29,8 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
     """:class:`celery_idempotent.IdempotentTask`, with Celery's ways to publish after a commit.
 
     Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is
-    committed with what the task wrote, and never lost after that (see :mod:`celery_idempotent.django.outbox`). So does
-    ``self.replace``.
+    committed with what the task wrote, and never lost after that (see
+    :mod:`celery_idempotent.django.outbox.interceptor`). So does ``self.replace``.
     Everywhere else they do what Celery's do.
     """
 
@@ -63,7 +63,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
             super().apply_async_on_commit(args, kwargs, **options)
             return
         # Not before: models are made once the apps are.
-        from celery_idempotent.django import outbox
+        from celery_idempotent.django.outbox import interceptor as outbox
 
         outbox.stage(self, args, kwargs, options, using=alias)
 
@@ -76,7 +76,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         alias = alias_in_use()
         if alias is None or self.request.is_eager:
             return super().on_replace(sig)
-        from celery_idempotent.django import outbox
+        from celery_idempotent.django.outbox import interceptor as outbox
 
         outbox.stage(sig, using=alias)
         raise Ignore("Replaced by new task")

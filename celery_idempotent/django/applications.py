@@ -11,8 +11,8 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
-from celery_idempotent.checks.loading import load_tasks
-from celery_idempotent.definition import Definition
+from celery_idempotent.celery.checks.loading import load_tasks
+from celery_idempotent.celery.definition import Definition
 
 if TYPE_CHECKING:
     from celery import Celery

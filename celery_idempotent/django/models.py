@@ -11,7 +11,7 @@ from __future__ import annotations
 from django.db import models
 
 from celery_idempotent.django.fields import EndedIndex, ShortBinaryField
-from celery_idempotent.django.outbox_models import OutboxMessage
+from celery_idempotent.django.outbox.models import OutboxMessage
 
 __all__ = [
     "Counter",
@@ -134,7 +134,7 @@ class Refusals(models.Model):
     digest = ShortBinaryField(max_length=16, primary_key=True)
     #: The record's.
     created_ms = models.BigIntegerField()
-    #: The last five, see :mod:`celery_idempotent.django.refusals`.
+    #: The last five, see :mod:`celery_idempotent.django.sql.refusals`.
     entries = models.TextField()
 
     class Meta:

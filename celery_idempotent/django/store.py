@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django import atomic, browse, elsewhere, refusals, shortcuts, upkeep
-from celery_idempotent.django.autocommit import commits_by_hand, committing
-from celery_idempotent.django.connections import Lines, Session
-from celery_idempotent.django.holders import end_holder
-from celery_idempotent.django.reach import missing_bounds
-from celery_idempotent.django.rows import Row, digest, pack_steps, read, remove, write
+from celery_idempotent.django.sql import atomic, browse, elsewhere, refusals, shortcuts, upkeep
+from celery_idempotent.django.sql.autocommit import commits_by_hand, committing
+from celery_idempotent.django.sql.connections import Lines, Session
+from celery_idempotent.django.sql.holders import end_holder
+from celery_idempotent.django.sql.reach import missing_bounds
+from celery_idempotent.django.sql.rows import Row, digest, pack_steps, read, remove, write
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
@@ -381,7 +381,7 @@ class DjangoStore:
     def transaction(self, record: Record | None) -> AbstractContextManager[atomic.AtomicRun]:
         """Begin the thread's own transaction: the task of this claim runs in it, and is settled in it.
 
-        See :class:`~celery_idempotent.django.atomic.AtomicRun`.
+        See :class:`~celery_idempotent.django.sql.atomic.AtomicRun`.
         """
         run, own = atomic.transaction(self.lines, record), self.lines.own()
         return _by_itself(own, run) if commits_by_hand(own) else run
@@ -421,7 +421,7 @@ class DjangoStore:
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
         """Send what the outbox holds for this app: its beat task calls this after sweep and prune."""
         # Not before: models are made once the apps are.
-        from celery_idempotent.django import outbox_sending
+        from celery_idempotent.django.outbox import sending as outbox_sending
 
         return outbox_sending.upkeep(app, using=self.alias, limit=limit)
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from django.db import connections
 
-from celery_idempotent.claim import current_claim
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.protocol.claim import current_claim
 from celery_idempotent.stores.base import joined
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from celery_idempotent.deferred import OnCommit
-    from celery_idempotent.django.elsewhere import Surroundings
+    from celery_idempotent.django.sql.elsewhere import Surroundings
+    from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
 __all__ = ["alias_in_use", "transactions_around"]

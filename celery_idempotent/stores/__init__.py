@@ -61,7 +61,7 @@ _memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary(
 def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
     """Return a store for ``url``; nothing connects before its first verb.
 
-    ``replicas`` is for a Redis, see :class:`~celery_idempotent.stores.redis.RedisStore`. Raises
+    ``replicas`` is for a Redis, see :class:`~celery_idempotent.stores.redis.store.RedisStore`. Raises
     :exc:`~celery_idempotent.errors.InvalidOption` for a scheme that is not known or a URL that
     cannot be read.
     """
@@ -90,7 +90,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
             " database knows"
         )
     cache, truth = opening.hybrid(url)
-    store: Store = _resolve("celery_idempotent.stores.hybrid:HybridStore", None)(
+    store: Store = _resolve("celery_idempotent.stores.hybrid.store:HybridStore", None)(
         cache, open_store(truth)
     )
     return store

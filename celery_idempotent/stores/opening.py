@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.policy import milliseconds
+from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores.base import Store
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.stores.cache import RedisCache
+    from celery_idempotent.stores.hybrid.cache import RedisCache
 
 __all__ = ["from_app", "hybrid", "memory", "redis", "replication"]
 
@@ -28,8 +28,8 @@ def memory(_url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
 
 
 def redis(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
-    """Open any URL that :class:`~celery_idempotent.stores.redis.RedisStore` reads."""
-    from celery_idempotent.stores.redis import RedisStore
+    """Open any URL that :class:`~celery_idempotent.stores.redis.store.RedisStore` reads."""
+    from celery_idempotent.stores.redis.store import RedisStore
 
     return RedisStore(url, replicas=replicas, replica_timeout_ms=replica_timeout_ms)
 
@@ -39,7 +39,7 @@ def hybrid(url: str) -> tuple[RedisCache, str]:
 
     ``truth`` is the alias of a Django database (``default``), or a URL.
     """
-    from celery_idempotent.stores.cache import RedisCache
+    from celery_idempotent.stores.hybrid.cache import RedisCache
 
     address, _, query = url.removeprefix("hybrid+").partition("?")
     options = parse_qsl(query, keep_blank_values=True)
@@ -78,7 +78,7 @@ def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) 
 
     The ``global_keyprefix`` that keeps apps on one server apart starts our keys as well.
     """
-    from celery_idempotent.stores.redis import RedisStore
+    from celery_idempotent.stores.redis.store import RedisStore
 
     for url, kind, use_ssl in (
         (app.conf.result_backend, "result_backend", "redis_backend_use_ssl"),

@@ -50,7 +50,7 @@ def _lay(app: Any, when: str, what: str) -> None:
     from django.contrib.admin.models import LogEntry
     from django.db.models.signals import post_save, pre_save
 
-    from celery_idempotent import operations
+    from celery_idempotent.celery import operations
     from celery_idempotent.stores import get_store
 
     # A sweep shall not have to wait for a minute.
@@ -122,7 +122,10 @@ def _warm_up() -> None:
 
     assert get_resolver().url_patterns
     make_app("memory://").amqp.queues  # noqa: B018  made at the first look
-    for name in ("kombu.transport.redis", *(f"celery_idempotent.stores.{s}" for s in _STORES)):
+    for name in (
+        "kombu.transport.redis",
+        *(f"celery_idempotent.stores.{s}.store" for s in _STORES),
+    ):
         import_module(name)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from celery_idempotent import reaper
+from celery_idempotent.celery import reaper
 from celery_idempotent.records import Counted, State
 from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, address, text
@@ -173,7 +173,7 @@ def test_messages_that_wait_are_shown_with_age_and_error(
     serve: Serve, operator: Client, database: None
 ) -> None:
     from celery_idempotent.django.models import OutboxMessage
-    from celery_idempotent.django.outbox_models import NowMs
+    from celery_idempotent.django.outbox.models import NowMs
 
     serve("django://default")
     assert "No message waits" in text(operator.get(OUTBOX))

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import pytest
 import redis
 
-from celery_idempotent import reaper
+from celery_idempotent.celery import reaper
 from celery_idempotent.records import Record, Settled, State
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import address

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.operations import Outcome, operate
+from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store
 from tests.support.admin import claim, identity, settle

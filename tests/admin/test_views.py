@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from celery_idempotent.errors import FailedByOperator
-from celery_idempotent.keys import canonical
+from celery_idempotent.identity.keys import canonical
 from celery_idempotent.records import Identity, State, Stored
 from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, address, keys, text

@@ -15,7 +15,7 @@ import celery_idempotent
 from celery_idempotent import errors, signals
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import CONDITIONS
-from celery_idempotent.policy import KEY_OPTIONS, SETTINGS, Policy
+from celery_idempotent.protocol.policy import KEY_OPTIONS, SETTINGS, Policy
 from celery_idempotent.records import State
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis

@@ -18,8 +18,8 @@ from celery import Celery
 from celery.beat import Scheduler
 
 from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.checks import check_settings
-from celery_idempotent.reaper import SWEEP
 from tests.docs import recipes_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import block, load

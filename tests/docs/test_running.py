@@ -20,7 +20,7 @@ from celery_idempotent.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Selection, State
 from celery_idempotent.stores import get_store, open_store
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from tests.docs import recipes_app
 from tests.stores.servers import Server, cluster, redis_binary, running
 from tests.stores.test_redis_servers import use

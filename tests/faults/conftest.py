@@ -13,7 +13,7 @@ from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_idempotent.records import State
-from celery_idempotent.stores.scripts import script
+from celery_idempotent.stores.redis.scripts import script
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.support.ledger import Ledger
 from tests.support.proxy import Proxy

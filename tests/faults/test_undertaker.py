@@ -33,7 +33,7 @@ import subprocess, sys, threading, time
 
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
 from celery_idempotent import request
-from celery_idempotent.calls import worker_name
+from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Identity
 from celery_idempotent.stores import get_store
 from tests.faults.app import app

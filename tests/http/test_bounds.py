@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.keys import canonical
+from celery_idempotent.identity.keys import canonical
 from celery_idempotent.stores import open_store
-from celery_idempotent.stores.channel import Link
-from celery_idempotent.stores.scripts import Command
+from celery_idempotent.stores.redis.channel import Link
+from celery_idempotent.stores.redis.scripts import Command
 from tests.http.sites import new_key
 from tests.sql import databases
 from tests.stores.hybrids import CountingLink

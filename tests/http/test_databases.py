@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from celery_idempotent.records import Identity
-from celery_idempotent.stores.cache import Cached, RedisCache
+from celery_idempotent.stores.hybrid.cache import Cached, RedisCache
 from tests.http.banks import Bank, at_work, made, open_bank, sweep_until
 from tests.http.sites import ORDER, Answer, Site, Web, in_background, new_key
 from tests.http.test_ietf import (  # noqa: F401  collected here, with the sites of this module

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent.calls import StoreFailed
+from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.operations import Outcome, operate
+from celery_idempotent.protocol.calls import StoreFailed
 from celery_idempotent.records import Claimed, Identity, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
@@ -244,7 +244,7 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is lost before the view, which may have run before, or with the answer of the COMMIT."""
-    from celery_idempotent.runner import Runner
+    from celery_idempotent.protocol.runner import Runner
 
     def lost(self: Any, call: Any, body: Any) -> StoreFailed:
         body()

@@ -256,7 +256,7 @@ def test_numbers_of_json_that_differ_beyond_the_digits_of_a_float_are_different(
 
 def test_json_that_is_too_deep_counts_by_its_bytes(factory: Any) -> None:
     """Whatever the stack that reads it has left."""
-    from celery_idempotent.fingerprints import MAX_DEPTH
+    from celery_idempotent.identity.fingerprints import MAX_DEPTH
 
     def nested(depth: int, text: str) -> bytes:
         return json_fingerprint(factory, "[" * depth + text + "]" * depth)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-import celery_idempotent.hooks  # noqa: F401  carries the key of send_task
+import celery_idempotent.celery.receivers  # noqa: F401  carries the key of send_task
 from celery_idempotent.records import Claimed, Identity, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import ORDER, Site, at_once, new_key

@@ -109,4 +109,4 @@ if _wanted := wanted():
         worker_ready.connect(hurry, weak=False)
         for _outcome in ("conflicted", "replayed", "interrupted", "lease_lost", "settle_failed"):
             getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
-        logging.getLogger("celery_idempotent.republish").addFilter(_note_undelivered)
+        logging.getLogger("celery_idempotent.celery.republish").addFilter(_note_undelivered)

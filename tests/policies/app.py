@@ -31,7 +31,8 @@ from celery.signals import (
     worker_ready,
 )
 
-from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, publishing, signals
+from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, signals
+from celery_idempotent.celery import publishing
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 

@@ -11,7 +11,7 @@ import pytest
 
 from celery_idempotent import get_store
 from celery_idempotent.errors import FingerprintMismatch, KeyMissing, ResultUnavailable
-from celery_idempotent.keys import canonical
+from celery_idempotent.identity.keys import canonical
 from celery_idempotent.records import Identity, State
 from tests.policies.app import Refused
 from tests.policies.conftest import PATIENCE, Site

@@ -16,7 +16,8 @@ import pytest
 from celery import chain, chord, group
 from kombu.exceptions import OperationalError
 
-from celery_idempotent import publishing, signals
+from celery_idempotent import signals
+from celery_idempotent.celery import publishing
 from celery_idempotent.errors import FingerprintMismatch
 from celery_idempotent.records import State
 from tests.policies import app as app_module

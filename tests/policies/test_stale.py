@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from celery_idempotent import Record, get_store
+from celery_idempotent.celery.reaper import SWEEP, sweep
 from celery_idempotent.errors import ProcessingTimedOut
-from celery_idempotent.reaper import SWEEP, sweep
 from celery_idempotent.records import State
 from tests.policies import app as app_module
 from tests.policies.conftest import PATIENCE, Site

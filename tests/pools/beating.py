@@ -25,8 +25,8 @@ def _patch() -> None:
 def main() -> None:
     if sys.argv[2] == "early":
         _patch()
-    from celery_idempotent.claim import Claim
-    from celery_idempotent.lease import heartbeat
+    from celery_idempotent.protocol.claim import Claim
+    from celery_idempotent.protocol.lease import heartbeat
     from celery_idempotent.records import Claimed, Identity, Lease
     from celery_idempotent.stores.memory import MemoryStore
 

@@ -28,7 +28,8 @@ CONF = "ATOMIC_CONF"
 
 django.setup()
 
-from celery_idempotent.django import IdempotentTask, outbox_rows  # noqa: E402
+from celery_idempotent.django import IdempotentTask  # noqa: E402
+from celery_idempotent.django.outbox import rows as outbox_rows  # noqa: E402
 
 # So soon a sweep takes the sender of a message for dead.
 outbox_rows.LEASE_MS = 1000

@@ -21,9 +21,9 @@ django.setup()
 from django.db import connection  # noqa: E402
 
 from celery_idempotent.django import IdempotentTask  # noqa: E402
-from celery_idempotent.lease import heartbeat  # noqa: E402
+from celery_idempotent.protocol.counters import tally  # noqa: E402
+from celery_idempotent.protocol.lease import heartbeat  # noqa: E402
 from celery_idempotent.signals import conflicted, replayed  # noqa: E402
-from celery_idempotent.tally import tally  # noqa: E402
 
 app = Celery("leaks", set_as_current=False)
 app.conf.update(json.loads(os.environ[CONF]))

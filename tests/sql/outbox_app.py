@@ -28,7 +28,8 @@ def make_app(settings: dict[str, Any]) -> Celery:
     """Return an app with every task of these tests; Django is set up already."""
     from django.db import connections, transaction
 
-    from celery_idempotent.django import IdempotentTask, outbox_rows
+    from celery_idempotent.django import IdempotentTask
+    from celery_idempotent.django.outbox import rows as outbox_rows
 
     outbox_rows.LEASE_MS = LEASE_MS
     outbox_rows.BACKOFF_MS = 100

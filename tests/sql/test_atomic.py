@@ -41,11 +41,11 @@ from django.db import (
     transaction,
 )
 
-from celery_idempotent.django import atomic, holders
-from celery_idempotent.django.connections import Session
-from celery_idempotent.django.dialects import DIALECTS
-from celery_idempotent.django.ended import TransactionEnded
-from celery_idempotent.django.rows import digest
+from celery_idempotent.django.sql import atomic, holders
+from celery_idempotent.django.sql.connections import Session
+from celery_idempotent.django.sql.dialects import DIALECTS
+from celery_idempotent.django.sql.ended import TransactionEnded
+from celery_idempotent.django.sql.rows import digest
 from celery_idempotent.django.store import DjangoStore
 
 KEY = Identity(namespace="charge", key="order-17")

@@ -16,8 +16,8 @@ pytest.importorskip("django")
 from billiard.exceptions import SoftTimeLimitExceeded
 from django.db import connections
 
-from celery_idempotent.calls import Ran
 from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.protocol.calls import Ran
 from celery_idempotent.records import Identity, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows

@@ -12,7 +12,7 @@ pytest.importorskip("django")
 from celery_idempotent.checks import check_store
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores import base
-from celery_idempotent.stores.hybrid import HybridStore
+from celery_idempotent.stores.hybrid.store import HybridStore
 from tests.support.admin import make_app
 
 

@@ -20,12 +20,12 @@ from django.db.backends.signals import connection_created
 from django.http import HttpResponse
 from django.test import RequestFactory
 
-from celery_idempotent import atomic
-from celery_idempotent.calls import Ran
 from celery_idempotent.django import IdempotentTask
-from celery_idempotent.django.atomic import AtomicRun
 from celery_idempotent.django.http import idempotent_view
+from celery_idempotent.django.sql.atomic import AtomicRun
 from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.protocol import atomic
+from celery_idempotent.protocol.calls import Ran
 from celery_idempotent.records import Identity, Record, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows

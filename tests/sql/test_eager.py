@@ -15,10 +15,10 @@ pytest.importorskip("django")
 
 from django.db import OperationalError, connections, transaction
 
-from celery_idempotent import deferred
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.errors import InProgress
-from celery_idempotent.lease import heartbeat
+from celery_idempotent.protocol import deferred
+from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql import databases

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("django")
 
-from celery_idempotent.django import forking
-from celery_idempotent.django.forking import unforked
+from celery_idempotent.django.sql import forking
+from celery_idempotent.django.sql.forking import unforked
 from tests.support.waiting import wait_for
 
 

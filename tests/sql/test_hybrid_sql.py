@@ -20,8 +20,8 @@ from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
 from celery_idempotent.stores import open_store
 from celery_idempotent.stores.base import CountingStore, TransactionalStore
-from celery_idempotent.stores.cache import Cached, RedisCache, Ticket
-from celery_idempotent.stores.hybrid import HybridStore
+from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
+from celery_idempotent.stores.hybrid.store import HybridStore
 from tests.sql import databases
 
 pytestmark = pytest.mark.redis

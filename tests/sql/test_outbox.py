@@ -17,8 +17,8 @@ import pytest
 from celery import chain, chord, group
 from celery.exceptions import SoftTimeLimitExceeded
 
+from celery_idempotent.celery.reaper import sweep as whole_sweep
 from celery_idempotent.errors import IdempotencyError, KeyMissing, StoreMisconfigured
-from celery_idempotent.reaper import sweep as whole_sweep
 from celery_idempotent.records import Reserved
 from celery_idempotent.stores import get_store
 from tests.sql.outbox_support import Stage, anything, ids, make_app, sent
@@ -168,7 +168,7 @@ class TestOnEveryDatabase:
     def test_a_message_that_is_sent_and_not_deleted_is_sent_again_the_same(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from celery_idempotent.django import outbox_rows
+        from celery_idempotent.django.outbox import rows as outbox_rows
 
         def crash(*_: Any) -> None:
             raise SystemExit
@@ -189,7 +189,7 @@ class TestOnEveryDatabase:
     def test_a_sender_whose_lease_ran_out_stops(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from celery_idempotent.django import outbox_rows
+        from celery_idempotent.django.outbox import rows as outbox_rows
 
         with stage.atomic():
             staged = stage.notes(1, 2)
@@ -202,7 +202,7 @@ class TestOnEveryDatabase:
     def test_a_sweep_that_another_takes_for_dead_stops(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ):
-        from celery_idempotent.django import outbox_rows
+        from celery_idempotent.django.outbox import rows as outbox_rows
 
         staged = stage.dies_after_commit(1, 2, 3)
         stage.pass_time()
@@ -405,7 +405,7 @@ class TestWhatIsKept:
     def test_a_canvas_sent_twice_is_the_same_messages_twice(
         self, lite: Stage, monkeypatch: pytest.MonkeyPatch, name: str
     ):
-        from celery_idempotent.django import outbox_rows
+        from celery_idempotent.django.outbox import rows as outbox_rows
 
         def crash(*_: Any) -> None:
             raise SystemExit

@@ -22,7 +22,7 @@ pytest.importorskip("django")
 
 from django.db import connections
 
-from celery_idempotent.django.connections import Lines, Session
+from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.django.store import DjangoStore
 
 KEY = Identity(namespace="charge", key="order-17")

@@ -224,7 +224,7 @@ def test_an_interrupted_verb_leaves_nothing_half_done(
     store: DjangoStore, monkeypatch: pytest.MonkeyPatch
 ):
     """A time limit strikes between the two statements of a claim."""
-    from celery_idempotent.django import rows as module
+    from celery_idempotent.django.sql import rows as module
 
     class Struck(BaseException):
         pass
@@ -246,7 +246,7 @@ def test_an_interrupted_verb_leaves_nothing_half_done(
 
 def make_impatient(store: DjangoStore, patch: pytest.MonkeyPatch) -> None:
     """Let statements wait for a row no longer than a test would."""
-    from celery_idempotent.django import atomic, shortcuts
+    from celery_idempotent.django.sql import atomic, shortcuts
 
     words = store.lines._words
     assert words is not None
@@ -418,7 +418,7 @@ def test_a_task_id_that_no_database_takes_is_no_trouble(store: DjangoStore):
 def test_a_refused_statement_says_no_value(store: DjangoStore, monkeypatch: pytest.MonkeyPatch):
     from django.db import DataError
 
-    from celery_idempotent.django.connections import Session
+    from celery_idempotent.django.sql.connections import Session
 
     def refuse(*_: object) -> None:
         raise DataError("value too long: 'geheim'")

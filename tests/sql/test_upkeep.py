@@ -17,7 +17,7 @@ pytest.importorskip("django")
 
 from django.db import connections, transaction
 
-from celery_idempotent.django import upkeep
+from celery_idempotent.django.sql import upkeep
 from celery_idempotent.django.store import DjangoStore
 
 HOUR = 3_600_000
@@ -191,7 +191,7 @@ def test_a_forged_digest_is_noticed(store: DjangoStore):
 
 
 def test_every_vendor_is_tested():
-    from celery_idempotent.django.dialects import DIALECTS
+    from celery_idempotent.django.sql.dialects import DIALECTS
 
     assert len(databases.VENDORS) == len(DIALECTS)
 
@@ -201,7 +201,7 @@ def test_counts_are_bounded_and_say_so(
     open_store: Callable[..., DjangoStore], vendor: str, monkeypatch: pytest.MonkeyPatch
 ):
     store = open_store(vendor)
-    monkeypatch.setattr("celery_idempotent.django.browse.COUNTED", 3)
+    monkeypatch.setattr("celery_idempotent.django.sql.browse.COUNTED", 3)
 
     def make(number: int, **changes: Any) -> Record:
         asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 900_000, **changes}

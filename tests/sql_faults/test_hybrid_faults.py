@@ -20,8 +20,8 @@ from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Claimed, Identity, Settled, State
 from celery_idempotent.stores import open_store
-from celery_idempotent.stores.cache import Cached, RedisCache, Ticket
-from celery_idempotent.stores.hybrid import HybridStore
+from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
+from celery_idempotent.stores.hybrid.store import HybridStore
 from tests.faults.conftest import Stage
 from tests.sql.conftest import sql_databases, use_database  # noqa: F401
 from tests.stores.servers import redis_binary, running

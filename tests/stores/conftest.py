@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, cluster, redis_binary, running, valkey_binary
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from redis import exceptions
 
 from celery_idempotent.records import Identity, Retained
-from celery_idempotent.stores.channel import Link, exchange
-from celery_idempotent.stores.packed import unpack
-from celery_idempotent.stores.redis import RedisStore
-from celery_idempotent.stores.scripts import Command
+from celery_idempotent.stores.redis.channel import Link, exchange
+from celery_idempotent.stores.redis.packed import unpack
+from celery_idempotent.stores.redis.scripts import Command
+from celery_idempotent.stores.redis.store import RedisStore
 
 HISTORY = b"local info = redis.call('INFO', 'replication')"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import redis
 
-from celery_idempotent.stores.channel import Link
-from celery_idempotent.stores.redis import RedisStore
-from celery_idempotent.stores.scripts import Command, Script
+from celery_idempotent.stores.redis.channel import Link
+from celery_idempotent.stores.redis.scripts import Command, Script
+from celery_idempotent.stores.redis.store import RedisStore
 
 TIME = b"local time = redis.call('TIME')"
 

@@ -28,9 +28,9 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.keyspace import Keyspace
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 from tests.stores.shifted import FixedLink
 

@@ -10,10 +10,10 @@ import pytest
 
 from celery_idempotent import IdempotentTask, InvalidOption
 from celery_idempotent.records import Identity, State
-from celery_idempotent.stores.cache import RedisCache
-from celery_idempotent.stores.hybrid import HybridStore
+from celery_idempotent.stores.hybrid.cache import RedisCache
+from celery_idempotent.stores.hybrid.store import HybridStore
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import RedisTruth
 from tests.support.versions import Version

@@ -16,16 +16,16 @@ import redis
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.operations import Outcome, operate
 from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
-from celery_idempotent.stores import breaker, cache
 from celery_idempotent.stores.base import TransactionalStore, forget_mark
-from celery_idempotent.stores.breaker import Breaker
-from celery_idempotent.stores.cache import Cached, RedisCache, Ticket
-from celery_idempotent.stores.hybrid import HybridStore
+from celery_idempotent.stores.hybrid import breaker, cache
+from celery_idempotent.stores.hybrid.breaker import Breaker
+from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
+from celery_idempotent.stores.hybrid.store import HybridStore
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock, StoreContract
 from tests.stores.hybrids import BadLink, Counted, CountingLink, DatedLink, RedisTruth
 from tests.stores.shifted import Shift

@@ -29,11 +29,11 @@ from hypothesis.stateful import (
 
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Claimed, Identity, Record, Reserved, Settled, State, Stored
-from celery_idempotent.stores.breaker import Breaker
-from celery_idempotent.stores.cache import Cached, RedisCache
-from celery_idempotent.stores.hybrid import HybridStore
-from celery_idempotent.stores.keyspace import Keyspace
+from celery_idempotent.stores.hybrid.breaker import Breaker
+from celery_idempotent.stores.hybrid.cache import Cached, RedisCache
+from celery_idempotent.stores.hybrid.store import HybridStore
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import BadLink, DatedLink, public
 from tests.stores.shifted import FixedLink

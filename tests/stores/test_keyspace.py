@@ -9,7 +9,7 @@ from redis.crc import key_slot
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity
-from celery_idempotent.stores.keyspace import BUCKETS, Keyspace
+from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
 
 texts = st.text(st.sampled_from("ab%3A5:{}!\u20ac"), max_size=6) | st.text(
     st.characters(exclude_categories=["Cs"]), max_size=30

@@ -19,7 +19,7 @@ from celery_idempotent import stores
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import Claimed, Identity
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 
 KEY = Identity(namespace="charge", key="order-17")
 

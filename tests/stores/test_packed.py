@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Claimed, Identity, Record, State, Stored
-from celery_idempotent.stores.packed import pack_settled, unpack
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.packed import pack_settled, unpack
+from celery_idempotent.stores.redis.store import RedisStore
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 identity = Identity(namespace="charge", key="order-17")

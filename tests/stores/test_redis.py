@@ -7,7 +7,7 @@ import uuid
 import pytest
 import redis
 
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import StoreContract
 from tests.stores.servers import Server
 from tests.stores.shifted import Shift

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from celery_idempotent.records import Claimed, Identity, Selection, State, Stored
-from celery_idempotent.stores.keyspace import Keyspace
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.store import RedisStore
 
 pytestmark = pytest.mark.redis
 

@@ -27,8 +27,8 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.redis import RedisStore
-from celery_idempotent.stores.scripts import script
+from celery_idempotent.stores.redis.scripts import script
+from celery_idempotent.stores.redis.store import RedisStore
 
 pytestmark = pytest.mark.redis
 
@@ -63,7 +63,7 @@ def store(private_redis):
 @pytest.fixture
 def proxied(redis_proxy, direct):
     """A store behind a proxy that can break its connections; the server knows the scripts."""
-    for file in (files("celery_idempotent.stores") / "lua").iterdir():
+    for file in (files("celery_idempotent.stores.redis") / "lua").iterdir():
         if file.name != "live.lua":
             direct.script_load(script(file.name.removesuffix(".lua")).source)
     store = RedisStore(redis_proxy.url() + "?socket_timeout=2")

@@ -11,7 +11,7 @@ import redis
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import Shift
 from tests.support.waiting import wait_for
 

@@ -9,8 +9,8 @@ import pytest
 import redis
 
 from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Record, State, Stored
-from celery_idempotent.stores.packed import pack_settled, unpack
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.packed import pack_settled, unpack
+from celery_idempotent.stores.redis.store import RedisStore
 
 pytestmark = pytest.mark.redis
 

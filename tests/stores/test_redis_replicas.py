@@ -14,7 +14,7 @@ import pytest
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, redis_binary, running, valkey_binary
 from tests.support.waiting import wait_for
 

@@ -27,8 +27,8 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores import open_store as open_any_store
-from celery_idempotent.stores.keyspace import BUCKETS
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.keyspace import BUCKETS
+from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, free_port, redis_binary, running, sentinel, valkey_binary
 from tests.support.servers import need
 from tests.support.waiting import wait_for

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError, atomic, endings, lease, runner
-from celery_idempotent import claim as claim_module
-from celery_idempotent.calls import Conflict, Ran, Replay, StoreFailed
+from celery_idempotent import IdempotencyError
+from celery_idempotent.celery.receivers import open_store
+from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.hooks import open_store
-from celery_idempotent.policy import Policy
+from celery_idempotent.protocol import atomic, endings, lease, runner
+from celery_idempotent.protocol import claim as claim_module
+from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import transitions
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.transitions import Kept
-from celery_idempotent.task import IdempotentTask
 from celery_idempotent.testing import FakeClock
 from tests.unit.test_runner import (
     IDENTITY,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import atomic, autoretry
+from celery_idempotent.celery import autoretry
+from celery_idempotent.celery.task import IdempotentTask
+from celery_idempotent.protocol import atomic
 from celery_idempotent.records import State
-from celery_idempotent.task import IdempotentTask
 from tests.unit.test_atomic import Colliding, Collision, Database, DatabaseError
 
 TRIES = atomic.MAX_REPEATS + 1

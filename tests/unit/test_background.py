@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent import background as module
-from celery_idempotent.background import Background
 from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.protocol import background as module
+from celery_idempotent.protocol.background import Background
 from tests.support.waiting import wait_for
 
 

@@ -11,7 +11,7 @@ from celery.canvas import Signature
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask, InvalidKey
-from celery_idempotent.hooks import leaves
+from celery_idempotent.identity.trees import leaves
 
 
 def step(name: str) -> str:

@@ -18,17 +18,12 @@ import pytest
 from celery import Celery
 from kombu import Queue
 
-from celery_idempotent import IdempotentTask, patience
-from celery_idempotent.checks import (
-    Finding,
-    check,
-    check_settings,
-    check_store,
-    check_workers,
-)
-from celery_idempotent.reaper import SWEEP
+from celery_idempotent import IdempotentTask
+from celery_idempotent.celery import patience
+from celery_idempotent.celery.reaper import SWEEP
+from celery_idempotent.checks import Finding, check, check_settings, check_store, check_workers
 from celery_idempotent.stores import base
-from celery_idempotent.stores.redis_facts import ServerFacts
+from celery_idempotent.stores.redis.facts import ServerFacts
 from tests.support.admin import make_app
 
 GOOD = ServerFacts(

@@ -11,7 +11,7 @@ from celery.backends.base import KeyValueStoreBackend
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_idempotent import InvalidKey, StoreUnavailable
-from celery_idempotent.chords import hopeless, patient
+from celery_idempotent.celery.chords import hopeless, patient
 
 
 def raised(error: Exception, module: str = "tests") -> Exception:

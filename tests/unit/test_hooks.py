@@ -12,7 +12,7 @@ from celery import Celery, Task, chain, chord, group
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.hooks import RUN, said_of
+from celery_idempotent.identity.stamp import RUN, said_of
 
 
 def step() -> None: ...

@@ -23,11 +23,11 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from kombu import serialization
 
-from celery_idempotent.arguments import Parameters, compile_rule
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
-from celery_idempotent.fingerprints import MAX_DEPTH
-from celery_idempotent.identified import Identified
-from celery_idempotent.keys import ALL_ARGUMENTS, Identifier, canonical, task_id_key
+from celery_idempotent.identity.arguments import Parameters, compile_rule
+from celery_idempotent.identity.fingerprints import MAX_DEPTH
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.identity.keys import ALL_ARGUMENTS, Identifier, canonical, task_id_key
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 
 SECRET = "4111-1111-1111-1111"

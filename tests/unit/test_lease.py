@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent import lease
-from celery_idempotent.claim import Claim
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.lease import Heartbeat
+from celery_idempotent.protocol import lease
+from celery_idempotent.protocol.claim import Claim
+from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.records import Claimed, Identity, Lease, State
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.tally import tally
 from celery_idempotent.testing import FakeClock
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
@@ -83,7 +83,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that lingers no longer than a moment."""
     monkeypatch.setattr(lease, "LINGER", 0.1)
     monkeypatch.setattr(lease, "TICK", 0.05)
-    monkeypatch.setattr("celery_idempotent.tally.EVERY", 0.01)
+    monkeypatch.setattr("celery_idempotent.protocol.counters.EVERY", 0.01)
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ class TestClaim:
 class TestHeartbeat:
     def test_an_import_starts_no_thread(self):
         code = (
-            "import threading, celery_idempotent, celery_idempotent.task;"
+            "import threading, celery_idempotent, celery_idempotent.celery.task;"
             "print([t.name for t in threading.enumerate()], len(__import__('os').listdir('/proc/self/task')))"
         )
         out = subprocess.run(
@@ -444,7 +444,7 @@ class TestHeartbeat:
     def test_no_count_is_left_behind_however_often_it_ends(self, heartbeat, store, monkeypatch):
         monkeypatch.setattr(lease, "LINGER", 0.0)
         monkeypatch.setattr(lease, "TICK", 0.001)
-        monkeypatch.setattr("celery_idempotent.tally.EVERY", 0.0)
+        monkeypatch.setattr("celery_idempotent.protocol.counters.EVERY", 0.0)
         for _ in range(300):
             tally.add(store, "t", "claimed")
             heartbeat.start()
@@ -460,7 +460,7 @@ class TestHeartbeat:
 
     def test_the_thread_does_not_keep_a_process_from_ending(self):
         code = (
-            "from celery_idempotent.lease import heartbeat;"
+            "from celery_idempotent.protocol.lease import heartbeat;"
             "from celery_idempotent.stores.memory import MemoryStore;"
             "from tests.unit.test_lease import take;"
             "claim = take(MemoryStore(), lease_ms=60_000); heartbeat.add(claim); print('added')"

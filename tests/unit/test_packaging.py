@@ -71,7 +71,7 @@ def test_the_package_is_marked_as_typed():
 
 
 def test_the_scripts_of_the_store_are_in_the_package():
-    scripts = resources.files(celery_idempotent) / "stores" / "lua"
+    scripts = resources.files(celery_idempotent) / "stores" / "redis" / "lua"
     assert any(each.name.endswith(".lua") for each in scripts.iterdir())
 
 

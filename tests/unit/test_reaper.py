@@ -15,8 +15,8 @@ from celery.schedules import crontab
 from celery.signals import task_prerun
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.celery.reaper import SWEEP, install, sweep
 from celery_idempotent.errors import InvalidOption, StoreUnavailable
-from celery_idempotent.reaper import SWEEP, install, sweep
 from celery_idempotent.records import Claimed, Identity, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock

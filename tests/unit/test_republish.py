@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.republish import UNANSWERED, longest_wait_ms, unanswered
+from celery_idempotent.celery.republish import UNANSWERED, longest_wait_ms, unanswered
 
 
 def task(visibility_timeout: int | None = None, **options: Any) -> Any:

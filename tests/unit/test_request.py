@@ -20,11 +20,13 @@ from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, Wor
 from celery.worker.consumer import Consumer
 from kombu.asynchronous.hub import Hub
 
-from celery_idempotent import IdempotentTask, calls, request, signals
-from celery_idempotent.calls import worker_name
+from celery_idempotent import IdempotentTask, signals
+from celery_idempotent.celery import request
+from celery_idempotent.celery.request import gone
 from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.protocol import calls
+from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, Identity, Record, State
-from celery_idempotent.request import gone
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.waiting import wait_for
 

@@ -22,20 +22,21 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.dispatch import Signal
 
-from celery_idempotent import claim as claim_module
-from celery_idempotent import endings, lease, runner, signals
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent import signals
 from celery_idempotent.errors import (
     FingerprintMismatch,
     StoreMisconfigured,
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.policy import Policy
+from celery_idempotent.protocol import claim as claim_module
+from celery_idempotent.protocol import endings, lease, runner
+from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import Claimed, Identity, Record, State, Stored
-from celery_idempotent.runner import Runner
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis import RedisStore
+from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 
 IDENTITY = Identity(namespace="shop.charge", key="order-17")

@@ -11,7 +11,8 @@ import pytest
 from celery import Celery
 from celery.utils.dispatch import Signal
 
-from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, reaper, signals
+from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, signals
+from celery_idempotent.celery import reaper
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Claimed, Identity, State
 from celery_idempotent.signals import Event
@@ -190,7 +191,7 @@ def test_a_store_that_is_away_tells_store_failed_with_the_error(task, seen, monk
     def claim(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("celery_idempotent.runner.CLAIM_PATIENCE", 0.1)
+    monkeypatch.setattr("celery_idempotent.protocol.runner.CLAIM_PATIENCE", 0.1)
     monkeypatch.setattr(MemoryStore, "claim", claim)
     with pytest.raises(StoreUnavailable):
         task.apply(("o",))
@@ -239,7 +240,7 @@ def test_without_receivers_nothing_is_built(task, monkeypatch):
     for each in vars(signals).values():
         if isinstance(each, Signal):
             monkeypatch.setattr(each, "receivers", [])
-    monkeypatch.setattr("celery_idempotent.calls.Event", refuse)
+    monkeypatch.setattr("celery_idempotent.protocol.calls.Event", refuse)
     task.apply(("o",)).get()
     task.apply(("o",)).get()
 

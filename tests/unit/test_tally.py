@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent import tally as tally_module
-from celery_idempotent.calls import Replay
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.lease import Heartbeat
+from celery_idempotent.protocol import counters as tally_module
+from celery_idempotent.protocol.calls import Replay
+from celery_idempotent.protocol.counters import Tally
+from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.tally import Tally
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 from tests.unit.test_runner import FlakyStore, a_call, make_runner
@@ -29,8 +29,8 @@ def store() -> MemoryStore:
 @pytest.fixture
 def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
     tally = Tally()
-    monkeypatch.setattr("celery_idempotent.calls.tally", tally)
-    monkeypatch.setattr("celery_idempotent.lease.tally", tally)
+    monkeypatch.setattr("celery_idempotent.protocol.calls.tally", tally)
+    monkeypatch.setattr("celery_idempotent.protocol.lease.tally", tally)
     return tally
 
 
@@ -56,7 +56,7 @@ def test_runs_and_replays_are_counted_by_task(store, tally):
 def test_the_heartbeat_writes_them(store, tally, monkeypatch):
     monkeypatch.setattr(tally_module, "EVERY", 0.05)
     heartbeat = Heartbeat()
-    monkeypatch.setattr("celery_idempotent.runner.heartbeat", heartbeat)
+    monkeypatch.setattr("celery_idempotent.protocol.runner.heartbeat", heartbeat)
     make_runner(store, lease_ms=300).execute(a_call(), lambda: 42)
     wait_for(lambda: ("shop.charge", "settled") in counted(store), what="the counters")
 
@@ -112,7 +112,7 @@ import os, sys, time
 from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.tally import tally
+from celery_idempotent.protocol.counters import tally
 
 class Told(MemoryStore):
     def count(self, outcomes):

@@ -33,9 +33,9 @@ from celery_idempotent import (
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
-    republish,
 )
-from celery_idempotent.calls import worker_name
+from celery_idempotent.celery import republish
+from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, Identity, Record, State
 from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
@@ -849,7 +849,7 @@ def eta_in(message: SimpleNamespace) -> float:
 class TestStoreFailures:
     @pytest.fixture(autouse=True)
     def _impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("celery_idempotent.runner.CLAIM_PATIENCE", 0.01)
+        monkeypatch.setattr("celery_idempotent.protocol.runner.CLAIM_PATIENCE", 0.01)
 
     def break_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def away(*_: object, **__: object) -> None:
@@ -1029,7 +1029,7 @@ class TestAMessageThatCannotBePublishedAgain:
         monkeypatch.setattr(app.pool.connection.transport, "driver_type", "amqp")
         seen: list[float] = []
         monkeypatch.setattr(
-            "celery_idempotent.republish._send", lambda *sent: seen.append(sent[-1])
+            "celery_idempotent.celery.republish._send", lambda *sent: seen.append(sent[-1])
         )
         message = send(published, task, "k")
         hold(store, "k", "t")
@@ -1700,7 +1700,7 @@ class TestDjango:
 import sys
 import celery_idempotent
 from celery_idempotent import IdempotentTask
-from celery_idempotent.task import IdempotentTask as Plain
+from celery_idempotent.celery.task import IdempotentTask as Plain
 print(issubclass(IdempotentTask, Plain), hasattr(IdempotentTask, "delay_on_commit"))
 print("celery_idempotent.django" in sys.modules)
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from celery_idempotent.task import IdempotentTask
+from celery_idempotent.celery.task import IdempotentTask
 
 
 class EarlyTask(IdempotentTask):

@@ -23,7 +23,7 @@ from celery import Celery, Task
 from celery.signals import worker_init, worker_ready
 
 from celery_idempotent import IdempotentTask, signals
-from celery_idempotent.lease import heartbeat
+from celery_idempotent.protocol.lease import heartbeat
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 

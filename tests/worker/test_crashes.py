@@ -15,7 +15,7 @@ import redis
 from celery.exceptions import WorkerLostError
 
 from celery_idempotent import State, TooManyCrashes, get_store
-from celery_idempotent.reaper import SWEEP, sweep
+from celery_idempotent.celery.reaper import SWEEP, sweep
 from celery_idempotent.records import Identity
 from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from kombu import Queue
 
+from celery_idempotent.celery.checks import worker as checks
+from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.checks import check_workers
-from celery_idempotent.checks import worker as checks
-from celery_idempotent.reaper import SWEEP
 from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
 from tests.support.servers import RabbitMQ

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
 from django.contrib.contenttypes.models import ContentType
 
+from celery_idempotent.celery.operations import Operation
 from celery_idempotent.django.admin.identities import unparse
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.models import IdempotencyRecord
-from celery_idempotent.operations import Operation
 from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:

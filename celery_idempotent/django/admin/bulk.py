@@ -13,6 +13,14 @@ from django.contrib import messages
 from django.core.exceptions import BadRequest, PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
+from celery_idempotent.celery.operations import (
+    OPERATIONS,
+    Operation,
+    Outcome,
+    clock_ms,
+    is_live,
+    offered,
+)
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import BulkForm
 from celery_idempotent.django.admin.identities import parse, unparse
@@ -21,14 +29,6 @@ from celery_idempotent.django.admin.operating import carry_out
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.operations import (
-    OPERATIONS,
-    Operation,
-    Outcome,
-    clock_ms,
-    is_live,
-    offered,
-)
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from celery_idempotent.checks import Finding, check_settings, check_store
+from celery_idempotent.celery.checks import Finding, check_settings, check_store
+from celery_idempotent.celery.reaper import SWEEP, sweep_interval
 from celery_idempotent.django.admin.charts import Chart, charts
 from celery_idempotent.django.admin.detail import duration
 from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.reaper import SWEEP, sweep_interval
 from celery_idempotent.records import Counted, Record, Stats
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import COUNTED_HOURS, can_count

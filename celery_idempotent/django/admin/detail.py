@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from celery_idempotent.operations import Operation, is_live, offered
+from celery_idempotent.celery.operations import Operation, is_live, offered
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores.refusals import KEPT
 

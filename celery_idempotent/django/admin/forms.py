@@ -8,10 +8,10 @@ from typing import Any
 
 from django import forms
 
+from celery_idempotent.celery.operations import Operation
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.identified import MAX_CHARS
-from celery_idempotent.keys import canonical
-from celery_idempotent.operations import Operation
+from celery_idempotent.identity.identified import MAX_CHARS
+from celery_idempotent.identity.keys import canonical
 from celery_idempotent.records import Selection, State
 
 __all__ = ["PERIODS", "BulkForm", "FilterForm", "OperationForm", "PeriodForm"]

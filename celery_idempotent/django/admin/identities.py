@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from celery_idempotent.identified import MAX_CHARS
+from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.records import Identity
 
 __all__ = ["parse", "unparse"]

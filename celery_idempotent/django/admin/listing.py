@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from celery_idempotent.celery.operations import clock_ms
 from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.keys import canonical, task_id_key
-from celery_idempotent.operations import clock_ms
+from celery_idempotent.identity.keys import canonical, task_id_key
 from celery_idempotent.records import Identity, Record, Selection, State
 
 if TYPE_CHECKING:

@@ -6,13 +6,20 @@ from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
+from celery_idempotent.celery.operations import (
+    Operation,
+    Outcome,
+    clock_ms,
+    is_live,
+    offered,
+    operate,
+)
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.operations import Operation, Outcome, clock_ms, is_live, offered, operate
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
+from celery_idempotent.celery.operations import OPERATIONS, clock_ms
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.bulk import BulkPages, Mark
@@ -22,8 +23,7 @@ from celery_idempotent.django.admin.values import shown
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app, definitions
 from celery_idempotent.django.http.namespaces import view_namespaces
-from celery_idempotent.django.outbox import pending
-from celery_idempotent.operations import OPERATIONS, clock_ms
+from celery_idempotent.django.outbox.interceptor import pending
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:

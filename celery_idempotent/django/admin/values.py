@@ -7,16 +7,16 @@ import pprint
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_idempotent.codec import TaskCodec
+from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.django.http.messages import CONTENT_TYPE, REPLAYED, read_response
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
-from celery_idempotent.policy import Policy
+from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Record, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.definition import Definition
+    from celery_idempotent.celery.definition import Definition
 
 __all__ = ["LONGEST", "Shown", "shown", "text_of"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from celery_idempotent.operations import Operation
+from celery_idempotent.celery.operations import Operation
 
 __all__ = ["WORDINGS", "Wording"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
-from celery_idempotent.checks.loading import load_tasks
+from celery_idempotent.celery.checks.loading import load_tasks
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
 from celery_idempotent.django.http.options import HttpOptions, ShowErrors
 from celery_idempotent.django.http.problems import Refusal
@@ -27,8 +27,8 @@ from celery_idempotent.records import Record, State
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.definition import Definition
-    from celery_idempotent.task import IdempotentTask
+    from celery_idempotent.celery.definition import Definition
+    from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = ["Failure", "describe", "failure_of", "least_shown", "note_shown", "task_of"]
 

@@ -15,7 +15,7 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.fingerprints import NoFormError, Written, digest, form, quote
+from celery_idempotent.identity.fingerprints import NoFormError, Written, digest, form, quote
 
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile

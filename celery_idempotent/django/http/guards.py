@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_idempotent.calls import Call, Conflict, Ran, Replay, Result, StoreFailed, worker_name
 from celery_idempotent.django.http.authorizing import refused_replay
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.describing import failure_of
@@ -24,9 +23,18 @@ from celery_idempotent.django.http.transactions import (
     refuse_open_transactions,
 )
 from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
-from celery_idempotent.keys import canonical
+from celery_idempotent.identity.keys import canonical
+from celery_idempotent.protocol.calls import (
+    Call,
+    Conflict,
+    Ran,
+    Replay,
+    Result,
+    StoreFailed,
+    worker_name,
+)
+from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import Identity, Record, State, Stored
-from celery_idempotent.runner import Runner
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import get_store
 

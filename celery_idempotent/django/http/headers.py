@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.errors import InvalidKey
-from celery_idempotent.keys import canonical, excess
+from celery_idempotent.identity.keys import canonical, excess
 
 if TYPE_CHECKING:
     from django.http import HttpRequest

@@ -13,8 +13,9 @@ from django.http import HttpResponse
 from django.utils.module_loading import import_string
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.identified import MAX_CHARS
-from celery_idempotent.policy import Mode, Policy, StoreErrorPolicy, milliseconds
+from celery_idempotent.identity.identified import MAX_CHARS
+from celery_idempotent.protocol.policy import Mode, Policy, StoreErrorPolicy
+from celery_idempotent.settings import milliseconds
 
 if TYPE_CHECKING:
     from django.http import HttpResponseBase

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from celery_idempotent.django.autocommit import commits_by_hand
+from celery_idempotent.celery.publishing import identify, until_lost
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.decorators import require_key
@@ -17,17 +17,17 @@ from celery_idempotent.django.http.guards import http_identity
 from celery_idempotent.django.http.options import HttpOptions, read_options
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.django.http.scopes import caller_scope
-from celery_idempotent.django.outbox_payload import MEANS, absolute
+from celery_idempotent.django.outbox.payload import MEANS, absolute
+from celery_idempotent.django.sql.autocommit import commits_by_hand
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.hooks import KEEP_FAILURE_HEADER
-from celery_idempotent.identified import Identified
-from celery_idempotent.publishing import identify, until_lost
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.identity.stamp import KEEP_FAILURE_HEADER
 from celery_idempotent.records import Identity
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
-    from celery_idempotent.definition import Definition
-    from celery_idempotent.task import IdempotentTask
+    from celery_idempotent.celery.definition import Definition
+    from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = ["Order", "read_order"]
 
@@ -102,7 +102,7 @@ class Order:
     def stage(self, task_id: str, alias: str) -> None:
         """Let the outbox of a database publish."""
         # Imported late: its tables are there only where the app is installed.
-        from celery_idempotent.django import outbox
+        from celery_idempotent.django.outbox import interceptor as outbox
 
         publish = {**self.publish, "task_id": task_id}
         outbox.stage(self.task, self.args, self.kwargs, publish, using=alias)

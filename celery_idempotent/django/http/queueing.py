@@ -31,7 +31,7 @@ from django.db import DatabaseError, transaction
 from django.http import HttpResponse, JsonResponse
 from kombu.exceptions import OperationalError
 
-from celery_idempotent import twofold
+from celery_idempotent.celery.publishing import RESERVED_MS
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, read_options
@@ -40,7 +40,7 @@ from celery_idempotent.django.http.problems import Refusal, problem
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.publishing import RESERVED_MS
+from celery_idempotent.protocol import key_change
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
 from celery_idempotent.stores.base import joined
 
@@ -179,7 +179,7 @@ def _reserve(order: Order, task_id: str, *, promised: bool) -> Any:
     message = order.message(task_id) if promised else None
     return _patiently(
         order,
-        lambda: twofold.reserve(
+        lambda: key_change.reserve(
             order.store,
             order.identified,
             task_id=task_id,
@@ -278,7 +278,7 @@ class _Promise:
 
 def _give_back(order: Order, record: Record) -> None:
     try:
-        twofold.give_back(order.store, order.identified, record)
+        key_change.give_back(order.store, order.identified, record)
     except (StoreUnavailable, StoreMisconfigured) as trouble:
         logger.warning("idempotency: a reservation is left to its deadline: %s", trouble)
 

@@ -27,7 +27,7 @@ from celery_idempotent.django.http.pages import (
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.django.http.scopes import caller_scope
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.identified import Identified
+from celery_idempotent.identity.identified import Identified
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import (
-    Claimed,
-    Held,
-    Identity,
-    Mismatched,
-    Reserved,
-    Settled,
-    State,
-)
+from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Reserved, Settled, State
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     FINGERPRINT,

@@ -1,0 +1,156 @@
+"""Looking for what may go wrong before it does: how an app, its store and its broker are set up for idempotent tasks.
+
+Each finding has an id that stays, says what can go wrong, and what to set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from celery_idempotent.celery.checks import broker, formats, servers
+from celery_idempotent.celery.checks.finding import Finding, Tasks
+from celery_idempotent.celery.checks.loading import load_tasks
+from celery_idempotent.errors import IdempotencyError, InvalidOption
+from celery_idempotent.protocol.atomic import transactional
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["Finding", "check", "check_settings", "check_store", "check_workers", "insist"]
+
+_OF_SETTINGS = (
+    broker.acks_late,
+    broker.sweep,
+    broker.sweep_queue,
+    broker.visibility,
+    broker.waits,
+    formats.known,
+    formats.accepted,
+    formats.pickled,
+)
+
+
+def check(app: Celery) -> list[Finding]:
+    """Return all findings about an app: it imports its tasks, and asks the store and the workers that are up."""
+    return [*check_settings(app), *check_store(app), *check_workers(app)]
+
+
+def check_settings(app: Celery) -> list[Finding]:
+    """Return what can be found without asking any server, once all of the app's tasks are imported."""
+    try:
+        load_tasks(app)
+    except InvalidOption as error:
+        return [_bad_option(error)]
+    except Exception as error:  # noqa: BLE001  # whatever a module of the project may raise
+        # Whatever else a module says may hold what is nobody's business.
+        said = f": {error}" if isinstance(error, ImportError) else ""
+        return [
+            Finding(
+                id="E021",
+                problem=f"The app's tasks cannot be imported ({type(error).__name__}{said}): no worker starts.",
+                hint="Import them in a shell to see where that comes from.",
+            )
+        ]
+    try:
+        tasks = _tasks(app)
+        silenced = _silenced(app)
+    except InvalidOption as error:
+        return [_bad_option(error)]
+    if not tasks:
+        return []
+    try:
+        store = get_store(app)
+        unbounded = list(servers.unbounded(store))  # reads the settings of a database
+    except IdempotencyError as error:
+        hint = "Set idempotency_store to a URL or a store; a worker does not start like this."
+        return _heard([Finding(id="E001", problem=str(error), hint=hint)], silenced)
+    found: list[Finding] = []
+    for each in _OF_SETTINGS:
+        found.extend(each(app, tasks))
+    found.extend(servers.memory(store))
+    found.extend(unbounded)
+    return _heard(found, silenced)
+
+
+def check_store(app: Celery) -> list[Finding]:
+    """Return what the store and its servers say."""
+    try:
+        load_tasks(app)
+        if not _tasks(app):
+            return []
+        store, silenced = get_store(app), _silenced(app)
+        list(servers.unbounded(store))
+    except Exception:  # noqa: BLE001  # E001, E013 and E021 say it
+        return []
+    return _heard(servers.answers(store), silenced)
+
+
+def check_workers(app: Celery) -> list[Finding]:
+    """Return what the workers that are up say, within a second or two; nothing where none is."""
+    try:
+        load_tasks(app)
+        if not _tasks(app):
+            return []
+        if "W022" in {each.id for each in broker.sweep_queue(app, {})}:
+            return []  # said already
+        return _heard(broker.consumers(app), _silenced(app))
+    except Exception:  # noqa: BLE001  # E013 and E021 say it
+        return []
+
+
+def _bad_option(error: InvalidOption) -> Finding:
+    hint = "Set it to what is allowed; a worker does not start like this."
+    return Finding(id="E013", problem=str(error), hint=hint)
+
+
+def insist(app: Celery) -> None:
+    """Look, without asking any server, at what no task can run without.
+
+    Raises:
+        IdempotencyError: if an option is bad, if there is no store, or if a task is atomic and the store knows no
+            transactions.
+    """
+    tasks = _tasks(app)
+    if not tasks:
+        return
+    _silenced(app)
+    store = get_store(app)
+    list(servers.unbounded(store))
+    for name, (_, definition) in tasks.items():
+        if definition.policy.atomic:
+            transactional(store, name)
+
+
+def _tasks(app: Celery) -> Tasks:
+    """Return the tasks that are looked at.
+
+    Raises:
+        InvalidOption: if an option of one is bad.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, task in sorted(app.tasks.items()):
+        if not hasattr(task, "idempotency_definition"):
+            continue
+        # Asked for, not looked up: a task whose options are bad was registered, and never defined.
+        definition = task.idempotency_definition()
+        if definition is not None:
+            found[str(name)] = (task, definition)
+    return found
+
+
+def _silenced(app: Celery) -> Collection[str]:
+    """Return the ids that nobody wants to hear of.
+
+    Raises:
+        InvalidOption: if the setting holds anything else.
+    """
+    given: Any = app.conf.get("idempotency_silenced_checks") or ()
+    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+        raise InvalidOption("idempotency_silenced_checks takes a list of ids, such as ['W009'].")
+    return frozenset(given)
+
+
+def _heard(found: Iterable[Finding], silenced: Collection[str]) -> list[Finding]:
+    return [each for each in found if each.id not in silenced]

@@ -1,0 +1,179 @@
+"""What the broker does to messages: acknowledgement, redelivery, and who asks for sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+from celery.app.routes import Router
+
+from celery_idempotent.celery.checks.finding import Finding, Tasks, named
+from celery_idempotent.celery.patience import patience
+from celery_idempotent.celery.reaper import SWEEP
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["acks_late", "consumers", "sweep", "sweep_queue", "visibility", "waits"]
+
+#: So many seconds workers have to answer.
+_ANSWER = 1
+
+
+def acks_late(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
+    """Find tasks that a crash loses; those that are only observed are as they were."""
+    early = [
+        name
+        for name, (task, each) in tasks.items()
+        if not task.acks_late and each.policy.mode == "enforce"
+    ]
+    if early:
+        yield Finding(
+            id="W002",
+            problem=f"Acknowledged before they run, and so lost with a worker that dies: {named(early)}.",
+            hint="Leave acks_late to IdempotentTask, which sets it, or set it to True.",
+        )
+
+
+def sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
+    """Find out whether anybody asks for sweeps."""
+    if app.conf.get("idempotency_sweep_interval", 30) is not None:
+        return
+    if any(task == SWEEP for _, task, _ in _entries(app)):
+        return
+    yield Finding(
+        id="W003",
+        problem="No sweep is scheduled: claims of workers that died stay PROCESSING until their key is asked for"
+        " again, and idempotency_on_stale does nothing.",
+        hint=f"Set idempotency_sweep_interval, or run the task {SWEEP} every half minute.",
+    )
+
+
+def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
+    """Find leases that outlast the broker's patience."""
+    broker = patience(app)
+    if broker is None:
+        return
+    most_ms = broker.seconds * 1000
+    longer = [name for name, (_, each) in tasks.items() if each.policy.lease_ms >= most_ms]
+    if longer:
+        yield Finding(
+            id="W004",
+            problem=f"The broker delivers again after {broker.seconds:g} s ({broker.option}), before the lease of a"
+            f" dead worker is over: the message circles as long. Tasks: {named(longer)}.",
+            hint=f"Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
+        )
+
+
+def waits(app: Celery, tasks: Tasks) -> Iterator[Finding]:
+    """Find countdowns that outlast the broker's patience, as far as settings tell them."""
+    broker = patience(app)
+    if broker is None or broker.held is None:
+        return
+    found = [
+        f"{name} (retries after up to {longest:g} s)"
+        for name, (task, _) in tasks.items()
+        if (longest := _longest_retry(task)) >= broker.held
+    ]
+    for name, task, options in _entries(app):
+        countdown = options.get("countdown")
+        if task in tasks and isinstance(countdown, (int, float)) and countdown >= broker.held:
+            found.append(f"the beat entry {name} (countdown {countdown:g} s)")
+    if found:
+        yield Finding(
+            id="W019",
+            problem=f"A message that waits for longer than {broker.held:g} s ({broker.option}) is delivered again each"
+            f" time that these pass: it runs once, but is many by then. So waits: {named(found)}.",
+            hint=f"Let them wait for less, or set the {broker.option} in broker_transport_options higher.",
+        )
+
+
+def sweep_queue(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
+    """Find sweeps that are sent to a queue that is not among those of the app."""
+    queue = _queue_of_sweeps(app)
+    declared = app.conf.task_queues
+    if queue is None or not declared:
+        return
+    names = declared if isinstance(declared, Mapping) else [each.name for each in declared]
+    if queue not in names:
+        yield _unswept(
+            queue, "task_queues has no such queue, and so no worker consumes it by itself"
+        )
+
+
+def consumers(app: Celery) -> list[Finding]:
+    """Ask the workers that are up whether any of them consumes the queue that sweeps are sent to."""
+    queue = _queue_of_sweeps(app)
+    if queue is None or str(app.conf.broker_read_url).startswith("memory"):
+        return []
+    try:
+        with app.connection_for_write(connect_timeout=_ANSWER) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, timeout=_ANSWER)
+            inspect = app.control.inspect(timeout=_ANSWER, connection=connection)
+            answers = inspect.active_queues() or {}
+    except Exception:  # noqa: BLE001  # a broker that is down is no matter of queues, and each transport has its errors
+        return []
+    if not answers or any(
+        queue == each["name"] for found in answers.values() for each in found or ()
+    ):
+        return []
+    return [_unswept(queue, f"none of the {len(answers)} worker(s) that answered consumes it")]
+
+
+def _unswept(queue: str, why: str) -> Finding:
+    return Finding(
+        id="W022",
+        problem=f"Sweeps are sent to the queue {queue}: {why}. Then claims of workers that died stay PROCESSING until"
+        " their key is asked for again, and the messages pile up.",
+        hint=f"Start a worker with -Q {queue}, or route {SWEEP} to a queue that is consumed.",
+    )
+
+
+class _Names(dict[str, Any]):
+    """Queues by their names, and nothing else: Celery's own would be consumed from then on."""
+
+    def __missing__(self, name: str) -> Any:
+        return SimpleNamespace(name=name)
+
+
+def _queue_of_sweeps(app: Celery) -> str | None:
+    """Return the queue that beat sends sweeps to, ``None`` if it sends none, or that cannot be told."""
+    options = next((about for _, task, about in _entries(app) if task == SWEEP), None)
+    if options is None or {"exchange", "routing_key"} & set(options):
+        return None
+    try:
+        # Celery's own, but for the queues: to look one up there makes it.
+        router: Any = Router(app.amqp.routes, _Names(), create_missing=True, app=app)
+        route = router.route(dict(options), SWEEP, task_type=app.tasks.get(SWEEP))
+    except Exception:  # noqa: BLE001  # the project's own routers may raise what they like
+        return None
+    if "exchange" in route:
+        return None
+    queue = route.get("queue")
+    return str(getattr(queue, "name", queue))
+
+
+def _longest_retry(task: Any) -> float:
+    """Return the longest countdown, in seconds, that the task's options lead to; 0 where they name none."""
+    if not getattr(task, "autoretry_for", ()):
+        own: float | None = task.default_retry_delay
+        return float(own) if own and own != Task.default_retry_delay else 0.0
+    given = getattr(task, "retry_kwargs", None) or {}
+    backoff = float(getattr(task, "retry_backoff", False))
+    if not backoff:
+        return float(given.get("countdown", task.default_retry_delay) or 0)
+    longest = float(getattr(task, "retry_backoff_max", 600))
+    retries = given.get("max_retries", task.max_retries)
+    if retries is None:
+        return longest
+    last: float = int(max(1.0, backoff)) * 2.0 ** min(retries - 1, 64)
+    return min(longest, last)
+
+
+def _entries(app: Celery) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield name, task and options of what beat is to send."""
+    for name, entry in (app.conf.beat_schedule or {}).items():
+        about = entry if isinstance(entry, dict) else vars(entry)  # or a ScheduleEntry
+        yield str(name), str(about.get("task")), about.get("options") or {}

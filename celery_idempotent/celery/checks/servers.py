@@ -1,0 +1,135 @@
+"""What the store and the servers behind it say: whether they answer, what they keep, and what time it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from celery_idempotent.celery.checks.finding import Finding
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import Identity
+
+if TYPE_CHECKING:
+    from celery_idempotent.stores import Store
+
+__all__ = ["answers", "memory", "unbounded"]
+
+#: The oldest releases that can keep records.
+_OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
+
+#: So far two clocks may be apart, in milliseconds.
+_APART_MS = 5_000
+
+#: A key that nobody has: no task has such a name.
+_NOBODY = Identity(namespace="celery_idempotent:check", key="-")
+
+
+def memory(store: Store) -> Iterator[Finding]:
+    """Find out whether the store is one for tests."""
+    if type(store).__name__ == "MemoryStore":
+        yield Finding(
+            id="W005",
+            problem="The store is the memory of each process: two processes know nothing of each other's keys.",
+            hint="Set idempotency_store to a Redis or a database; memory:// is for tests.",
+        )
+
+
+def unbounded(store: Any) -> Iterator[Finding]:
+    """Find out whether a database that stays silent would be waited for without end."""
+    if hasattr(store, "missing_bounds") and (missing := store.missing_bounds()):
+        yield Finding(
+            id="W020",
+            problem="A database server that accepts connections and stays silent is waited for without end, or for"
+            f" minutes: by tasks, and by the thread that keeps claims alive. {store!r} sets no {', '.join(missing)}.",
+            hint="Set them in the OPTIONS of that database, as docs/sql.md says.",
+        )
+
+
+def answers(store: Store) -> list[Finding]:
+    """Ask the store, with as few rights as a worker's, and the servers about themselves."""
+    try:
+        store.get(_NOBODY)
+    except StoreUnavailable as error:
+        return [
+            Finding(
+                id="E006",
+                problem=f"The store does not answer, and no idempotent task runs: {error}",
+                hint="Start it, or let idempotency_store say where it is.",
+            )
+        ]
+    except StoreMisconfigured as error:
+        return [
+            Finding(
+                id="E006",
+                problem=f"The store cannot be used: {error}",
+                hint="Set it up as docs/running.md says, or let idempotency_store name another.",
+            )
+        ]
+    return [*_facts(store), *_clock(store)]
+
+
+def _facts(store: Any) -> Iterable[Finding]:
+    if not hasattr(store, "facts"):
+        return []
+    try:
+        servers = store.facts()
+    except IdempotencyError as error:
+        return [
+            Finding(
+                id="W011",
+                problem=f"The store does not say how it is set up: {error}",
+                hint="Allow its user the command INFO, or look yourself: eviction off, persistence on.",
+            )
+        ]
+    waits = bool(getattr(store, "replicas", 0))
+    # Of the servers of a cluster, each finding once.
+    return {each.id: each for server in servers for each in _server(server, waits=waits)}.values()
+
+
+def _clock(store: Any) -> Iterator[Finding]:
+    if not hasattr(store, "skews_ms"):
+        return
+    try:
+        worst = max(store.skews_ms(), key=abs, default=0)
+    except IdempotencyError:
+        return  # it answered a moment ago: whatever it is, it is no matter of clocks
+    if abs(worst) > _APART_MS:
+        yield Finding(
+            id="W018",
+            problem=f"The store's clock is {abs(worst) / 1000:.0f} s {'ahead of' if worst > 0 else 'behind'} this"
+            " machine's: by so much ETAs and deadlines miss each other, and times look wrong. If it is the store's"
+            " that is wrong: when somebody sets it back, leases last longer, and a store that lost its data"
+            " gives tokens out again.",
+            hint="Let NTP keep both.",
+        )
+
+
+def _server(server: Any, *, waits: bool) -> Iterator[Finding]:
+    name = f"{server.kind} {server.version}"
+    oldest = _OLDEST[server.kind]
+    if server.release < oldest:
+        yield Finding(
+            id="E007",
+            problem=f"{name} is too old to keep records.",
+            hint=f"Use {server.kind} {'.'.join(map(str, oldest))} or newer.",
+        )
+    if server.eviction != "noeviction":
+        yield Finding(
+            id="W008",
+            problem=f"{name} deletes keys when its memory is full (maxmemory-policy {server.eviction}): a task whose"
+            " record was evicted runs again.",
+            hint="Set maxmemory-policy noeviction, or keep records in a Redis of their own.",
+        )
+    if server.persistent is False:
+        yield Finding(
+            id="W009",
+            problem=f"{name} writes nothing to disk: after a restart, everything that was completed runs again.",
+            hint="Set appendonly yes, with appendfsync everysec or always.",
+        )
+    if server.replicas and not waits:
+        yield Finding(
+            id="W010",
+            problem=f"{name} has {server.replicas} replica(s), and no claim waits for them: a failover may forget the"
+            " last claims and results.",
+            hint="Set idempotency_replicas to how many replicas a claim waits for.",
+        )

@@ -1,0 +1,164 @@
+"""How a task's result and exception are stored and come back: as Celery's result backend would give them."""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from celery.canvas import Signature
+from celery.result import ResultBase
+
+from celery_idempotent.errors import IdempotencyError, ResultUnavailable
+from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.records import Stored
+from celery_idempotent.serializers import NotStored, Serializer, first_accepted
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["TaskCodec"]
+
+logger = logging.getLogger(__name__)
+
+
+class TaskCodec:
+    """Writes and reads the values of one task; a value that cannot be stored is settled without it, with a warning."""
+
+    def __init__(self, app: Celery, task: str, policy: Policy) -> None:
+        conf = app.conf
+        self._app = app
+        self._task = task
+        self._policy = policy
+        accept = tuple(conf.result_accept_content or conf.accept_content)
+        self._serializer = Serializer(
+            policy.serializer or first_accepted((conf.result_serializer, *accept), accept),
+            accept,
+            policy.compression,
+        )
+        #: An app may publish what it does not accept, as long as it does not run it.
+        accept = tuple(conf.accept_content)
+        written = first_accepted((conf.task_serializer, *accept), accept)
+        self._messages = Serializer(written, accept)
+
+    def dump_value(self, value: Any) -> Stored | None:
+        """Serialize a result as the result backend would."""
+        if not self._policy.store_result:
+            return None
+        if value is None:
+            return self._nothing
+        if isinstance(value, ResultBase):
+            results: Any = value
+            value = results.as_tuple()
+        return self._dump(value, "result")
+
+    @cached_property
+    def _nothing(self) -> Stored | None:
+        """What most tasks return; kombu takes longer to write it than the record takes to pack."""
+        return self._dump(None, "result")
+
+    def dump_step(self, name: str, value: Any) -> Stored:
+        """Serialize the result of a step.
+
+        Raises:
+            IdempotencyError: if it cannot be, or is too large.
+        """
+        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        if isinstance(stored, NotStored):
+            raise IdempotencyError(
+                f"The result of step {name!r} of {self._task}, a {stored.type_name}, cannot be recorded "
+                f"({stored.reason}): "
+                "let the step return what the serializer can write, or less of it."
+            )
+        return stored
+
+    def load_value(self, stored: Stored) -> Any:
+        """Return a stored result, as ``AsyncResult.get`` would.
+
+        Raises:
+            StoreMisconfigured: if the app does not accept its format.
+            ResultUnavailable: if it cannot be read.
+        """
+        return self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+
+    def dump_message(self, signature: Signature[Any]) -> bytes | None:
+        """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
+        stored = self._messages.dump(dict(signature), max_bytes=None)
+        if isinstance(stored, NotStored):
+            logger.warning(
+                "idempotency: the message of %s cannot be stored (%s), and a stale claim of it is not requeued",
+                self._task,
+                stored.reason,
+            )
+            return None
+        head = f"{stored.content_type}\n{stored.content_encoding}\n"
+        return head.encode() + stored.body
+
+    def dump_replacement(self, signature: Signature[Any]) -> Stored | None:
+        """Serialize the task that replaces this one, or return ``None`` if that cannot be."""
+        stored = self._messages.dump(dict(signature), max_bytes=None)
+        return None if isinstance(stored, NotStored) else stored
+
+    def load_replacement(self, stored: Stored) -> Signature[Any]:
+        """Return what :meth:`dump_replacement` stored.
+
+        Raises:
+            StoreMisconfigured: if the app does not accept its format.
+            ResultUnavailable: if it cannot be read.
+        """
+        content: Any = self._messages.load(stored)
+        return Signature.from_dict(content, app=self._app)
+
+    def load_message(self, message: bytes) -> Signature[Any]:
+        """Return what :meth:`dump_message` stored.
+
+        Raises:
+            StoreMisconfigured: if the app does not accept its format.
+            ResultUnavailable: if it cannot be read.
+        """
+        content_type, content_encoding, body = message.split(b"\n", 2)
+        stored = Stored(
+            content_type=content_type.decode(),
+            content_encoding=content_encoding.decode(),
+            body=body,
+        )
+        return self.load_replacement(stored)
+
+    def dump_error(self, error: BaseException) -> Stored | None:
+        """Serialize an exception as the result backend would."""
+        backend: Any = self._app.backend
+        return self._dump(backend.prepare_exception(error, self._serializer.name), "exception")
+
+    def load_error(self, stored: Stored | None) -> Exception:
+        """Return the stored exception, to be raised again; whatever else was stored never is."""
+        if stored is None:
+            return ResultUnavailable(
+                f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
+            )
+        backend: Any = self._app.backend
+        told = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+        try:
+            error = backend.exception_to_python(told)
+        except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
+            return ResultUnavailable(
+                f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
+            )
+        if isinstance(error, Exception):
+            return error
+        return ResultUnavailable(
+            f"{self._task} ended with {type(error).__name__}, which is not raised again."
+        )
+
+    def _dump(self, value: Any, what: str) -> Stored | None:
+        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        if not isinstance(stored, NotStored):
+            return stored
+        logger.warning(
+            "idempotency: the %s of %s, a %s, is not kept in its record (%s): duplicates will look for it in "
+            "the result backend",
+            what,
+            self._task,
+            stored.type_name,
+            stored.reason if stored.size is None else f"{stored.reason}: {stored.size} bytes",
+        )
+        return None

@@ -1,0 +1,153 @@
+"""What a task's options, its signature and its app make of it, checked once and frozen."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+
+from celery_idempotent.celery.codec import TaskCodec
+from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.identity.keys import Identifier
+from celery_idempotent.protocol import unfinished
+from celery_idempotent.protocol.policy import (
+    KEY_OPTIONS,
+    Policy,
+    check_settings,
+    own_settings,
+    read_options,
+    snapshot,
+)
+from celery_idempotent.protocol.runner import Runner
+from celery_idempotent.settings import Snapshot
+from celery_idempotent.stores import Store, get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["Definition", "define", "is_celerys_own"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """One task of one app.
+
+    ``keyed``: the task has a rule for its key. ``overridden``: another base behind ours has a
+    ``__call__`` of its own, which is the way to ``run``. ``settings``: those of the app that it was made of.
+    """
+
+    policy: Policy
+    identifier: Identifier
+    codec: TaskCodec
+    runner: Runner
+    keyed: bool
+    overridden: bool
+    settings: Snapshot
+
+    def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
+        """Return what a call is about; one that is only observed falls back to its task id.
+
+        Raises:
+            InvalidKey: if the key or scope cannot be used, or is missing where one is required, and that is enforced.
+        """
+        try:
+            return self.identifier.identify(args, kwargs, task_id=task_id, **about)
+        except InvalidKey as error:
+            if self.policy.mode != "observe":
+                raise
+            return self.observed(error, task_id)
+
+    def observed(self, refused: InvalidKey, task_id: str) -> Identified:
+        """Say what would have been refused, and return what a call without a key is about."""
+        logger.warning("idempotency: observed: a call would have been refused: %s", refused)
+        return self.identifier.by_task_id(task_id)
+
+
+def is_celerys_own(task: Task[Any, Any] | type[Task[Any, Any]]) -> bool:
+    """Is this one of the tasks that Celery brings along, or our own sweep? They are left alone."""
+    return str(task.name).startswith(("celery.", "celery_idempotent."))
+
+
+def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
+    """Return the definition of ``task``.
+
+    ``base`` is the class whose ``__call__`` this serves.
+
+    Raises:
+        InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value, or the task's body
+            would be settled before it runs.
+    """
+    name = str(task.name)
+    settings = snapshot(app)
+    check_settings(own_settings(app))
+    options = read_options(task, app.conf.get)
+    policy = Policy.from_options(options, task=name)
+    about: dict[str, Any] = {key: options[key] for key in KEY_OPTIONS if key in options}
+    codec = TaskCodec(app, name, policy)
+    if policy.mode != "off":
+        _check_body(task, base, observed=policy.mode == "observe")
+    behind = task.__mro__[task.__mro__.index(base) + 1 :]
+    return Definition(
+        policy=policy,
+        identifier=Identifier(name, _signature_of(task), **about),
+        codec=codec,
+        runner=Runner(
+            name,
+            policy=policy,
+            store=partial(_store_of, app),
+            codec=codec,
+            sender=lambda: app.tasks[name],
+        ),
+        keyed=about.get("key") is not None,
+        overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
+        settings=settings,
+    )
+
+
+def _store_of(app: Celery) -> Store:
+    """Return the app's store, for a run: the message of one that has none comes back until there is one.
+
+    Raises:
+        StoreMisconfigured: if there is none.
+    """
+    try:
+        return get_store(app)
+    except InvalidOption as error:
+        raise StoreMisconfigured(str(error)) from error
+
+
+def _check_body(task: type[Task[Any, Any]], base: type, *, observed: bool) -> None:
+    """Refuse a body that returns before it has run, unless a base is there to run it.
+
+    Raises:
+        InvalidOption: saying what to do.
+    """
+    run = inspect.getattr_static(task, "run")
+    kind = unfinished.kind_of(getattr(run, "__func__", run))
+    others = (each for each in task.__mro__ if each not in (base, Task))
+    if not kind or any("__call__" in vars(each) for each in others):
+        return
+    refused = InvalidOption(
+        f"Task {task.name} is a {kind} function, and Celery stores what it returns without running it: its record "
+        "would say COMPLETED before anything is done. Run it within the task (asyncio.run(…)), give the task a base "
+        'whose __call__ does, or switch protection off for it (idempotency_mode="off").'
+    )
+    if not observed:
+        raise refused
+    logger.warning("idempotency: observed: a task would have been refused: %s", refused)
+
+
+def _signature_of(task: type) -> inspect.Signature:
+    """Return the signature of ``run`` without ``self``."""
+    run = inspect.getattr_static(task, "run")
+    if isinstance(run, staticmethod):
+        return inspect.signature(run.__func__)
+    return inspect.signature(MethodType(run, object()))

@@ -1,0 +1,164 @@
+"""What a finished task has to send (links, the next step of a chain, its part of a chord), and whether it was sent.
+
+A worker may die between the settle and the sending, or between the sending and the ack. The message then comes back,
+finds its own record settled, and must send in the first case and be silent in the second. So the record is marked as
+*delivered* once everything was sent, in a third round trip that only requests with something to send pay for::
+
+    run ─ settle ─┬─ ✗ ······················· redelivered: answered in full, sent
+                  └─ links, chain, result, chord part ─ mark ─┬─ ✗ ···· redelivered: answered silently
+                                                              └─ ack
+    between the sending and the mark: sent twice, under the same ids, so that an IdempotentTask downstream runs once
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery.canvas import Signature, maybe_signature
+from celery.exceptions import Ignore
+from celery.utils.functional import maybe_list
+
+from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.identity.stamp import as_mapping, said_of
+from celery_idempotent.records import Identity, State
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idempotent.stores.base import Store
+
+__all__ = [
+    "UNDELIVERED",
+    "Due",
+    "Replaced",
+    "derive_ids",
+    "expect",
+    "forgetting",
+    "marking",
+    "sends_on",
+    "silence",
+    "taken",
+]
+
+logger = logging.getLogger(__name__)
+
+#: In a stamp: how often its message came back because something could not be sent; what was sent is no longer in it.
+UNDELIVERED = "undelivered"
+
+#: Where it is kept, while the request is at work, that something is due.
+_DUE = "idempotency_due"
+
+_COMPOSITES = {
+    "celery.chain": ("tasks",),
+    "celery.group": ("tasks",),
+    "celery.chord": ("header", "body"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A record was settled ``age_ms`` ago, and what this request sends is still to be sent; then ``mark`` notes it."""
+
+    mark: Callable[[], None]
+    age_ms: int = 0
+
+
+def forgetting(store: Store, identity: Identity, token: int) -> Callable[[], None]:
+    """Return what gives back the key of a task whose replacement can never be published."""
+
+    def forget() -> None:
+        try:
+            store.forget(identity, token=token, state=State.COMPLETED)
+        except IdempotencyError as error:
+            logger.warning("idempotency: could not free %s: %s", identity, error)
+
+    return forget
+
+
+class Replaced(Ignore):
+    """The task is replaced: to publish ``signature``, under its task id, is due. ``free`` gives the key back."""
+
+    def __init__(self, signature: Signature[Any], due: Due, free: Callable[[], None]) -> None:
+        super().__init__("Replaced by new task")
+        self.signature = signature
+        self.due = due
+        self.free = free
+
+
+def sends_on(request: Any) -> bool:
+    """Does this request have anything to send when it is done, or did it, and came back for it?"""
+    return bool(
+        request.callbacks
+        or request.errbacks
+        or request.chain
+        or request.chord
+        or UNDELIVERED in said_of(as_mapping(request.headers), request.id)
+    )
+
+
+def silence(request: Any) -> None:
+    """Let Celery send nothing for this request: all of it was sent before."""
+    request.callbacks = request.errbacks = request.chain = request.chord = None
+
+
+def expect(request: Any, due: Due) -> None:
+    """Remember that something is to be sent."""
+    setattr(request, _DUE, due)
+
+
+def taken(request: Any) -> Due | None:
+    """Return what is due, once."""
+    due: Due | None = vars(request).pop(_DUE, None)
+    return due
+
+
+def marking(store: Store, identity: Identity, token: int) -> Callable[[], None]:
+    """Return what marks this record as delivered."""
+
+    def mark() -> None:
+        try:
+            store.mark_delivered(identity, token=token)
+        except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
+            logger.warning(
+                "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
+                "come back, they are sent again, under the same ids: %s",
+                identity,
+                error,
+            )
+
+    return mark
+
+
+def derive_ids(app: Celery, links: Any, parent_id: str, kind: str) -> Any:
+    """Return ``links`` with task ids made from the parent's id where they have none.
+
+    Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has
+    the same id both times.
+    """
+    derived = [
+        maybe_signature(_derive(link, f"{parent_id}/{kind}/{index}"), app=app)
+        for index, link in enumerate(maybe_list(links) or [])
+    ]
+    return derived or links
+
+
+def _derive(signature: Any, path: str) -> Any:
+    if not isinstance(signature, dict):
+        return signature
+    options = signature.get("options") or {}
+    parts = _COMPOSITES.get(str(signature.get("task")))
+    if parts is None:
+        task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
+        return {**signature, "options": {**options, "task_id": task_id}}
+    kwargs = dict(signature.get("kwargs") or {})
+    for part in parts:
+        inner = kwargs.get(part)
+        if isinstance(inner, (list, tuple)):
+            kwargs[part] = [_derive(each, f"{path}/{n}") for n, each in enumerate(inner)]
+        elif inner is not None:
+            kwargs[part] = _derive(inner, f"{path}/{part}")
+    return {**signature, "kwargs": kwargs}

@@ -1,0 +1,242 @@
+"""What an operator may do to a record: release, forget, fail, requeue; never by accident to one that has a live owner.
+
+What was decided about one record is never done to another: an operation names the token and the state that the operator
+saw, and does nothing where the key has moved on since.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from celery_idempotent import signals
+from celery_idempotent.celery.reaper import REQUEUE_MS, definition_of, event_of, send_again, task_of
+from celery_idempotent.errors import FailedByOperator, InProgress, InvalidOption
+from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.records import Identity, Record, Selection, State, Stored
+from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.signals import emit
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from celery.utils.dispatch import Signal
+
+    from celery_idempotent.stores import Store
+
+__all__ = [
+    "OPERATIONS",
+    "Operation",
+    "Outcome",
+    "clock_ms",
+    "forget",
+    "is_live",
+    "offered",
+    "operate",
+]
+
+logger = logging.getLogger(__name__)
+
+Operation = Literal["release", "forget", "fail", "requeue"]
+
+#: All of them, in the order in which they are offered.
+OPERATIONS: tuple[Operation, ...] = ("release", "requeue", "fail", "forget")
+
+_UNFINISHED = frozenset({State.QUEUED, State.PROCESSING, State.INTERRUPTED})
+
+
+class Outcome(enum.Enum):
+    """How an operation ended."""
+
+    #: It was done.
+    DONE = "done"
+    #: Nothing was done: the key has another record by now, or none, or its state has changed.
+    CHANGED = "changed"
+    #: Nothing was done: an owner within its lease holds the key.
+    LIVE = "live"
+    #: Requeued, but its message could not be published: the next sweep after its deadline tries again.
+    UNSENT = "unsent"
+
+
+def clock_ms(store: Store) -> int:
+    """Return the time by the store's clock."""
+    # The shortest question whose answer tells the time, with any store.
+    return store.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
+
+
+def is_live(record: Record, now_ms: int) -> bool:
+    """Does an owner within its lease hold the key at ``now_ms`` of the store's clock?"""
+    return record.state is State.PROCESSING and not record.stale(now_ms)
+
+
+def offered(record: Record) -> tuple[Operation, ...]:
+    """Return the operations that mean something for a record, as :meth:`Store.get` returns it."""
+    possible: dict[Operation, bool] = {
+        "release": record.state in {State.QUEUED, State.PROCESSING},
+        "requeue": record.state in {State.PROCESSING, State.INTERRUPTED}
+        and record.message is not None,
+        "fail": record.state in _UNFINISHED,
+        "forget": True,
+    }
+    return tuple(each for each in OPERATIONS if possible[each])
+
+
+def operate(
+    app: Celery,
+    identity: Identity,
+    operation: Operation,
+    *,
+    token: int,
+    state: State,
+    force: bool = False,
+    who: str = "",
+    reason: str = "",
+) -> Outcome:
+    """Do one of :data:`OPERATIONS` to the record that has this token and this state.
+
+    A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
+    at work. Whoever takes the key next gets a larger token. The log and the event tell ``who`` did it and why.
+
+    Raises:
+        StoreUnavailable: if the store did not answer; what was asked for may have been done.
+    """
+    store = get_store(app)
+    record = store.get(identity)
+    if record is None or (record.token, record.state) != (token, state):
+        return Outcome.CHANGED
+    if operation not in offered(record):
+        return Outcome.CHANGED
+    if not force and is_live(record, clock_ms(store)):
+        return Outcome.LIVE
+    by = _Operator(app, store, who or "an operator", reason)
+    match operation:
+        case "release":
+            outcome = _release(by, record)
+        case "requeue":
+            outcome = _requeue(by, record)
+        case "fail":
+            outcome = _fail(by, record)
+        case "forget":
+            outcome = _forget(by, record)
+    if outcome is Outcome.DONE:
+        why = f": {' '.join(reason.split())}" if reason else ""  # in one line
+        logger.warning("idempotency: %s chose to %s %s%s", by.who, operation, identity, why)
+    return outcome
+
+
+def forget(
+    app: Celery, identity: Identity, *, force: bool = False, who: str = "", reason: str = ""
+) -> bool:
+    """Forget whatever record a key has; ``False`` if it has none.
+
+    Raises:
+        InProgress: if an owner within its lease holds the key, and this is not forced.
+        ValueError: if it is forced without a reason.
+        StoreUnavailable: if the store did not answer; it may have been done.
+    """
+    if force and not reason:
+        raise ValueError("to take a key away from a live owner, say why: reason=…")
+    store = get_store(app)
+    while (record := store.get(identity)) is not None:
+        outcome = operate(
+            app,
+            identity,
+            "forget",
+            token=record.token,
+            state=record.state,
+            force=force,
+            who=who,
+            reason=reason,
+        )
+        if outcome is Outcome.DONE:
+            return True
+        if outcome is Outcome.LIVE:
+            raise InProgress(
+                f"{identity} is held by {record.owner}, and was not forgotten: wait for its end, or give"
+                " force=True and a reason.",
+                task_id=record.task_id,
+            )
+        # It has changed since: look again.
+    # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
+    store.forget(identity, token=0)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Operator:
+    """Who operates on the records of an app, and why."""
+
+    app: Celery
+    store: Store
+    who: str
+    reason: str
+
+    def tell(
+        self, signal: Signal, outcome: str, record: Record, error: BaseException | None = None
+    ) -> None:
+        """Send the event, and count it."""
+        event = event_of(record, error)
+        emit(signal, None, replace(event, who=self.who, reason=self.reason))
+        tally.count(self.store, task_of(self.app, record), outcome)
+
+
+def _forget(by: _Operator, record: Record) -> Outcome:
+    # The state, too: a run that completed a moment ago is not what was seen.
+    if not by.store.forget(record.identity, token=record.token, state=record.state):
+        return Outcome.CHANGED
+    by.tell(signals.forgotten, "forgotten", record)
+    return Outcome.DONE
+
+
+def _release(by: _Operator, record: Record) -> Outcome:
+    if not by.store.release(record.identity, token=record.token):
+        return Outcome.CHANGED
+    by.tell(signals.released, "released", record)
+    return Outcome.DONE
+
+
+def _requeue(by: _Operator, record: Record) -> Outcome:
+    # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
+    queued = by.store.requeue(record.identity, deadline_ms=REQUEUE_MS, token=record.token)
+    if queued is None:
+        return Outcome.CHANGED
+    sent = send_again(by.app, queued, None, who=by.who, reason=by.reason)
+    return Outcome.DONE if sent else Outcome.UNSENT
+
+
+def _fail(by: _Operator, record: Record) -> Outcome:
+    app, store = by.app, by.store
+    error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
+    definition = definition_of(app, record)
+    keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
+    value = _told(app, error) if definition is None else definition.codec.dump_error(error)
+    # One write, to the record with this token and to no other. Not restored: a key that was claimed and released a
+    # moment ago has no record, and is not to be failed for what it was before.
+    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False):
+        return Outcome.CHANGED
+    # The owner may have settled it first, and then that end stays.
+    found = store.get(record.identity)
+    if found is None or (found.token, found.state) != (record.token, State.FAILED):
+        return Outcome.CHANGED
+    if found.value != value:
+        return Outcome.CHANGED
+    by.tell(signals.settled, "settled", record, error)
+    return Outcome.DONE
+
+
+def _told(app: Celery, error: FailedByOperator) -> Stored | None:
+    """Serialize the error of a record whose task is unknown, or that is a view's, as a result backend would."""
+    accept = tuple(app.conf.result_accept_content or app.conf.accept_content)
+    told = {
+        "exc_type": type(error).__name__,
+        "exc_module": type(error).__module__,
+        "exc_message": str(error),
+    }
+    try:
+        stored = Serializer("json", accept).dump(told, max_bytes=None)
+    except InvalidOption:  # what nobody could read
+        return None
+    return None if isinstance(stored, NotStored) else stored

@@ -1,0 +1,115 @@
+"""Answering a duplicate from the record: its value, its exception, or what its task left in the result backend."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from celery.backends.base import DisabledBackend
+from celery.exceptions import Ignore
+
+from celery_idempotent.celery import delivery, republish, sentry
+from celery_idempotent.celery.definition import Definition
+from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.records import Record, State
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
+
+    from celery_idempotent.celery.task import IdempotentTask
+
+__all__ = ["replay"]
+
+logger = logging.getLogger(__name__)
+
+
+def replay(
+    task: IdempotentTask, definition: Definition, request: Context, record: Record, age_ms: int
+) -> Any:
+    """Answer from the record: return its value or raise its exception.
+
+    A redelivery of the very message that settled it sends on what the first delivery did not; any other
+    duplicate is a link of its own chain, a member of its own chord.
+    """
+    logger.info(
+        "idempotency: %s[%s] is answered from the record of %s: task %s, %s %.1f s ago",
+        task.name,
+        request.id,
+        record.identity,
+        record.task_id,
+        record.state.value,
+        age_ms / 1000,
+    )
+    own = record.task_id == request.id
+    if own and record.delivered:
+        delivery.silence(request)
+    if record.state is State.FAILED:
+        error = definition.codec.load_error(record.value)
+        if not own:
+            # A redelivery comes of a process that may have died before it reported anything.
+            sentry.reported_before(error)
+        _expect(task, request, record, age_ms)
+        raise error
+    if record.replaced and own:
+        if record.delivered or record.value is None:
+            raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
+        signature = definition.codec.load_replacement(record.value)
+        free = delivery.forgetting(get_store(task.app), record.identity, record.token)
+        raise delivery.Replaced(signature, _due(task, record, age_ms), free)
+    if record.value is not None and not record.replaced:
+        value = definition.codec.load_value(record.value)
+    else:
+        value = _from_backend(task, request, record, age_ms)
+    _expect(task, request, record, age_ms)
+    return value
+
+
+def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> None:
+    """Have sent what this message sends. A duplicate under another id marks nothing: it did not settle the record."""
+    if not delivery.sends_on(request) or (record.delivered and record.task_id == request.id):
+        return
+    due = _due(task, record, age_ms)
+    if record.task_id != request.id:
+        due = replace(due, mark=_nothing)
+    delivery.expect(request, due)
+
+
+def _due(task: IdempotentTask, record: Record, age_ms: int) -> delivery.Due:
+    mark = delivery.marking(get_store(task.app), record.identity, record.token)
+    return delivery.Due(mark=mark, age_ms=age_ms)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> Any:
+    """Look for a result that is not in the record where its task left it."""
+    if isinstance(task.backend, DisabledBackend):
+        state, value = "", None
+    else:
+        first = task.AsyncResult(record.task_id)
+        state, value = first.state, first.result
+    if state == "SUCCESS":
+        return value
+    if state == "FAILURE" and isinstance(value, Exception):
+        raise value
+    patience = _patience_ms(task) if record.replaced else task.idempotency_policy.lease_ms
+    if state and age_ms < patience and record.task_id != request.id:
+        republish.conflict(task, request, record, task.idempotency_policy.lease_ms)
+    raise ResultUnavailable(
+        f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
+        "and is not in the result backend."
+    )
+
+
+def _patience_ms(task: IdempotentTask) -> int:
+    """Return how long a duplicate waits for the result of a replacement.
+
+    That may take its time, or ignore its result. But once the record is gone, the duplicate would run.
+    """
+    longest = task.idempotency_policy.settled_keep_ms // 2
+    expires = getattr(task.backend, "expires", None)
+    return min(longest, int(expires * 1000)) if expires else longest

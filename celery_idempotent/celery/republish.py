@@ -1,0 +1,317 @@
+"""Sending a message round again, when it may not run yet: after a conflict, or when the store failed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import re
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from kombu.exceptions import LimitExceeded, OperationalError
+from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
+
+from celery_idempotent.celery import sentry
+from celery_idempotent.celery.delivery import UNDELIVERED
+from celery_idempotent.celery.patience import patience
+from celery_idempotent.errors import IdempotencyError, InProgress
+from celery_idempotent.identity.stamp import as_mapping, bound, said_of
+from celery_idempotent.records import Record
+from celery_idempotent.stores import ATTEMPT_BYTES
+
+if TYPE_CHECKING:
+    from celery.canvas import Signature
+
+    from celery_idempotent.celery.task import IdempotentTask
+
+__all__ = [
+    "Dropped",
+    "StaysError",
+    "as_published",
+    "conflict",
+    "longest_wait_ms",
+    "store_failed",
+    "unanswered",
+    "undelivered",
+]
+
+logger = logging.getLogger(__name__)
+
+#: In a stamp: own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
+CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
+#: In a stamp: attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under
+#: nobody.
+UNANSWERED = "unanswered"
+_MOST_UNANSWERED = 8
+
+#: Taken for the patience of a broker that has none, in seconds.
+_VISIBILITY_TIMEOUT = 3600
+
+
+_ATTEMPTS = re.compile(f"(?:[0-9a-f]{{{2 * ATTEMPT_BYTES}}}){{1,{_MOST_UNANSWERED}}}")
+
+
+#: The longest pause before a message that cannot be published asks again where it is, in seconds.
+_LONGEST_STAY = 30.0
+
+#: What a broker writes into the headers of a message that it delivers again, or passes on: sent back to it, RabbitMQ
+#: takes the message for one that goes in a circle, and drops it; kombu's Redis transport for restored ever after.
+_OF_THE_BROKER = re.compile(
+    "redelivered|x-death|x-(first|last)-death-.*|x-(delivery|acquired)-count"
+)
+
+
+class StaysError(Exception):
+    """This message cannot be published again: it stays with its worker, and is to ask again now."""
+
+
+class Dropped(Ignore):
+    """A duplicate is dropped, and whoever watches events shall see it: the worker's main process tells them."""
+
+
+def conflict(
+    task: IdempotentTask, request: Any, record: Record, left_ms: int, *, other: bool = False
+) -> NoReturn:
+    """Somebody holds the key: send this copy round again, or say so, as the task's policy wants.
+
+    A redelivery (the holder's own task id) may be the broker's only copy, and failing it would fail
+    the original's chord and chain: it always goes round again, and leaves the result alone. So does a call that is no
+    duplicate of what the holder does (``other``).
+    """
+    policy = task.idempotency_policy
+    same = record.task_id == request.id
+    left = left_ms / 1000
+    error = InProgress(
+        f"{record.identity} is held by {record.owner}, whose lease runs {left:.1f} s more unless "
+        "it is renewed.",
+        record.task_id,
+        left,
+    )
+    duplicate = not same and not other
+    if request.is_eager or (policy.on_conflict == "raise" and duplicate):
+        raise error
+    if policy.on_conflict == "ignore" and duplicate:
+        _ignored(task, request, error)
+    # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
+    options: dict[str, Any] = {"expires": None} if same else {}
+    count, delay, again = _again(task, request, CONFLICTS, left, options, {})
+    logger.info(
+        "idempotency: %s[%s] found %s held by %s (conflict %d), and comes back in %.1f s",
+        task.name,
+        request.id,
+        record.identity,
+        record.owner,
+        count,
+        delay,
+    )
+    _send(task, request, again, delay)
+    if not duplicate:
+        raise Ignore(str(error))
+    sentry.still_on_its_way(request)
+    raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
+
+
+def _ignored(task: IdempotentTask, request: Any, error: InProgress) -> NoReturn:
+    """Drop a duplicate, in plain sight: its state is IGNORED, not PENDING for ever."""
+    logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
+    if not request.ignore_result:
+        backend: Any = task.backend
+        try:
+            backend.store_result(request.id, str(error), "IGNORED", request=request)
+        except Exception:
+            logger.exception(
+                "idempotency: the state of %s[%s] is not stored", task.name, request.id
+            )
+    raise Dropped(str(error))
+
+
+def store_failed(
+    task: IdempotentTask, request: Any, error: IdempotencyError, attempt: bytes
+) -> NoReturn:
+    """The store cannot say whether this call may run: nothing runs, and this copy comes back."""
+    if request.is_eager:
+        raise error
+    # Without a new one, those that it came with are in its stamp.
+    known = {}
+    if attempt:
+        attempts = (*unanswered(said_of(as_mapping(request.headers), request.id)), attempt)
+        known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
+    count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
+    logger.error(
+        "idempotency: %s[%s] did not run, its store failed (%d times now), and comes back in "
+        "%.1f s: %s",
+        task.name,
+        request.id,
+        count,
+        delay,
+        error,
+    )
+    _send(task, request, again, delay)
+    raise Ignore(str(error)) from error
+
+
+def undelivered(
+    task: IdempotentTask, request: Any, trouble: BaseException | None, left_ms: int
+) -> NoReturn:
+    """What follows the end of a task could not be sent: its message comes back to send the rest of it.
+
+    It does so while its record surely answers it, and outlives its expiry: the operation is done. With the broker away
+    it stays where it is, and sends as soon as that is back: given back, it would wait for the visibility timeout.
+    """
+    left = max(left_ms / 1000, 1.0)
+    count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None}, {})
+    logger.log(
+        logging.ERROR if trouble else logging.INFO,
+        "idempotency: %s[%s] is done, what follows it is not sent yet (%s, %d times now), and it comes back "
+        "in %.1f s",
+        task.name,
+        request.id,
+        type(trouble).__name__ if trouble else "another process is at it",
+        count,
+        delay,
+    )
+    _send(task, request, again, delay, stay=True)
+    raise Ignore(f"what follows {task.name} is not sent yet")
+
+
+def unanswered(said: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """Return the attempts to claim that a message brings along; of what is none, nothing."""
+    found = said.get(UNANSWERED)
+    if not isinstance(found, str) or not _ATTEMPTS.fullmatch(found):
+        return ()
+    attempts = bytes.fromhex(found)
+    return tuple(attempts[at : at + ATTEMPT_BYTES] for at in range(0, len(attempts), ATTEMPT_BYTES))
+
+
+def _again(
+    task: IdempotentTask,
+    request: Any,
+    counter: str,
+    left: float | None,
+    options: dict[str, Any],
+    known: Mapping[str, Any],
+) -> tuple[int, float, Signature[Any]]:
+    """Return how often this message went round, in how many seconds it comes back, and itself.
+
+    The countdown stays well under the visibility timeout: while it lasts, the broker counts the
+    message as delivered and not acknowledged.
+    """
+    headers = as_mapping(request.headers)
+    before = said_of(headers, request.id).get(counter, 0)
+    count = before + 1 if isinstance(before, int) else 1
+    # Should it not be published, it asks again where it is, with what it has come to.
+    request.headers = bound(headers, request.id, more={**known, counter: count})
+    limits = [
+        2.0 ** min(count - 1, 20),
+        task.idempotency_policy.conflict_backoff_max_ms / 1000,
+        _unacknowledged(task),
+    ]
+    if left is not None:
+        limits.append(max(left, 0.1))
+    delay = min(limits) * random.uniform(0.5, 1)
+    if _broker(task).transport.driver_type == "amqp":
+        # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery counts in these and takes no less.
+        delay = max(math.ceil(delay), 1)
+    again = task.signature_from_request(
+        request,
+        countdown=delay,
+        retries=request.retries,
+        add_to_parent=False,
+        **as_published(request),
+        **options,
+    )
+    return count, delay, again
+
+
+def as_published(request: Any) -> dict[str, Any]:
+    """Return the options with which a message goes out as it came in: its headers, and how its body is written."""
+    headers = as_mapping(request.headers)
+    options: dict[str, Any] = {
+        "headers": {k: v for k, v in headers.items() if not _OF_THE_BROKER.fullmatch(k)}
+    }
+    content_type = as_mapping(request.properties).get("content_type")
+    if content_type in registry.type_to_name:
+        options["serializer"] = registry.type_to_name[content_type]
+    if compression := getattr(request, "compression", None):
+        options["compression"] = compression
+    return options
+
+
+def longest_wait_ms(task: IdempotentTask, request: Any) -> int | None:
+    """Return how long this delivery may hold its worker while another runs; ``None``: as long as its policy wants.
+
+    Past the visibility timeout the broker gives a waiting message to one process after the other, and all of them wait.
+    """
+    if request.is_eager:
+        return 0
+    late: bool | None = task.acks_late
+    if task.idempotency_policy.on_conflict != "wait" or not late:
+        return None
+    return int(_unacknowledged(task) * 1000)
+
+
+def _unacknowledged(task: IdempotentTask) -> float:
+    """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
+    broker = patience(task.app)
+    if broker is None:
+        visible = task.app.conf.broker_transport_options.get("visibility_timeout")
+        return float(visible or _VISIBILITY_TIMEOUT) / 4
+    return (broker.held or _VISIBILITY_TIMEOUT) / 4
+
+
+def _send(
+    task: IdempotentTask, request: Any, again: Signature[Any], delay: float, *, stay: bool = False
+) -> None:
+    """Publish; a message that cannot be published must not be lost.
+
+    With late acks the broker still has it. If it is the broker that fails, pause, and give it back as it is: once, for
+    there are queues that drop what comes back too often (RabbitMQ's quorum queues, after 20 times). Any other message
+    stays where it is, and waits there for what it had to wait for. So does each if it is to ``stay``.
+
+    Raises:
+        Reject: if the broker gives it out again.
+        StaysError: after a pause, if it is to ask again here.
+    """
+    try:
+        again.apply_async()
+        return
+    except Exception as error:  # noqa: BLE001  a broker fails in its own ways, a router in others
+        outage = _is_outage(task, error)
+        reason = type(error).__name__
+    late: bool | None = task.acks_late
+    given_once = as_mapping(request.delivery_info).get("redelivered")
+    back = outage and late and not stay and not given_once
+    pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
+    logger.error(
+        "idempotency: %s[%s] cannot be published, pausing %.0f s: %s",
+        task.name,
+        request.id,
+        pause,
+        reason,
+    )
+    try:
+        time.sleep(pause)
+    except SoftTimeLimitExceeded:
+        # It would be failed for what it has not even begun, or has done.
+        back = back or bool(late)
+        if not back and not stay:
+            raise
+    if back:
+        raise Reject(reason, requeue=True)
+    raise StaysError(reason)
+
+
+def _is_outage(task: IdempotentTask, error: Exception) -> bool:
+    """Is it the broker that fails, and not what it was asked to take?"""
+    if isinstance(error, (OperationalError, LimitExceeded, OSError)):
+        return True
+    return isinstance(error, _broker(task).connection_errors)
+
+
+def _broker(task: IdempotentTask) -> Any:
+    """Return the connection that messages are published by, as Celery asks it."""
+    pool: Any = task.app.pool
+    return pool.connection

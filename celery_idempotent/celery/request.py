@@ -1,0 +1,329 @@
+"""The worker's main process: when a pool child is gone, the claim it held is interrupted at once.
+
+Without this a lost child's key waits for its lease. The main process knows which child it gave a message to; the record
+knows who claimed it. Only if both agree (task id, worker, pid), and only once that pid is gone, the claim is
+interrupted: an announcement (a revoke, a time limit) is not enough, since the task may go on. Everything here is best
+effort and bounded: the lease stays the rule. Pools without processes have no children to lose: there a run ends with an
+exception.
+"""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401  socket imports it when it first looks up a name
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
+from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery.signals import worker_ready
+from celery.worker.request import Request as CeleryRequest
+
+from celery_idempotent import signals
+from celery_idempotent.celery.delivery import sends_on
+from celery_idempotent.celery.republish import Dropped
+from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.protocol.background import background
+from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.protocol.counters import tally
+from celery_idempotent.records import Identity, State
+from celery_idempotent.signals import Event, emit
+from celery_idempotent.stores import Store, get_store
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.identity.identified import Identified
+    from celery_idempotent.protocol.policy import Policy
+
+__all__ = ["Request", "gone"]
+
+logger = logging.getLogger(__name__)
+
+#: How long the main process waits for the interrupt of a child that is gone, before it lets the message go back.
+PATIENCE = 0.25
+_POLL = 0.02
+_LONGEST_POLL = 1.0
+
+#: For how many seconds a claim may arrive after its child is known to be gone.
+LATE = 5.0
+
+#: How long a key is tried to be freed while the store does not answer, in seconds.
+UNRESERVE_PATIENCE = 600.0
+
+#: How often the pool looks after its children, in seconds.
+WATCH = 1.0
+
+#: A pool of greenlets gives their ``id()`` for a pid: an address, which is no pid (``pid_t`` has 32 bits).
+_LARGEST_PID = 2**31 - 1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lost:
+    """A child that held, or may have held, the claim of one delivery: the claim is to be interrupted.
+
+    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
+    again for a while::
+
+        child   sends its claim ──┬─ SIGKILL
+        main                      │    the child is gone ─ reads the record: nobody holds it
+        store                     └──────────────────────────────────────────────────────── claimed, by a dead child
+    """
+
+    urgent: ClassVar[bool] = True
+
+    task: IdempotentTask
+    identity: Identity
+    task_id: str
+    pid: int
+    store: Store
+    give_up: float
+    #: The record was read once since the child was gone.
+    looked: threading.Event = field(default_factory=threading.Event)
+    _late_until: float | None = field(default=None, init=False)
+    _pause: float = field(default=_POLL, init=False)
+
+    def __str__(self) -> str:
+        return f"interrupt {self.identity}, its lease will end it"
+
+    def step(self) -> float | None:
+        """Interrupt the claim if the child is gone, and the claim is still that child's."""
+        now = time.monotonic()
+        if not gone(self.pid):
+            return _POLL if now < self.give_up else None
+        if self._late_until is None:
+            self._late_until = min(now + LATE, self.give_up)
+        over = self._interrupt()
+        self.looked.set()
+        if over or now > self._late_until:
+            return None
+        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_POLL)
+        return pause
+
+    def _interrupt(self) -> bool:
+        """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
+
+        The token is read, and must be one that a dead child held. A pid can be given out twice, and the message
+        delivered again to the second child that has it. Hence the last question, in this order::
+
+            read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
+
+        Whoever claimed token 5 had that pid, and nobody has it after the read: its holder is dead, whichever child it
+        was. Who claims after the read has another token.
+        """
+        record = self.store.get(self.identity)
+        if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
+            return False
+        if (
+            record.state is not State.PROCESSING
+            or record.task_id != self.task_id
+            or record.worker != worker_name(self.pid)
+            or not gone(self.pid)
+        ):
+            return True
+        task: Any = self.task
+        comes_back = task.acks_late and task.reject_on_worker_lost
+        if record.on_stale != "interrupt" and not comes_back:
+            # Its message is gone: the sweep does what the task wants once the lease is over.
+            return True
+        record = self.store.interrupt(self.identity, token=record.token)
+        if record is not None:
+            logger.warning(
+                "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
+                self.pid,
+                self.identity,
+                record.crashes,
+            )
+            event = Event(
+                task=self.task.name, task_id=self.task_id, identity=self.identity, record=record
+            )
+            emit(signals.interrupted, self.task, event)
+            tally.add(self.store, str(task.name), "interrupted")
+            tally.write()
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreserve:
+    """The key of a message that will never run: the worker discards whatever comes under its task id."""
+
+    urgent: ClassVar[bool] = False
+
+    identity: Identity
+    task_id: str
+    store: Store
+    give_up: float
+
+    def __str__(self) -> str:
+        return f"free {self.identity}"
+
+    def step(self) -> None:
+        """Delete the reservation."""
+        record = self.store.get(self.identity)
+        if record is not None and record.state is State.QUEUED and record.task_id == self.task_id:
+            self.store.release(self.identity, token=record.token)
+
+
+class Request(CeleryRequest):
+    """A delivery as the worker's main process sees it."""
+
+    _mourned = False
+
+    def __init__(self, message: Any, *args: Any, **options: Any) -> None:
+        """Tell the process that runs the task how the message is written: some transports do not."""
+        super().__init__(message, *args, **options)
+        request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
+        content_type = getattr(message, "content_type", None)
+        request["properties"] = {**as_mapping(request["properties"]), "content_type": content_type}
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
+        """Interrupt the claim of a child that was lost, before the message goes back; tell of a dropped duplicate."""
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
+        if isinstance(error, (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit)):
+            self._child_lost()
+        if isinstance(error, Dropped):
+            # Celery says nothing about what is ignored: in Flower it would be at work for ever.
+            self.send_event("task-ignored", exception=str(error))
+        return super().on_failure(exc_info, send_failed_event, return_ok)
+
+    def on_timeout(self, soft: bool, timeout: float) -> Any:
+        """Interrupt the claim of a child that a hard time limit ends."""
+        if not soft:
+            self._child_lost()
+        return super().on_timeout(soft, timeout)
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        """Free the key of a task that was revoked, or expired, before it ran: it was reserved, or waits for a retry."""
+        super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
+        task: Any = self.task
+        try:
+            definition = task.idempotency_definition()
+            if terminated or definition is None or not _may_be_queued(definition.policy):
+                return
+            for identity in _identities_of(self):
+                job = Unreserve(
+                    identity=identity,
+                    task_id=self.id,
+                    store=get_store(task.app),
+                    give_up=time.monotonic() + UNRESERVE_PATIENCE,
+                )
+                background.put(job)
+        except Exception:
+            logger.exception("idempotency: could not free the key of revoked task %s", self.id)
+
+    def _success_was_stored(self) -> Any:
+        """Let a message come back whose child was lost after its result was stored, and may have died before it sent.
+
+        Celery >= 5.7 acknowledges it. The record knows what is still to be sent, and nothing runs again.
+        """
+        task: Any = self.task
+        comes_back = task.acks_late and task.reject_on_worker_lost
+        if comes_back and task.idempotency_definition() and sends_on(self._context):  # type: ignore[attr-defined]
+            return False
+        return super()._success_was_stored()  # type: ignore[misc]
+
+    def _child_lost(self) -> None:
+        if self._mourned:
+            return  # a hard time limit comes here twice
+        self._mourned = True
+        try:
+            held = self._lost()
+            for lost in held:
+                background.put(lost)
+            for lost in held:
+                if gone(lost.pid):
+                    # Before the message goes back. A child that is still to be killed is not waited for:
+                    # the pool kills it only when this has returned.
+                    lost.looked.wait(PATIENCE)
+        except Exception:
+            logger.exception("idempotency: could not look after task %s of a lost child", self.id)
+
+    def _lost(self) -> list[Lost]:
+        pid: Any = self.worker_pid
+        if not pid or pid == os.getpid() or pid > _LARGEST_PID:
+            return []  # never started, or a pool without processes
+        task: Any = self.task
+        if task.idempotency_definition() is None:
+            return []  # one of Celery's own, or switched off
+        return [
+            Lost(
+                task=task,
+                identity=identity,
+                task_id=self.id,
+                pid=pid,
+                # Here, not in the thread: a child that is forked while a thread imports the store's modules
+                # would find their import locks taken for ever.
+                store=get_store(task.app),
+                give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
+            )
+            for identity in _identities_of(self)
+        ]
+
+
+def _may_be_queued(policy: Policy) -> bool:
+    """May a message of such a task have a QUEUED record?"""
+    return policy.publish_once or policy.on_stale == "requeue"
+
+
+def _identities_of(request: Any) -> list[Identity]:
+    """Return what a delivery is about, as its task would say, and what it was about before a deploy."""
+    headers = request.request_dict
+    args, kwargs, _ = request._payload  # noqa: SLF001
+    identified: Identified = request.task.identify_delivery(
+        {**as_mapping(headers.get("stamps")), **headers},
+        args,
+        kwargs,
+        task_id=request.id,
+        nesting=headers.get("replaced_task_nesting") or 0,
+    )
+    before = identified.before
+    return [identified.identity, *([before.identity] if before else [])]
+
+
+@worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.watch_children")
+def watch_children(sender: Any = None, **_: Any) -> None:
+    """Have the pool look after its children every second.
+
+    The pool looks when a child's pipe closes, and every five seconds. A child that is killed closes its pipe a moment
+    before it can be waited for, so the first look mostly finds nothing, and a lease shorter than five seconds would end
+    before anybody knew.
+    """
+    hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
+    if hub is not None and hasattr(getattr(pool, "_pool", None), "maintain_pool"):
+        _watch(sender)
+
+
+def _watch(consumer: Any, before: Any = None) -> None:
+    """Go on after the worker has lost its broker, and, with Celery before 5.7, its timers; nobody signals that."""
+    if before is not None:
+        before.cancel()
+    timer = consumer.hub.call_repeatedly(WATCH, consumer.pool._pool.maintain_pool)  # noqa: SLF001
+    # Celery calls it when the consumer is ready, once.
+    consumer.init_callback = partial(_watch, before=timer)
+
+
+def gone(pid: int) -> bool:
+    """Has this process ended, reaped or not?"""
+    try:
+        # A child that ended and was not waited for still has its pid; WNOWAIT leaves it to the pool to reap.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        pass
+    except AttributeError:  # no waitid on this platform
+        pass
+    else:
+        return ended is not None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

@@ -1,0 +1,194 @@
+"""Sending what a finished task sends (links, the next step of a chain, its part of a chord), before Celery would.
+
+Celery sends it after the run, and takes trouble with it for a failure of the task: a body that ran, whose record says
+COMPLETED, ends as FAILURE, and what should follow never comes. So it is sent here, by the same calls in the same order,
+while it can still be said that the message is to come back. Celery then finds nothing left to send::
+
+    run ─ settle ─┬─ links ─ chain ─ result ─ chord part ─ mark ─ SUCCESS (hooks, signals) ─ ack
+                  └─ ✗ ─┬─ published again with a countdown, without what was sent ─ ack
+                        └─ ✗ the broker is away ─ tried again, here, until it is back
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from billiard.einfo import ExceptionInfo
+from celery.app import trace
+from celery.canvas import group, maybe_signature
+from celery.exceptions import Ignore, Reject, Retry
+from celery.signals import after_task_publish
+from celery.utils.serialization import get_pickleable_exception
+
+from celery_idempotent.celery import delivery, republish
+from celery_idempotent.celery.chords import Undelivered, hopeless, patient
+from celery_idempotent.celery.delivery import Due
+from celery_idempotent.identity.trees import leaves
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
+
+    from celery_idempotent.celery.task import IdempotentTask
+
+__all__ = ["answer"]
+
+logger = logging.getLogger(__name__)
+
+#: The ids of what this delivery has published so far.
+_published: ContextVar[set[str] | None] = ContextVar("idempotency_published", default=None)
+
+
+def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> Any:
+    """Run, or answer from the record; then send what the request has to send, if a record says that this is due.
+
+    Raises:
+        Ignore: if that cannot be sent now: the message comes back.
+        Exception: what the run raised; or what makes it hopeless to send: then the task fails, and its record stays.
+    """
+    delivery.taken(request)  # some pools keep one request for all deliveries of a task
+    try:
+        value = run()
+    except delivery.Replaced as replaced:
+        left_ms = task.idempotency_policy.settled_keep_ms // 2 - replaced.due.age_ms
+        try:
+            _deliver(task, request, replaced.due, left_ms, replaced.signature.delay)
+        except _Hopeless as error:
+            replaced.free()  # as where it is raised within run()
+            raise error.trouble from None
+        raise Ignore(str(replaced)) from None
+    except Exception as error:
+        due = delivery.taken(request)
+        if due is not None and not isinstance(error, (Ignore, Reject, Retry)):
+            left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
+            with suppress(_Hopeless):
+                _deliver(task, request, due, left_ms, partial(_fail, task, request, error))
+            if not _is_celerys(request):
+                request.errbacks = request.chain = request.chord = None
+        raise
+    due = delivery.taken(request)
+    if due is not None:
+        left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
+        try:
+            _deliver(task, request, due, left_ms, partial(_succeed, task, request, value))
+        except _Hopeless as error:
+            raise error.trouble from None
+        if not _is_celerys(request):
+            request.callbacks = request.chain = request.chord = None
+            request.ignore_result = True  # it is stored
+    return value
+
+
+class _Hopeless(Exception):
+    """It cannot be sent, however often the message comes back."""
+
+    def __init__(self, trouble: BaseException) -> None:
+        super().__init__()
+        self.trouble = trouble
+
+
+def _deliver(
+    task: IdempotentTask, request: Context, due: Due, left_ms: int, send: Callable[[], object]
+) -> None:
+    """Send, and mark the record; or have the message come back, while the record surely answers it."""
+    if _is_celerys(request):
+        due.mark()
+        return
+    token = _published.set(set())
+    try:
+        send()
+    except (Exception, Undelivered) as error:  # noqa: BLE001  brokers and backends fail in their own ways
+        trouble = error.trouble if isinstance(error, Undelivered) else error
+        _forget_published(request)
+        if trouble is not None and (hopeless(trouble) or left_ms <= 0):
+            logger.critical(
+                "idempotency: %s[%s] is done, but what follows it cannot be sent: %s",
+                task.name,
+                request.id,
+                type(trouble).__name__,
+            )
+            raise _Hopeless(trouble) from None
+        republish.undelivered(task, request, trouble, left_ms)
+    finally:
+        _published.reset(token)
+    due.mark()
+
+
+def _is_celerys(request: Any) -> bool:
+    """Can this not come back (an eager call, or one without an id)? Then Celery sends, here and now."""
+    return bool(request.is_eager or not request.id)
+
+
+def _succeed(task: IdempotentTask, request: Any, value: Any) -> None:
+    """Send what follows a success, as Celery's tracer does."""
+    app: Any = task.app
+    inherited = app.conf.task_inherit_parent_priority
+    options = {
+        "parent_id": request.id,
+        "root_id": request.root_id or request.id,
+        "priority": (request.delivery_info or {}).get("priority") if inherited else None,
+    }
+    publish = getattr(app.amqp, "_retry_publish", _call)  # Celery >= 5.7
+    links: list[Any] = [maybe_signature(each, app=app) for each in request.callbacks or ()]
+    if len(links) > 1:
+        # Those that are groups by themselves: each notes its members as children of this task.
+        groups = [each for each in links if isinstance(each, group)]
+        single = [each for each in links if not isinstance(each, group)]
+        links = [*groups, *([group(single, app=app)] if single else [])]
+    for link in links:
+        publish(link.apply_async, (value,), **options)
+    request.callbacks = None
+    if request.chain:
+        *rest, step = request.chain
+        following: Any = maybe_signature(step, app=app)
+        publish(following.apply_async, (value,), chain=rest, **options)
+        request.chain = None
+    backend = patient(task.backend)
+    stored = not _ignores_result(task, request)
+    backend.mark_as_done(request.id, value, backend.prepared(request), stored)
+
+
+def _fail(task: IdempotentTask, request: Any, error: Exception) -> None:
+    """Send what follows a failure, as Celery's tracer does."""
+    failure: Any = get_pickleable_exception(error)
+    info: Any = ExceptionInfo((type(failure), failure, error.__traceback__))
+    stored = not _ignores_result(task, request) or task.store_errors_even_if_ignored
+    backend = patient(task.backend)
+    backend.mark_as_failure(
+        request.id, failure, info.traceback, request=request, store_result=stored
+    )
+
+
+def _ignores_result(task: Any, request: Any) -> bool:
+    actual = getattr(trace, "get_actual_ignore_result", None)  # Celery >= 5.6
+    return bool(actual(task, request) if actual else task.ignore_result)
+
+
+def _call(publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return publish(*args, **options)
+
+
+@after_task_publish.connect(weak=False, dispatch_uid="celery_idempotent.published")
+def _note(headers: Any = None, **_: Any) -> None:
+    published = _published.get()
+    if published is not None and isinstance(headers, Mapping):
+        published.add(str(headers.get("id")))
+
+
+def _forget_published(request: Any) -> None:
+    """Leave in the request, and so in the message that comes back, only the callbacks that are not sent yet."""
+    published = _published.get() or set()
+    for name in ("callbacks", "errbacks"):
+        left = [each for each in getattr(request, name) or () if not _is_sent(each, published)]
+        setattr(request, name, left or None)
+
+
+def _is_sent(callback: Any, published: set[str]) -> bool:
+    ids = [str((leaf.get("options") or {}).get("task_id")) for leaf in leaves(callback)]
+    if callback.get("task") == "celery.chain":
+        ids = ids[:1]  # the first step carries the others
+    return bool(ids) and published.issuperset(ids)

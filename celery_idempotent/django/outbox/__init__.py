@@ -1,0 +1,1 @@
+"""Calls that are published if their transaction commits, and only then."""

@@ -1,0 +1,332 @@
+"""The transactional outbox: messages that are committed with the data they are about, and sent after that.
+
+A message is a row of the transaction that stages it, complete: task id, key, fingerprint, absolute times. Its process
+sends it after COMMIT; what a dead process left, a sweep sends, under the same task id::
+
+    BEGIN ─ stage m1 ─ stage m2 ─ COMMIT ─┬─ send m1 ─ delete ─ send m2 ─┬─ delete
+                                          └─ ✗ a sweep sends m1, m2      └─ ✗ a sweep sends m2 again: absorbed
+
+A message that cannot be sent stays where it is, its error beside it; later ones of its group wait behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from celery.canvas import Signature, maybe_signature
+from celery.utils import uuid as new_id
+from django.db import connections, transaction
+
+from celery_idempotent.celery.definition import is_celerys_own
+from celery_idempotent.celery.publishing import Kept, keeper
+from celery_idempotent.celery.task import IdempotentTask
+from celery_idempotent.django.outbox import rows
+from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
+from celery_idempotent.django.outbox.payload import Payload, absolute, dump, fixed
+from celery_idempotent.django.outbox.sending import Sent, name_of, publish, send, send_one, sweep
+from celery_idempotent.django.sql.autocommit import committing
+from celery_idempotent.django.transactions import alias_in_use
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
+from celery_idempotent.identity.identified import MAX_CHARS, Identified
+from celery_idempotent.identity.stamp import as_mapping, stamp_of
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery import Celery, Task
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["Pending", "Sent", "alias_in_use", "discard", "pending", "send", "stage", "sweep"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A message that waits, for operators: what it is, since when, and why it was not sent.
+
+    ``error`` is class and message of the last failure, empty if there was none. ``due_in_ms``: when a sweep may take
+    its group; below zero, it waits for one.
+    """
+
+    id: int
+    group: str
+    app: str
+    task: str
+    task_id: str
+    key: str
+    scope: str
+    attempts: int
+    error: str
+    age_ms: int
+    due_in_ms: int
+
+
+class _Group:
+    """What one transaction staged, and whether its sending came to a stop."""
+
+    __slots__ = ("__weakref__", "blocked", "lease", "named")
+
+    def __init__(self, using: str, name: str | None) -> None:
+        self.named = name is not None
+        self.lease = rows.Lease(using, name or uuid.uuid4().hex)
+        self.blocked = False
+
+
+@dataclass(frozen=True, slots=True)
+class _AfterCommit:
+    """Sends one message; the bytes, not the caller's objects, which may change before the commit."""
+
+    app: Celery
+    group: _Group
+    pk: int
+    label: str
+    content: bytes
+
+    def __call__(self) -> None:
+        """Send it; whatever fails, the transaction is committed, and a sweep goes on."""
+        group, lease = self.group, self.group.lease
+        if group.blocked:
+            return
+        group.blocked = True  # unless all goes well
+        try:
+            if group.named and rows.has_earlier(lease, self.pk):
+                lease.give_back()
+                return
+            if not lease.hold():
+                return
+            publishing = partial(publish, self.app, self.content)
+            error = send_one(publishing, lease.using, self.pk, self.label)
+            if error is not None:
+                lease.fail(self.pk, error)
+                return
+        except Exception:
+            logger.exception("idempotency: staged message %s is left to the sweep", self.label)
+            return
+        group.blocked = False
+
+
+#: The last group of each connection.
+_groups: WeakKeyDictionary[BaseDatabaseWrapper, _Group] = WeakKeyDictionary()
+_groups_lock = threading.Lock()
+
+
+# -- staging -----------------------------------------------------------------------------------------------------------
+
+
+def stage(
+    task: Task[Any, Any] | Signature[Any],
+    args: Any = None,
+    kwargs: Any = None,
+    options: dict[str, Any] | None = None,
+    *,
+    using: str = "default",
+    group: str | None = None,
+) -> str | None:
+    """Stage a call of a task, or a whole canvas, in the transaction at work on the database ``using``.
+
+    It is sent if that transaction commits. ``options`` are those of ``apply_async``. Messages of one ``group`` (a name
+    of up to 64 characters; by default, all that this transaction stages) are sent in order. Returns the task id (of a
+    canvas: of its last task, or of its group), ``None`` if the task's own ``apply_async`` chose not to publish.
+
+    Raises:
+        IdempotencyError: outside of a transaction, or if the call cannot be serialized, or is too large.
+        InvalidKey: as ``apply_async``.
+        StoreMisconfigured: where no sweep looks after that database.
+    """
+    if not connections[using].in_atomic_block:
+        raise IdempotencyError(
+            f"Nothing can be staged outside of a transaction: wrap it in transaction.atomic(using={using!r}), or "
+            "publish with apply_async."
+        )
+    _check_swept(task.app, using)
+    if group is not None and not 0 < len(group) <= 64:
+        raise IdempotencyError("The name of an outbox group has 1 to 64 characters.")
+    options = dict(options or {})
+    if not _is_ours(task):
+        if not isinstance(task, Signature):
+            task = task.signature(args, kwargs, **options)
+            args, kwargs, options = None, None, {}
+        return _stage_canvas(task, args, kwargs, options, using, group)
+    staged: list[str] = []
+
+    def keep(task: Any, kept: Kept) -> Any:
+        staged.append(_stage_call(task, kept, using, group))
+        return task.AsyncResult(staged[-1])
+
+    before = keeper.set(keep)
+    try:
+        result = task.apply_async(args, kwargs, **options)
+    finally:
+        keeper.reset(before)
+    return str(getattr(result, "id", staged[-1])) if staged else None
+
+
+def _check_swept(app: Celery, using: str) -> None:
+    """Raise where nobody would send what a dead process left."""
+    swept = getattr(get_store(app), "outbox_alias", None)
+    if swept != using:
+        raise StoreMisconfigured(
+            f"Messages staged in the database {using!r} are swept where idempotency_store is django://{using} or a "
+            f"hybrid of it; here {'no outbox is' if swept is None else f'that of {swept!r} is'}."
+        )
+
+
+def _is_ours(task: Any) -> bool:
+    """Is this one call of a task that stamps its calls itself, or a chain, which is one call of its first task?"""
+    if isinstance(task, Signature):
+        kind, app = str(task.task), task.app
+        if kind == "celery.chain":
+            steps: Any = task.kwargs["tasks"]
+            return bool(steps) and _is_ours(maybe_signature(steps[0], app=app))
+        task = app.tasks.get(kind)
+    return isinstance(task, IdempotentTask) and not is_celerys_own(task)
+
+
+def _stage_call(task: Any, kept: Kept, using: str, group: str | None) -> str:
+    check = getattr(task, "__header__", None) if task.typing else None
+    if check is not None:
+        check(*(kept.args or ()), **(kept.kwargs or {}))
+    given = kept.options if "expires" in kept.options else {**kept.options, "expires": task.expires}
+    options = absolute(given, task=str(task.name))
+    task_id = options["task_id"] = str(options.get("task_id") or new_id())
+    _adopt(task.app, options)
+    options["root_id"] = options.get("root_id") or task_id
+    options["reply_to"] = options.get("reply_to") or task.app.thread_oid
+    payload = Payload(
+        task=str(task.name),
+        args=kept.args,
+        kwargs=kept.kwargs,
+        options=options,
+        stamped=True,
+        once=kept.once,
+    )
+    definition = task.idempotency_definition()
+    stamped = stamp_of(as_mapping(options.get("headers")), task_id)
+    identified = (
+        Identified.from_header(stamped, definition.identifier.namespace) if definition else None
+    )
+    message = OutboxMessage(task_id=task_id[:MAX_CHARS])
+    if identified is not None:
+        message.key, message.scope = identified.identity.key, identified.identity.scope
+    _insert(task.app, message, payload, options.get("serializer") or task.serializer, using, group)
+    return task_id
+
+
+def _stage_canvas(
+    canvas: Signature[Any],
+    args: Any,
+    kwargs: Any,
+    options: dict[str, Any],
+    using: str,
+    group: str | None,
+) -> str:
+    """Stage any signature as it is: its parts are stamped when they are published, from ids that are fixed now."""
+    app = canvas.app
+    if canvas.task == "celery.chunks":
+        chunks: Any = canvas
+        canvas = chunks.group()
+    whole = fixed(app, canvas)
+    options = absolute(options, task=str(canvas.task))
+    _adopt(app, options)
+    # Frozen for its id alone: what is stored is what the caller built.
+    task_id = str(
+        options.get("task_id") or Signature.from_dict(fixed(app, whole), app=app).freeze().id
+    )
+    payload = Payload(
+        task=str(canvas.task),
+        args=args,
+        kwargs=kwargs,
+        options=options,
+        stamped=False,
+        canvas=whole,
+    )
+    _insert(app, OutboxMessage(task_id=task_id[:MAX_CHARS]), payload, None, using, group)
+    return task_id
+
+
+def _adopt(app: Celery, options: dict[str, Any]) -> None:
+    """Note whose child this call is: a sweep that sends it is nobody's parent."""
+    parent: Any = app.current_worker_task
+    if not parent:
+        return
+    request = parent.request
+    options["root_id"] = options.get("root_id") or request.root_id or request.id
+    options["parent_id"] = options.get("parent_id") or request.id
+    priority = (request.delivery_info or {}).get("priority")
+    if app.conf.task_inherit_parent_priority and priority is not None:
+        options.setdefault("priority", priority)
+
+
+def _insert(
+    app: Celery,
+    message: OutboxMessage,
+    payload: Payload,
+    serializer: str | None,
+    using: str,
+    name: str | None,
+) -> None:
+    group = _group(using, name)
+    message.task, message.app = payload.task[:MAX_CHARS], name_of(app)
+    message.group, message.holder = group.lease.group, group.lease.holder
+    message.payload = content = dump(app, payload, serializer)
+    pk = rows.add(using, message)
+    transaction.on_commit(_AfterCommit(app, group, pk, str(message), content), using=using)
+
+
+def _group(using: str, name: str | None) -> _Group:
+    """Return the group of the transaction at work, or one for this message alone, which looks for older ones itself.
+
+    Django keeps what it will call after the commit in a list, which ends with the transaction: a group that is not in
+    it belongs to an earlier one.
+    """
+    if name is not None:
+        return _Group(using, name)
+    connection = connections[using]
+    with _groups_lock:
+        group = _groups.get(connection)
+        if group is None or not any(
+            isinstance(call := entry[1], _AfterCommit) and call.group is group
+            for entry in reversed(connection.run_on_commit)
+        ):
+            group = _groups[connection] = _Group(using, None)
+    return group
+
+
+# -- for operators -----------------------------------------------------------------------------------------------------
+
+
+def pending(*, using: str = "default", limit: int = 100) -> list[Pending]:
+    """Return the messages that wait, oldest first."""
+    waiting = rows.rows(using).annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
+    return [
+        Pending(
+            id=each.pk,
+            group=each.group,
+            app=each.app,
+            task=each.task,
+            task_id=each.task_id,
+            key=each.key,
+            scope=each.scope,
+            attempts=each.attempts,
+            error=each.error,
+            age_ms=max(each.now_ms - each.created_ms, 0),
+            due_in_ms=each.due_ms - each.now_ms,
+        )
+        for each in waiting
+    ]
+
+
+def discard(message_id: int, *, using: str = "default") -> bool:
+    """Delete a message that shall never be sent; later ones of its group go on. ``False`` if it is gone already."""
+    with committing(connections[using]):
+        label = rows.rows(using).filter(pk=message_id).values_list("task", "task_id").first()
+        if label is None:
+            return False
+        logger.warning("idempotency: staged message %s[%s] is discarded", *label)
+        return rows.delete(using, message_id)

@@ -1,0 +1,215 @@
+"""Sending what was staged: in order, by one process at a time, and again where it is not known to be sent."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from celery.canvas import Signature
+from django.db import DatabaseError, connections
+
+from celery_idempotent.celery.publishing import Kept
+from celery_idempotent.celery.task import IdempotentTask
+from celery_idempotent.django.outbox import rows
+from celery_idempotent.django.outbox.broker import confirming, unreached
+from celery_idempotent.django.outbox.payload import load
+from celery_idempotent.django.sql.autocommit import committing
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.identity.identified import MAX_CHARS
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["Sent", "name_of", "publish", "send", "send_one", "sweep", "upkeep"]
+
+logger = logging.getLogger(__name__)
+
+#: The most messages that one sweep sends, and the longest it works: the next one goes on where it stopped.
+LIMIT = 10_000
+BUDGET_SECONDS = 25.0
+
+#: After so many groups in a row that did not reach the broker, a sweep leaves the others in peace.
+MAX_UNREACHED = 3
+
+_BATCH = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """How many messages were sent, how many groups came to a stop, and whether there is more to send by now."""
+
+    sent: int = 0
+    failed: int = 0
+    more: bool = False
+
+
+class _Sender:
+    """Publishes in a thread that works on no task: what it sends is nobody's child, and the same from everywhere."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="idempotency-outbox")
+
+    def __enter__(self) -> _Sender:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Those that a receiver of Celery's signals opened there.
+        self._pool.submit(connections.close_all).result()
+        self._pool.shutdown()
+
+    def publish(self, content: bytes) -> None:
+        """Publish what was staged, and wait until it is."""
+        self._pool.submit(publish, self._app, content).result()
+
+
+def name_of(app: Celery) -> str:
+    """Return what tells the messages of this app from those of others: each has its own broker."""
+    return str(app.main or "")[:MAX_CHARS]
+
+
+def publish(app: Celery, content: bytes) -> None:
+    """Publish what was staged, and return when the broker has it."""
+    payload = load(app, content)
+    options = dict(payload.options)
+    task: Any = app.tasks[payload.task] if payload.canvas is None else None
+    with confirming(app) as producer:
+        if producer is not None:
+            options["producer"] = producer
+        if payload.canvas is not None:
+            canvas: Any = Signature.from_dict(dict(payload.canvas), app=app)
+            canvas.apply_async(payload.args, payload.kwargs, **options)
+        elif isinstance(task, IdempotentTask):
+            kept = Kept(
+                args=payload.args, kwargs=payload.kwargs, options=options, once=payload.once
+            )
+            task.send_kept(kept)
+        else:  # any more
+            task.apply_async(payload.args, payload.kwargs, **options)
+
+
+def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) -> Exception | None:
+    """Publish a message and forget it; return the error if it cannot be published."""
+    try:
+        publishing()
+    except Exception as error:  # noqa: BLE001  a broker fails in its own ways, and so does what it is given
+        logger.warning(
+            "idempotency: staged message %s could not be sent, and stays: %s",
+            label,
+            rows.describe(error),
+        )
+        return error
+    # Should this fail, the message is sent again under the same task id.
+    rows.delete(using, pk)
+    return None
+
+
+def send(app: Celery, group: str, *, using: str = "default") -> Sent:
+    """Send a group now, in order, also one that rests after a failure, but none that somebody else is sending."""
+    with committing(connections[using]):
+        return _send(app, group, using)
+
+
+def _send(app: Celery, group: str, using: str) -> Sent:
+    lease = rows.Lease(using, group)
+    head = rows.head_of(using, group)
+    if head is None:
+        return Sent()
+    if not lease.take(head, resting=True):
+        return Sent(more=True)
+    with _Sender(app) as sender:
+        sent, error = _send_group(sender, lease, LIMIT, time.monotonic() + BUDGET_SECONDS)
+    more = rows.head_of(using, group) is not None
+    return Sent(sent=sent, failed=int(error is not None), more=more)
+
+
+def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
+    """Send what dead senders left, and what could not be sent before and has rested.
+
+    Safe to run on any number of machines at once: a group is held by one of them, for a lease.
+    """
+    with committing(connections[using]):
+        return _sweep(app, using, limit)
+
+
+def _sweep(app: Celery, using: str, limit: int) -> Sent:
+    until = time.monotonic() + BUDGET_SECONDS
+    report, failures = Sent(), 0
+    if not rows.heads(using, name_of(app), 1):
+        return report
+    with _Sender(app) as sender:
+        while report.sent < limit and failures < MAX_UNREACHED and time.monotonic() < until:
+            lease = _take_any(using, name_of(app))
+            if lease is None:
+                break
+            sent, error = _send_group(sender, lease, limit - report.sent, until)
+            failures = failures + 1 if unreached(app, error) else 0
+            failed = report.failed + (error is not None)
+            report = replace(report, sent=report.sent + sent, failed=failed)
+    if report.sent or report.failed:
+        logger.info(
+            "idempotency: outbox of %s: %d messages sent, %d groups could not be",
+            using,
+            report.sent,
+            report.failed,
+        )
+    return replace(report, more=bool(rows.heads(using, name_of(app), 1)))
+
+
+def upkeep(app: Celery, *, using: str, limit: int) -> dict[str, int]:
+    """Do the outbox's part of the beat task; return the counts.
+
+    Raises:
+        StoreUnavailable: if the database failed; what was sent and not deleted is sent again.
+    """
+    try:
+        report = sweep(app, using=using, limit=limit)
+    except DatabaseError as error:
+        raise StoreUnavailable(
+            f"the outbox in the database {using!r} could not be swept ({type(error).__name__}): is it up, and migrated?"
+        ) from error
+    return {"outbox_sent": report.sent, "outbox_failed": report.failed}
+
+
+def _take_any(using: str, app: str) -> rows.Lease | None:
+    """Hold one of the groups that wait; ``None`` if there is none."""
+    while candidates := rows.heads(using, app, 16):
+        for head, group in candidates:
+            lease = rows.Lease(using, group)
+            if lease.take(head):
+                return lease
+    return None
+
+
+def _send_group(
+    sender: _Sender, lease: rows.Lease, limit: int, until: float
+) -> tuple[int, Exception | None]:
+    """Send a group that is held; return how many messages were sent, and what stopped it."""
+    sent = 0
+    while batch := lease.messages(_BATCH):
+        for message in batch:
+            if sent >= limit or time.monotonic() > until:
+                lease.give_back()
+                return sent, None
+            if not lease.hold():
+                return sent, None
+            publishing = partial(sender.publish, bytes(message.payload))
+            error = send_one(publishing, lease.using, message.pk, str(message))
+            if error is not None:
+                lease.fail(message.pk, error)
+                return sent, error
+            sent += 1
+        if len(batch) < _BATCH:
+            break
+    return sent, None

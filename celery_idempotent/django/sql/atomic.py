@@ -1,0 +1,361 @@
+"""A task's own transaction, which settles its record too.
+
+How a later claim ends a frozen one is in :mod:`celery_idempotent.django.sql.holders`.
+
+::
+
+    worker A   claim ─ BEGIN ─ lock named after the claim ─ run() ──(frozen)
+    worker B                      lease runs out ─ claim: who holds that lock? ─ ends A's session,
+                                  which rolls back ─ claims, with a larger token
+    worker A   (thawed) ─ its connection is gone: nothing of its run is there
+
+The named lock belongs to the session, so the database itself tells who is at work; the row of the
+record is written by the last statement only, and on condition that it still has the claim's token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakValueDictionary
+
+from django.db import Error
+from django.db.transaction import Atomic
+
+from celery_idempotent.django.sql.commit_hooks import make_robust
+from celery_idempotent.django.sql.connections import Lines, Session
+from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
+from celery_idempotent.django.sql.elsewhere import Surroundings
+from celery_idempotent.django.sql.ended import SessionLost, still_there
+from celery_idempotent.django.sql.holders import lock_name, lock_number
+from celery_idempotent.django.sql.interruptions import drop, sound, struck
+from celery_idempotent.django.sql.rows import LETTERS, PRUNE_SLACK_MS, digest
+from celery_idempotent.errors import (
+    IdempotencyError,
+    LeaseLost,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
+from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.stores.values import pack_value
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["AtomicRun", "abandon", "answer", "transaction"]
+
+#: Those that may still wait to hear what became of their COMMIT, by identity and token.
+_runs: WeakValueDictionary[tuple[Identity, int], AtomicRun] = WeakValueDictionary()
+
+_SAVEPOINT = "celery_idempotent_run"
+_OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
+
+#: Bounds one wait of ours, and no statement of the task: what its COMMIT waits for is its own business, too.
+_PATIENCE = (
+    (
+        "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), patience AS MATERIALIZED"
+        f" (SELECT was, set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true) FROM own) "
+    ),
+    " FROM patience",
+    " RETURNING set_config('lock_timeout', was, true)",
+)
+
+
+class AtomicRun:
+    """The transaction of one claim, from just after its BEGIN; without a claim, a transaction only.
+
+    :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block
+    brings. ``settled`` tells whether it was done: an error that leaves the block after that may
+    come from a COMMIT whose answer was lost. Then
+    :meth:`~celery_idempotent.django.store.DjangoStore.committed` tells how it went: it waits for
+    the row, whatever its state.
+    """
+
+    def __init__(self, session: Session, record: Record | None) -> None:
+        self.settled = False
+        #: What waits for the commit, while nobody called it.
+        self.waiting: list[Callable[[], None]] = []
+        self.surroundings = Surroundings(session.connection)
+        self._session = session
+        self._identity = record.identity if record is not None else None
+        self._name = digest(record.identity) if record is not None else b""
+        self._token = record.token if record is not None else 0
+
+    def of(self, record: Record) -> bool:
+        """Is this the run of that claim?"""
+        return (self._identity, self._token) == (record.identity, record.token)
+
+    def begin(self) -> None:
+        """Say who is at work, once no earlier session does: one that was cut off from us may live on for a while.
+
+        Raises :exc:`~celery_idempotent.errors.LeaseLost` if the claim is over.
+        """
+        session, claim = self._session, (self._name, self._token)
+        if session.words.vendor == "sqlite":
+            # The first statement being a write, it waits for the lock that there is for writing;
+            # Django's BEGIN alone takes none, and a reader cannot wait for it later.
+            ours = session.execute(
+                "UPDATE celery_idempotent_record SET version = version" + _OURS, claim
+            )
+        elif self._identity is None:
+            return
+        elif session.words.vendor == "postgresql":
+            session.rows(
+                f"{_PATIENCE[0]}SELECT pg_advisory_xact_lock(%s), set_config('lock_timeout', was, true)"
+                " FROM patience",
+                (lock_number(*claim),),
+            )
+            ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
+        else:
+            ((got,),) = session.rows(
+                "SELECT get_lock(%s, %s)", (lock_name(session, *claim), LOCK_TIMEOUT_MS / 1000)
+            )
+            if got != 1:
+                raise StoreUnavailable(
+                    f"another session is still in the transaction of the claim of {self._identity}"
+                )
+            ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
+        if self._identity is None:
+            return
+        if not ours:
+            raise LeaseLost(f"the claim of {self._identity} is no longer ours")
+        session.execute(f"SAVEPOINT {_SAVEPOINT}")
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Refuse statements that write, other than through another connection."""
+        return self.surroundings.step()
+
+    def unlock(self) -> None:
+        """Say that nobody is at work any more, where a lock outlives its transaction."""
+        session = self._session
+        if session.words.vendor == "mysql" and self._identity is not None:
+            with suppress(Error):
+                lock = lock_name(session, self._name, self._token)
+                if session.connection.connection is not None:
+                    session.rows("SELECT release_lock(%s)", (lock,))
+
+    def settle(
+        self,
+        *,
+        state: Literal[State.COMPLETED, State.FAILED],
+        value: Stored | None,
+        keep_ms: int,
+        replaced: bool = False,
+        also: Record | None = None,
+    ) -> bool:
+        """Write the end state with the task's own writes; ``False`` if another has the key by now.
+
+        ``also``: the same for another claim of the run, which then comes second.
+
+        Raises:
+            TransactionEnded: if the task committed, rolled back or broke the transaction.
+            StoreUnavailable: if the record could not be reached: roll back, and try again.
+            Error: what befell the transaction as a whole, a serialization failure for instance.
+        """
+        session, keep_ms = self._session, max(keep_ms, 1)
+        if self._identity is None:
+            raise StoreMisconfigured("this transaction has no claim to settle")
+        name, token = self._name, self._token
+        if also is None:
+            still_there(session, _SAVEPOINT)
+        else:
+            name, token = digest(also.identity), also.token
+        now = session.words.now_ms
+        before, between, after = _PATIENCE if session.words.vendor == "postgresql" else ("", "", "")
+        try:
+            written = session.write(
+                f"{before}UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
+                f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
+                f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
+                f"{between}{_OURS}{after}",
+                (
+                    LETTERS[state],
+                    None if value is None else pack_value(value),
+                    replaced,
+                    False,
+                    keep_ms,
+                    keep_ms + PRUNE_SLACK_MS,
+                    name,
+                    token,
+                ),
+            )
+        except Error as error:
+            if self.passes(error):
+                raise
+            raise StoreUnavailable(
+                f"the record of {self._identity} could not be settled in the task's transaction"
+                f" ({type(error).__name__})"
+            ) from error
+        self.settled = written == 1
+        return self.settled
+
+    def passes(self, error: Exception) -> bool:
+        """Is this a serialization failure, a deadlock, or the loss of the session?"""
+        vendor = self._session.words.vendor
+        return isinstance(error, SessionLost) or (
+            isinstance(error, Error) and kind(error, vendor) in ("conflict", "lost")
+        )
+
+
+@contextmanager
+def transaction(lines: Lines, record: Record | None) -> Iterator[AtomicRun]:
+    """Open the thread's own transaction for the run of a claim, or for one that settles nothing."""
+    own = lines.own()
+    _refuse_outer(own)
+    session = Session(own, lines.words(own), inside=True)
+    run = AtomicRun(session, record)
+    if record is not None:
+        _runs[record.identity, record.token] = run
+    nested = own.in_atomic_block
+    begun = _Begun(lines, own, run, record, nested=nested)
+    try:
+        with begun:
+            yield run
+        run.unlock()
+    except BaseException as error:
+        if not begun.over:
+            if not nested and not sound(own, error):
+                drop(own)
+            run.unlock()
+        raise
+    if run.settled and record is not None:
+        # Not in the transaction: a heartbeat may have renewed it meanwhile, and under REPEATABLE
+        # READ it could not be deleted any more. A sweep does what is not done here.
+        name, token = digest(record.identity), record.token
+        with suppress(IdempotencyError):
+            lines.run(
+                lambda session: session.write(
+                    "DELETE FROM celery_idempotent_lease WHERE digest = %s AND token = %s",
+                    (name, token),
+                )
+            )
+
+
+def answer(record: Record, *, committed: bool) -> None:
+    """Call what waits for the commit of this claim's run, or drop it, now that its lost answer is known."""
+    run = _runs.pop((record.identity, record.token), None)
+    waiting = [] if run is None else run.waiting[:]
+    if run is not None:
+        run.waiting.clear()
+    with suppress(Exception):  # a time limit, which is logged, and ends them all
+        for function in waiting if committed else ():
+            function()
+
+
+def abandon(lines: Lines, record: Record) -> None:
+    """End the transaction that this thread began for a claim, if it is still open.
+
+    An exception that strikes between two contexts leaves it to the garbage collector, which comes too late: a verb on
+    SQLite would be part of it.
+    """
+    for block in lines.own().atomic_blocks:
+        if isinstance(block, _Begun) and block.abandoned(record):
+            return
+
+
+class _Begun(Atomic):
+    """``transaction.atomic`` that begins with the run's first statements, on a live connection."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        own: BaseDatabaseWrapper,
+        run: AtomicRun,
+        record: Record | None,
+        *,
+        nested: bool,
+    ) -> None:
+        super().__init__(lines.alias, True, False)
+        self._own = own
+        self._nested = nested
+        self._run = run
+        self._record = record
+        self._lines = lines
+        #: Whatever closes this now came too late: the connection is somebody else's.
+        self.over = False
+
+    def abandoned(self, record: Record) -> bool:
+        """Close the connection if this is the run of the claim."""
+        if self._nested or not self._run.of(record):
+            return False
+        self.over = True
+        drop(self._own)
+        return True
+
+    def __enter__(self) -> None:
+        """Begin, once more if the server had closed the connection."""
+        try:
+            self._enter()
+        except Error as error:
+            if kind(error, self._own.vendor) != "lost":
+                raise self._trouble(error) from error
+            self._own.close()
+            try:
+                self._enter()
+            except Error as again:
+                raise self._trouble(again) from again
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Commit or roll back."""
+        if self.over:
+            return
+        undo = kind is not None or self._own.needs_rollback
+        if not self._nested and not undo:
+            self._run.waiting = make_robust(self._own, self._record)
+        if self._nested or not undo or self._rolled_back(error):
+            super().__exit__(kind, error, trace)
+
+    def _rolled_back(self, error: BaseException | None) -> bool:
+        """Roll back; ``False`` if that took the connection.
+
+        Django turns autocommit on whatever came of its ROLLBACK, and that *commits* on MySQL and SQLite: a time limit
+        that strikes there would leave the writes of a task without their record.
+        """
+        own = self._own
+        try:
+            if not struck(error):
+                own._rollback()  # type: ignore[attr-defined]  # noqa: SLF001
+                return True
+        except Error:
+            pass
+        except BaseException:
+            drop(own)
+            raise
+        drop(own)
+        return False
+
+    def _enter(self) -> None:
+        if not self._nested:
+            # Django leaves that of an earlier transaction there.
+            self._own.rollback_exc = None  # type: ignore[attr-defined]
+        try:
+            super().__enter__()
+        except BaseException:
+            if not self._nested:
+                drop(self._own)
+            raise
+        try:
+            self._run.begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _trouble(self, error: Error) -> StoreUnavailable | StoreMisconfigured:
+        return self._lines.trouble(error, kind(error, self._own.vendor))
+
+
+def _refuse_outer(own: BaseDatabaseWrapper) -> None:
+    # Django's TestCase wraps each test in blocks of its own, and calls durable ones inner then.
+    outer = [block for block in own.atomic_blocks if not getattr(block, "_from_testcase", False)]
+    if outer or (own.connection is not None and not own.in_atomic_block and not own.autocommit):
+        raise StoreMisconfigured(
+            "an idempotency_atomic task commits its own writes with its record, so it cannot run"
+            " inside another transaction: call it outside of atomic()"
+        )

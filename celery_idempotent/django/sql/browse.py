@@ -1,0 +1,240 @@
+"""What operators see of a database: lists in bounded steps, counts, and counters by the hour."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from celery_idempotent.django.sql.connections import Session
+from celery_idempotent.django.sql.rows import LETTERS, record_of, summary_columns
+from celery_idempotent.records import Counted, Page, Selection, State, Stats
+from celery_idempotent.stores.base import COUNTED_HOURS
+
+__all__ = ["browse", "clock_ms", "count", "counts", "note_sweep", "stats"]
+
+#: Of these there is a lease row each, and so an index.
+_INDEXED = frozenset(State) - {State.COMPLETED}
+_ENDED = {"F": "failed", "I": "interrupted"}
+_HOUR_MS = 3_600_000
+#: So many leases of a kind are counted: joining more of them with their records takes seconds.
+COUNTED = 10_000
+
+_COUNTER = "celery_idempotent_counter"
+
+
+def browse(
+    session: Session, selection: Selection, *, cursor: str, limit: int, look_at: int
+) -> Page:
+    """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""
+    now_ms = clock_ms(session)
+    walk = _walk(selection, cursor, look_at)
+    condition, params = _condition(selection, now_ms)
+    place = ", ".join(f"w.{column}" for column in walk.columns)
+    found = session.rows(
+        f"SELECT {place}, {summary_columns(session.words)} FROM ({walk.stretch}) w{walk.rest}"
+        f" WHERE {condition} ORDER BY {walk.order('w.')} LIMIT %s",
+        (*walk.params, *params, limit),
+    )
+    # What is looked at: a stretch of the index. What is shown: all of that which is selected.
+    seen = session.rows(
+        f"SELECT {place} FROM ({walk.stretch}) w ORDER BY {walk.order('w.')}", walk.params
+    )
+    width, end = len(walk.columns), None
+    if len(found) == limit:
+        end = found[-1][:width]
+    elif len(seen) == look_at:
+        end = seen[-1]
+    records = [record_of(row[width:]) for row in found]
+    return Page(
+        records=tuple(replace(each, value=None, message=None, steps=()) for each in records),
+        cursor="" if end is None else walk.cursor(end),
+        looked_at=len(seen),
+        now_ms=now_ms,
+    )
+
+
+def stats(session: Session) -> Stats:
+    """Count what has a lease row, of each kind no more than :data:`COUNTED`: indexes find them by due time or state."""
+    ((now_ms, swept_ms),) = session.rows(
+        f"SELECT {session.words.now_ms}, (SELECT max(ended_ms) FROM celery_idempotent_sweep)"
+    )
+    counts: Counter[str] = Counter()
+    cut: set[str] = set()
+    for condition, params, names in (
+        ("due_ms <= %s", [now_ms], {"stale"}),
+        ("due_ms > %s", [now_ms], {"live"}),
+        # What no sweep has to look at: what ended badly, and a reservation whose message nobody keeps.
+        ("due_ms IS NULL", [], {"live", "stale"}),
+        (_ended("I"), [], {"interrupted"}),
+        (_ended("F"), [], {"failed"}),
+    ):
+        found = session.rows(
+            # A subquery, not a join: that might read all records for a few leases.
+            "SELECT state, past, valid, count(*) FROM (SELECT w.state, w.deadline_ms <= %s AS past,"
+            " w.expires_ms > %s AND EXISTS (SELECT 1 FROM celery_idempotent_record r"
+            " WHERE r.digest = w.digest AND r.token = w.token AND r.state = w.state) AS valid FROM"
+            " (SELECT digest, token, state, deadline_ms, expires_ms FROM celery_idempotent_lease"
+            f" WHERE {condition} LIMIT %s) w) v GROUP BY 1, 2, 3",
+            (now_ms, now_ms, *params, COUNTED + 1),
+        )
+        for letter, past, valid, number in found:
+            name = _ENDED.get(letter) or ("stale" if past else "live")
+            if valid and name in names:
+                counts[name] += number
+        if sum(row[-1] for row in found) > COUNTED:
+            cut |= names
+    cut |= {name for name, number in counts.items() if number > COUNTED}
+    return Stats(
+        live=min(counts["live"], COUNTED),
+        stale=min(counts["stale"], COUNTED),
+        interrupted=min(counts["interrupted"], COUNTED),
+        failed=min(counts["failed"], COUNTED),
+        now_ms=now_ms,
+        swept_ms=swept_ms,
+        at_least=frozenset(cut),
+    )
+
+
+def _ended(letter: str) -> str:
+    """Return what selects leases of one of these states; SQLite takes a partial index only by the index's own words."""
+    return f"state = '{letter}' AND state IN ('F', 'I')"
+
+
+def count(session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
+    """Add to the counters of this hour, and drop those of the hour that is too long ago."""
+    hour = clock_ms(session) // _HOUR_MS
+    with session.transaction():
+        # In one order, so that two who count the same never wait for each other.
+        for (task, outcome), number in sorted(outcomes.items()):
+            session.write(
+                f"INSERT INTO {_COUNTER} (hour, task, outcome, count) VALUES (%s, %s, %s, %s)"
+                + session.words.or_add,
+                (hour, task[:255], outcome[:32], number),
+            )
+    session.write(f"DELETE FROM {_COUNTER} WHERE hour <= %s", (hour - COUNTED_HOURS,))
+
+
+def note_sweep(session: Session) -> None:
+    """Note that a sweep ended just now."""
+    words = session.words
+    with session.transaction():
+        session.write(
+            "INSERT INTO celery_idempotent_sweep (id, ended_ms)"
+            f" VALUES (1, {words.now_ms}){words.or_later}"
+        )
+
+
+def counts(session: Session, *, hours: int) -> Sequence[Counted]:
+    """Return the counters of the last hours."""
+    first = clock_ms(session) // _HOUR_MS - min(hours, COUNTED_HOURS) + 1
+    found = session.rows(
+        f"SELECT hour, task, outcome, count FROM {_COUNTER} WHERE hour >= %s ORDER BY 1, 2, 3",
+        (first,),
+    )
+    return [
+        Counted(hour=hour, task=task, outcome=outcome, count=number)
+        for hour, task, outcome, number in found
+    ]
+
+
+def _condition(selection: Selection, now_ms: int) -> tuple[str, list[object]]:
+    """Return what selects records, for a WHERE over ``r`` and ``l``."""
+    letters = [LETTERS[state] for state in sorted(selection.wanted, key=lambda each: each.value)]
+    condition = f"r.state IN ({', '.join(['%s'] * len(letters))})"
+    condition += " AND coalesce(l.expires_ms, r.expires_ms) > %s"
+    params: list[object] = [*letters, now_ms]
+    for column, wanted in (("namespace", selection.namespace), ("scope", selection.scope)):
+        if wanted is not None:
+            condition += f" AND r.{column} = %s"
+            params.append(wanted)
+    if selection.stale:
+        condition += " AND l.deadline_ms <= %s"
+        params.append(now_ms)
+    if selection.created_before_ms is not None:
+        condition += " AND r.created_ms < %s"
+        params.append(selection.created_before_ms)
+    return condition, params
+
+
+def _walk(selection: Selection, cursor: str, look_at: int) -> _Walk:
+    """Return the way through the keys that finds what is selected, from the cursor on.
+
+    Raises:
+        ValueError: for a cursor of another way.
+    """
+    if not selection.wanted <= _INDEXED:
+        walk, after = _Walk("r", ("id",), "record", " DESC"), "id < %s"
+    elif not selection.newest_first:
+        walk, after = _Walk("l", ("digest",), "lease", ""), "digest > %s"
+    else:
+        walk, after = _Walk("n", ("token", "digest"), "lease", " DESC"), "token <= %s"
+        after += " AND (token < %s OR digest < %s)"
+    start, conditions = walk.read(cursor), []
+    if walk.kind == "n":
+        (state,) = selection.wanted
+        conditions.append(_ended(LETTERS[state]))
+        start = [*start[:1], *start]
+    if start:
+        conditions.append(after)
+    where = " WHERE " + " AND ".join(conditions) if conditions else ""
+    walk.stretch = f"SELECT {', '.join(walk.columns)} FROM celery_idempotent_{walk.table}{where}"
+    walk.stretch += f" ORDER BY {walk.order()} LIMIT %s"
+    walk.params = [*start, look_at]
+    return walk
+
+
+@dataclass(slots=True)
+class _Walk:
+    """A way through the keys: along which columns of which table, and the statement for the next stretch of it."""
+
+    kind: str
+    columns: tuple[str, ...]
+    table: str
+    direction: str
+    stretch: str = ""
+    params: list[object] = field(default_factory=list)
+
+    @property
+    def rest(self) -> str:
+        """What brings the rows of the records and the leases to a stretch ``w``."""
+        if self.table == "record":
+            return (
+                " JOIN celery_idempotent_record r ON r.id = w.id"
+                " LEFT JOIN celery_idempotent_lease l ON l.digest = r.digest AND l.token = r.token"
+            )
+        same = " AND ".join(f"l.{column} = w.{column}" for column in self.columns)
+        return (
+            f" JOIN celery_idempotent_lease l ON {same}"
+            " JOIN celery_idempotent_record r ON r.digest = l.digest AND r.token = l.token"
+        )
+
+    def order(self, of: str = "") -> str:
+        """Return what the stretch is ordered by."""
+        return ", ".join(f"{of}{column}{self.direction}" for column in self.columns)
+
+    def cursor(self, place: Sequence[Any]) -> str:
+        """Return where to go on: after this place."""
+        return ":".join(
+            [self.kind, *(str(p) if isinstance(p, int) else bytes(p).hex() for p in place)]
+        )
+
+    def read(self, cursor: str) -> list[object]:
+        """Return the place that a cursor points to, nothing for the start."""
+        if not cursor:
+            return []
+        kind, *parts = cursor.split(":")
+        try:
+            if kind != self.kind:
+                raise ValueError
+            pairs = zip(self.columns, parts, strict=True)
+            return [bytes.fromhex(p) if column == "digest" else int(p) for column, p in pairs]
+        except ValueError:
+            raise ValueError("this cursor belongs to another list") from None
+
+
+def clock_ms(session: Session) -> int:
+    """Return the time by the database's clock."""
+    ((now_ms,),) = session.rows(f"SELECT {session.words.now_ms}")
+    return int(now_ms)

@@ -1,0 +1,281 @@
+"""Which connection a verb uses: the thread's own while it is idle, else one of the store's.
+
+A verb is a short transaction of its own, whatever the task, the view or the code in between does
+with theirs. So the thread's connection serves only while it is open and in no transaction; else the
+store takes one that belongs to nobody's transaction, and keeps it for the next verb, of whatever
+thread: a heartbeat, a thread that ends, or a request inside ``ATOMIC_REQUESTS`` leaves nothing
+behind. Nothing is kept in a session, so a pooler may stand between.
+
+On SQLite whoever is in a transaction holds the only write lock there is, or will need it: there a
+verb becomes part of the thread's transaction. So does it, on every database, in a ``TestCase``, which
+rolls back what a test wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error, connections
+from django.utils.connection import ConnectionDoesNotExist
+
+from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect, error_code, kind
+from celery_idempotent.django.sql.forking import unforked
+from celery_idempotent.django.sql.spare_connections import SpareConnections, is_inherited
+from celery_idempotent.django.testcases import in_testcase, under_test
+from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+__all__ = ["Busy", "Lines", "Session", "in_transaction", "is_idle"]
+
+T = TypeVar("T")
+
+#: How long a verb that collides with others is repeated.
+_PATIENCE_SECONDS = 10.0
+
+#: What PostgreSQL, MariaDB and MySQL call a table that is not there.
+_NO_TABLE = ("42P01", 1146)
+
+
+class _Conflict(Exception):
+    """What was read has changed since."""
+
+
+class Busy(StoreUnavailable):
+    """Somebody holds the record's row for longer than we wait."""
+
+
+class Session:
+    """One connection for the length of one verb."""
+
+    def __init__(self, connection: BaseDatabaseWrapper, words: Dialect, *, inside: bool) -> None:
+        self.connection = connection
+        self.words = words
+        #: Is this the thread's own transaction?
+        self.inside = inside
+        self._begun = inside
+        self._savepoints = 0
+
+    def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
+        """Run a statement; return how many rows it touched."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(sql, params)
+            touched: int = cursor.rowcount
+            return touched
+
+    def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Run a query."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(sql, params)
+            return list(cursor.fetchall())
+
+    def write(self, sql: str, params: Sequence[object] = ()) -> int:
+        """Run a statement that may wait for a row, but not for ever; outside of a transaction an UPDATE or DELETE."""
+        before, after = ("", "") if self._begun else self.words.alone
+        return self.execute(before + self.words.patience + sql + after, params)
+
+    def expect(self, sql: str, params: Sequence[object] = ()) -> None:
+        """Run a statement that writes one row; if it does not, the verb begins again."""
+        if self.write(sql, params) != 1:
+            self.again()
+
+    def again(self) -> NoReturn:
+        """Let the verb begin again: what it read has changed since."""
+        raise _Conflict
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit what is done in the block, or nothing."""
+        begin, commit, undo = self.words.begin, "COMMIT", ["ROLLBACK"]
+        if self.inside:
+            self._savepoints += 1  # MySQL forgets one when another takes its name
+            name = f"celery_idempotent_verb_{self._savepoints}"
+            begin, commit = f"SAVEPOINT {name}", f"RELEASE SAVEPOINT {name}"
+            undo = [f"ROLLBACK TO SAVEPOINT {name}", commit]
+        self._control(begin)
+        outer, self._begun = self._begun, True
+        try:
+            yield
+            self._control(commit)
+        except BaseException:
+            with contextlib.suppress(Error):
+                for statement in undo:
+                    self._control(statement)
+            raise
+        finally:
+            self._begun = outer
+
+    def _control(self, sql: str) -> None:
+        with self.connection.cursor() as cursor:
+            cursor.execute(sql)
+
+
+class Lines:
+    """The connections to the database of one alias."""
+
+    def __init__(self, alias: str) -> None:
+        self.alias = alias
+        self._spare = SpareConnections(alias)
+        self._words: Dialect | None = None
+        #: Was a verb used by a test? Then this process is not to write of its own accord any more.
+        self.tested = False
+
+    def run(self, work: Callable[[Session], T]) -> T:
+        """Do a verb, again if it collided with another or its connection was dead.
+
+        Raises :exc:`~celery_idempotent.errors.StoreUnavailable` or
+        :exc:`~celery_idempotent.errors.StoreMisconfigured` for whatever else goes wrong.
+        """
+        give_up = time.monotonic() + _PATIENCE_SECONDS
+        lost = False
+        for attempt in range(1_000_000):
+            error: Exception | None = None
+            trouble: Kind
+            try:
+                with self._apart(), self._session(fresh=lost) as session:
+                    return work(session)
+            except _Conflict:
+                trouble = "conflict"
+            except Error as found:
+                error, trouble = found, kind(found, self._vendor())
+            if _within(self.own()):
+                # Part of the thread's transaction: nothing can be repeated.
+                raise self.trouble(error, trouble) from error
+            if trouble == "lost" and not lost:
+                lost = True
+                continue
+            if trouble not in ("conflict", "duplicate") or time.monotonic() > give_up:
+                raise self.trouble(error, trouble) from error
+            # Whoever was first needs a moment; so many at once shall not meet again.
+            time.sleep(random.random() * min(0.002 * 2 ** min(attempt, 5), 0.05))
+        raise AssertionError
+
+    def _apart(self) -> contextlib.AbstractContextManager[None]:
+        """Keep forks away from a verb that they would hurt."""
+        return unforked() if self.own().vendor == "sqlite" else contextlib.nullcontext()
+
+    def joined(self) -> bool:
+        """Would a verb become part of the thread's transaction?"""
+        return _within(self.own())
+
+    def close(self) -> None:
+        """Close the connections that are nobody's."""
+        self._spare.close()
+
+    def words(self, connection: BaseDatabaseWrapper) -> Dialect:
+        """Return how this database is spoken to."""
+        if self._words is None:
+            mariadb = connection.vendor == "mysql" and bool(
+                getattr(connection, "mysql_is_mariadb", False)
+            )
+            self._words = dialect(connection.vendor, mariadb=mariadb)
+        return self._words
+
+    def own(self) -> BaseDatabaseWrapper:
+        """Return the thread's own connection, open or not."""
+        try:
+            return connections[self.alias]
+        except ConnectionDoesNotExist:
+            raise StoreMisconfigured(
+                f"there is no database {self.alias!r} in DATABASES: name one that there is in the"
+                " store's URL, as in django://default"
+            ) from None
+        except ImproperlyConfigured as error:
+            raise StoreMisconfigured(f"the store is a database of Django: {error}") from error
+
+    @contextlib.contextmanager
+    def _session(self, *, fresh: bool) -> Iterator[Session]:
+        """Give the connection for one verb, and see that nobody meets a broken one."""
+        own = self.own()
+        self.tested = self.tested or under_test()
+        if in_testcase(own):
+            session = Session(own, self.words(own), inside=True)
+            # A statement that fails shall not break the transaction of the test.
+            with session.transaction():
+                yield session
+            return
+        inside = _within(own)
+        if inside or is_idle(own):
+            try:
+                yield Session(own, self.words(own), inside=inside)
+            except (_Conflict, IdempotencyError):
+                raise
+            except BaseException as error:
+                if not inside:
+                    _discard_if_broken(own, error)
+                raise
+            return
+        expected = (_Conflict, IdempotencyError)
+        with self._spare.take(fresh=fresh, harmless=expected) as connection:
+            yield Session(connection, self.words(connection), inside=False)
+
+    def _vendor(self) -> str:
+        return self._words.vendor if self._words is not None else self.own().vendor
+
+    def trouble(
+        self, error: Exception | None, trouble: Kind
+    ) -> StoreUnavailable | StoreMisconfigured:
+        """Return our error for what the database raised: by whether trying again may help."""
+        where = f"the database {self.alias!r}"
+        if error is None or trouble == "duplicate":
+            return StoreUnavailable(f"{where}: too many others wrote the same record")
+        # Never the text of an error about data: the database quotes what it was given.
+        text = str(error).strip().split("\n", 1)[0] if trouble != "misconfigured" else ""
+        if trouble == "misconfigured":
+            hint = "its log says why"
+            if error_code(error) in _NO_TABLE or "no such table" in str(error):
+                hint = "put celery_idempotent.django in INSTALLED_APPS and run manage.py migrate"
+            return StoreMisconfigured(
+                f"{where} refused a statement ({type(error).__name__}): {hint}"
+            )
+        if trouble == "busy":
+            return Busy(f"{where}: somebody holds the record's row ({text})")
+        return StoreUnavailable(f"{where} cannot serve us at the moment: {text}")
+
+
+def _within(own: BaseDatabaseWrapper) -> bool:
+    """Does a verb have to become part of the thread's transaction (or database)?"""
+    if in_testcase(own):
+        return True
+    if own.vendor != "sqlite" or own.connection is None:
+        # In memory: another connection would see another database.
+        return False
+    if own.in_atomic_block or own.connection.in_transaction:
+        return not own.needs_rollback
+    return False
+
+
+def is_idle(own: BaseDatabaseWrapper) -> bool:
+    """Is the thread's connection open, our own, and in no transaction of any kind?"""
+    if own.vendor == "sqlite" and own.is_in_memory_db():  # type: ignore[attr-defined]
+        return True
+    raw = own.connection
+    if raw is None or own.in_atomic_block or not own.autocommit or is_inherited(raw):
+        return False
+    # mysqlclient keeps it to itself.
+    return not in_transaction(own, if_untold=False)
+
+
+def in_transaction(own: BaseDatabaseWrapper, *, if_untold: bool = True) -> bool:
+    """Has a transaction begun on the thread's connection, which is open?"""
+    raw: Any = own.connection
+    if own.vendor == "postgresql":
+        return int(raw.info.transaction_status) != 0
+    if own.vendor == "mysql":
+        status: int | None = getattr(raw, "server_status", None)
+        return if_untold if status is None else bool(status & 1)
+    return own.vendor == "sqlite" and bool(raw.in_transaction)
+
+
+def _discard_if_broken(own: BaseDatabaseWrapper, error: BaseException) -> None:
+    """Close the thread's connection, which is in no transaction, unless it still serves."""
+    if isinstance(error, Error) and own.connection is not None:
+        own.close_if_unusable_or_obsolete()
+    else:
+        own.close()

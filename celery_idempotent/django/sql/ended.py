@@ -1,0 +1,80 @@
+"""What became of a run's transaction before it was settled, and the sentence for each way to end it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from django.db import Error, OperationalError
+
+from celery_idempotent.django.sql.dialects import error_code, kind
+from celery_idempotent.errors import StoreMisconfigured
+
+if TYPE_CHECKING:
+    from celery_idempotent.django.sql.connections import Session
+
+__all__ = ["SessionLost", "TransactionEnded", "still_there"]
+
+#: The SQLSTATE of a statement in a transaction that an earlier one has broken.
+_ABORTED = "25P02"
+
+_CLOSED = (
+    "the task closed the connection of its own transaction (close_old_connections(), connections.close_all(), or"
+    " connection.close()), which rolled it back: leave that to what comes after an idempotency_atomic task"
+)
+_BROKEN = (
+    "the task went on after a database error inside its transaction: put the statement that may fail in a"
+    " transaction.atomic() of its own, and catch the error around it"
+)
+_DOOMED = (
+    "the task marked its transaction for rollback, by transaction.set_rollback(True) or by an exception that it caught"
+    " around an atomic(savepoint=False), and nothing of it can be committed: raise an exception to roll back"
+)
+_ENDED = (
+    "the transaction that the task's record should have been settled in is over before its time: the task committed or"
+    " rolled it back, by a statement that commits by itself perhaps, or went on after a deadlock, which rolls back"
+    " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
+)
+
+
+class SessionLost(OperationalError):
+    """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
+
+    def __init__(self) -> None:
+        super().__init__(type(self).__doc__)
+
+
+class TransactionEnded(StoreMisconfigured):
+    """The task ended the transaction that should have settled its record with its own writes."""
+
+
+def still_there(session: Session, savepoint: str) -> None:
+    """Raise unless the session is in the transaction that began with this savepoint, and can still commit.
+
+    Raises:
+        TransactionEnded: for what the task did.
+        OperationalError: if the session is lost.
+    """
+    own = session.connection
+    if own.closed_in_transaction or own.connection is None:
+        raise TransactionEnded(_CLOSED)
+    # Django would refuse the statement, which also tells whether the session is there.
+    doomed, own.needs_rollback = own.needs_rollback, False
+    failure: Error | None = None
+    try:
+        # It was the first one, so whatever ended the transaction took it along.
+        session.execute(f"RELEASE SAVEPOINT {savepoint}")
+    except Error as error:
+        failure = error
+    finally:
+        own.needs_rollback = doomed
+    if failure is not None and kind(failure, own.vendor) == "lost":
+        if isinstance(failure, OperationalError):
+            raise failure
+        raise SessionLost from failure
+    if failure is not None and error_code(failure) == _ABORTED:
+        raise TransactionEnded(_BROKEN) from failure
+    if doomed:
+        cause = getattr(own, "rollback_exc", None)
+        raise TransactionEnded(_DOOMED if cause is None else _BROKEN) from cause
+    if failure is not None:
+        raise TransactionEnded(_ENDED) from failure

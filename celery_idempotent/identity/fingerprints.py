@@ -1,0 +1,142 @@
+"""The canonical form of arguments, equal before and after the broker, and its digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import chain, repeat
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any, Final
+
+from kombu.utils.json import JSONEncoder
+
+from celery_idempotent.identity.arguments import type_name
+from celery_idempotent.records import FINGERPRINT_BYTES
+
+__all__ = ["MAX_DEPTH", "NoFormError", "Written", "default_form", "digest", "form", "quote"]
+
+#: A value that is nested deeper has no form. Half of what Python's stack bears: JSON is read by recursion.
+MAX_DEPTH: Final = 500
+
+_kombu_reduce: Callable[[object], object] = JSONEncoder().default
+
+
+class NoFormError(Exception):
+    """Why a value has no canonical form, as the end of a sentence."""
+
+
+class Written(str):
+    """A form already written: what stands for it in a value is not written again."""
+
+    __slots__ = ()
+
+
+#: By the very type: what has no parts. CPython writes no int of more than 4,300 decimal digits, but any in hex.
+_WRITERS: Final[dict[type, Callable[[Any], str]]] = {
+    str: quote,
+    int: hex,
+    float: float.__repr__,
+    bool: repr,
+    type(None): repr,
+    Written: str,
+}
+
+#: The parts of a value, each after what is to be written before it, and the end of the whole.
+_Parts = tuple[Iterator[tuple[str, object]], str]
+
+
+def form(value: object) -> str:
+    """Return the canonical form of an argument: ASCII, and equal before and after the broker.
+
+    What JSON makes equal is equal (a tuple and a list; the keys 1 and "1"), all else is distinct
+    (1, 1.0, True, "1"). Types that kombu's JSON knows, or was told of, go through its own form.
+    The time that it takes grows with the size of the value, and not with its depth as well.
+
+    Raises:
+        NoFormError: if it has none, or is nested deeper than :data:`MAX_DEPTH`.
+    """
+    writer = _WRITERS.get(type(value))
+    if writer is not None:
+        return writer(value)
+    pieces: list[str] = []
+    unfinished = [_parts_of(value)]
+    while unfinished:
+        parts, end = unfinished[-1]
+        for before, item in parts:
+            pieces.append(before)
+            writer = _WRITERS.get(type(item))
+            if writer is not None:
+                pieces.append(writer(item))
+                continue
+            if len(unfinished) == MAX_DEPTH:
+                raise NoFormError(f"it contains itself, or is nested deeper than {MAX_DEPTH}")
+            unfinished.append(_parts_of(item))
+            break
+        else:
+            pieces.append(end)
+            unfinished.pop()
+    return "".join(pieces)
+
+
+def _parts_of(value: object) -> _Parts:
+    if isinstance(value, dict):
+        forms = {quote(k) if type(k) is str else _key_form(k): v for k, v in value.items()}
+        parts = [(f",{key}:", forms[key]) for key in sorted(forms)]
+        if not parts:
+            return iter(()), "{}"
+        (first, item) = parts[0]
+        parts[0] = ("{" + first[1:], item)
+        return iter(parts), "}"
+    if isinstance(value, (list, tuple)):
+        return zip(chain(("[",), repeat(",")), value, strict=False), "]" if value else "[]"
+    for plain in (str, int, float):
+        if isinstance(value, plain):  # a subclass, which JSON takes for that
+            return iter(()), _WRITERS[plain](value)
+    try:
+        return iter((("", _kombu_reduce(value)),)), ""
+    except TypeError:
+        return _native_parts(value)
+
+
+def _key_form(key: object) -> str:
+    """Return the form of a dict's key: JSON writes numbers and constants as strings."""
+    if isinstance(key, str):
+        return quote(key)
+    if key is None or isinstance(key, (int, float)):
+        return quote(json.dumps(key))
+    return form(key)
+
+
+def _native_parts(value: object) -> _Parts:
+    """Return the parts of what JSON cannot carry, but pickle can."""
+    content: object
+    if isinstance(value, (set, frozenset)):
+        return iter(()), f"<set {','.join(sorted([form(item) for item in value]))}>"
+    if isinstance(value, timedelta):
+        content = [value.days, value.seconds, value.microseconds]
+    elif isinstance(value, enum.Enum):
+        content = value.value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif callable(dump := getattr(type(value), "model_dump", None)):  # pydantic
+        content = dump(value)
+    else:
+        raise NoFormError(f"a value of type {type_name(value)} has no canonical form")
+    return iter(((f"<{quote(type(value).__qualname__)} ", content),)), ">"
+
+
+def digest(text: str) -> bytes:
+    """Return the fingerprint of a canonical form."""
+    return hashlib.sha256(text.encode("ascii")).digest()[:FINGERPRINT_BYTES]
+
+
+def default_form(default: object) -> str | None:
+    """Return the form of a parameter's default, or None if it has none."""
+    try:
+        return form(default)
+    except (NoFormError, RecursionError):  # a sentinel, say: only the very same object equals it
+        return None

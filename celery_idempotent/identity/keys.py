@@ -1,0 +1,384 @@
+"""From a call to its identity: its key, its scope and the fingerprint of its arguments.
+
+A key has one canonical text: two keys that differ never share it, and it is the same on both sides
+of the broker, whatever the serializer does to arguments on their way. How the text begins says
+where the key comes from:
+
+=================  ===============================================================================
+``order-17``       a str as it is, unless it could be mistaken for one of the forms below
+``17``             an int
+``"17"``           a str that is the text of an int, or begins with ``"``, ``[``, ``*`` or ``@``
+``["a",17]``       several values
+``*0123...``       the digest of all arguments (:data:`ALL_ARGUMENTS`)
+``@<task id>``     no key was given: the task id
+=================  ===============================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
+from celery_idempotent.identity.arguments import (
+    ALL_ARGUMENTS,
+    AllArguments,
+    Bound,
+    Call,
+    Names,
+    Parameters,
+    Path,
+    compile_rule,
+    type_name,
+)
+from celery_idempotent.identity.fingerprints import NoFormError, default_form, digest, form, quote
+from celery_idempotent.identity.identified import MAX_CHARS, Identified, is_text
+from celery_idempotent.records import Identity
+
+__all__ = ["ALL_ARGUMENTS", "Identifier", "canonical", "excess", "task_id_key"]
+
+_MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
+_NESTED_ID = re.compile(r"\+[0-9]+\Z")
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class _RefusedError(Exception):
+    """Why a value cannot be used, as the end of a sentence."""
+
+
+def canonical(value: object, *, what: str = "key", task: str) -> str:
+    """Return the canonical text of a raw key or scope: a str, int or UUID, or a tuple of these.
+
+    A subclass of str or int counts as the plain value that JSON makes of it, a UUID as its str
+    form, a list as a tuple. ``("a",)`` is not ``"a"``. Parts of a tuple may be empty.
+
+    Raises:
+        InvalidKey: for any other type (bool, None and lazy translations are such), for characters
+            that do not print, for nothing at all and for a text of more than 255 characters, in
+            the form that the record has it in. The message tells types and lengths, never the value.
+    """
+    try:
+        plain = _plain(value)
+        if plain in ("", []):
+            raise _RefusedError("is empty")
+        bare = isinstance(plain, str) and not _MISTAKABLE.match(plain)
+        text = str(plain) if bare else _compact(plain)
+        if len(text) > MAX_CHARS:
+            raise _RefusedError(excess(plain))
+    except _RefusedError as refused:
+        raise InvalidKey(f"The idempotency {what} of task {task} {refused}.") from None
+    except RecursionError:
+        raise InvalidKey(f"The idempotency {what} of task {task} contains itself.") from None
+    return text
+
+
+def excess(plain: str | int | list[object]) -> str:
+    """Return what is to be said of a key that is too long, as the end of a sentence.
+
+    A text that could be taken for a number or a list is quoted in its record, and a list is written as JSON.
+    """
+    length = len(_compact(plain))
+    if isinstance(plain, str):
+        bare = not _MISTAKABLE.match(plain)
+        quoted = (
+            "" if bare else f", {length} once it is quoted as what could be a number or a list is"
+        )
+        return f"has {len(plain)} characters{quoted}, and {MAX_CHARS} are allowed"
+    written = " as JSON" if isinstance(plain, list) else ""
+    return f"has {length} characters{written}, and {MAX_CHARS} are allowed"
+
+
+def _plain(value: object) -> str | int | list[object]:
+    """Return what JSON makes of a raw key."""
+    if isinstance(value, str):
+        if not value.isprintable():
+            raise _RefusedError("has characters that do not print")
+        return str.__str__(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value.bit_length() > 4 * MAX_CHARS:  # CPython writes no int of more than 4,300 digits
+            raise _RefusedError(f"has more than {MAX_CHARS} digits")
+        return int.__index__(value)
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(part) for part in value]
+    raise _RefusedError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
+
+
+def task_id_key(task_id: str, nesting: int = 0) -> str:
+    """Return the key of a call without one: its task id, and how often a replacement took it on.
+
+    Celery takes any str for an id, so every id has a key; one that a record could not show is
+    digested.
+    """
+    text = f"@{task_id}"
+    if nesting or _NESTED_ID.search(text):
+        text = f"{text}+{nesting}"
+    if is_text(text):
+        return text
+    return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+class Identifier:
+    """Says which operation a call of a task is; compiled once per task from its options.
+
+    ``signature`` is the task's, without ``self``; the keyword arguments are the values of the
+    options ``idempotency_key`` and so on.
+
+    Raises:
+        InvalidOption: if one of them cannot be used with this task.
+    """
+
+    def __init__(
+        self,
+        task_name: str,
+        signature: inspect.Signature,
+        *,
+        key: object = None,
+        scope: object = None,
+        namespace: str | None = None,
+        fingerprint: object = ALL_ARGUMENTS,
+        require_key: bool = False,
+        suffix: str = "",
+        **before: Any,
+    ) -> None:
+        #: The rules of before a deploy that changed some of them, as ``idempotency_key_before`` and so on say.
+        self.before: Identifier | None = None
+        if before:
+            was: dict[str, Any] = {
+                "key": key,
+                "scope": scope,
+                "namespace": namespace,
+                "fingerprint": fingerprint,
+            }
+            was |= {name.removesuffix("_before"): rule for name, rule in before.items()}
+            self.before = Identifier(task_name, signature, **was, suffix="_before")
+        self.task_name = task_name
+        self.namespace = task_name if namespace is None else namespace
+        self.require_key = require_key
+        self.parameters = parameters = Parameters(signature)
+        if not is_text(self.namespace):
+            raise InvalidOption(
+                f"idempotency_namespace{suffix} of task {task_name} is 1 to {MAX_CHARS} printable "
+                "characters; the default is the name of the task."
+            )
+        self._key = compile_rule(key, parameters, what=f"idempotency_key{suffix}", task=task_name)
+        scope_rule = compile_rule(
+            scope, parameters, what=f"idempotency_scope{suffix}", task=task_name
+        )
+        if isinstance(scope_rule, AllArguments):
+            raise InvalidOption(
+                f"idempotency_scope{suffix} of task {task_name} cannot be ALL_ARGUMENTS."
+            )
+        self._scope = scope_rule
+        self._fingerprint = compile_rule(
+            fingerprint, parameters, what="idempotency_fingerprint", task=task_name
+        )
+        self._default_forms = {n: default_form(d) for n, d in parameters.defaults.items()}
+
+    def identity(self, key: object, scope: object = None) -> Identity:
+        """Return the identity of a raw key and scope, to ask about a key without a call.
+
+        Raises:
+            InvalidKey: if the key or the scope cannot be used.
+        """
+        return self._identity(canonical(key, task=self.task_name), scope)
+
+    def identify(
+        self,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        *,
+        task_id: str,
+        nesting: int = 0,
+        key: object = None,
+        scope: object = None,
+    ) -> Identified:
+        """Return the identity and fingerprint of a call; ``key`` and ``scope`` were given with it.
+
+        Arguments that do not fit the task's signature give no key: the task will raise TypeError.
+
+        Raises:
+            KeyMissing: if the task requires a key and there is none.
+            InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
+        """
+        about: dict[str, Any] = {"task_id": task_id, "nesting": nesting, "key": key, "scope": scope}
+        identified = self._identify(args, kwargs, **about)
+        if self.before is None:
+            return identified
+        try:
+            before = self.before.identify(args, kwargs, **about)
+        except InvalidKey:
+            return identified  # then it was no operation
+        same = before.identity == identified.identity
+        return identified if same else replace(identified, before=before)
+
+    def stamped(
+        self,
+        header: object,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        **about: Any,
+    ) -> Identified | None:
+        """Return what a message's stamp says to this task, ``None`` if it says nothing about the key.
+
+        A publisher of another version may have made it, by the rules of before or by those to come: which they were is
+        told by the arguments. ``about`` is what :meth:`identify` takes.
+
+        Raises:
+            InvalidKey: if it is malformed. It came over the network: anything may be in it.
+        """
+        stamped = Identified.from_header(header, self.namespace)
+        following = header.get("next") if isinstance(header, Mapping) else None
+        if stamped is None or (self.before is None and following is None):
+            return stamped
+        coming = Identified.from_header(following, self.namespace)
+        try:
+            computed = self.identify(args, kwargs, **about)
+        except InvalidKey:
+            computed = stamped
+        if coming is not None and self._follows(computed, coming, stamped):
+            if computed.same_key(coming):
+                return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
+            return (
+                coming if self.before is None else replace(coming, before=self._of_before(stamped))
+            )
+        if self.before is None:
+            return stamped
+        if computed.same_key(stamped):
+            return _as_stamped(computed, stamped.fingerprint, stamped.fingerprint)
+        if computed.before is not None and computed.before.same_key(stamped):
+            known = stamped.fingerprint
+            return _as_stamped(computed, computed.fingerprint if known is None else known, known)
+        # A key that was given with the call, or a retry's with other arguments.
+        return self.renamed(stamped)
+
+    def renamed(self, identified: Identified) -> Identified:
+        """Return the same key with that of the namespace of before, if that was another."""
+        if self.before is None or self.before.namespace == self.namespace:
+            return identified
+        return replace(identified, before=self._of_before(identified))
+
+    def _of_before(self, identified: Identified) -> Identified:
+        """Return the same key in the namespace of before."""
+        assert self.before is not None
+        old = replace(identified.identity, namespace=self.before.namespace)
+        return Identified(old, identified.fingerprint)
+
+    def _follows(self, computed: Identified, coming: Identified, stamped: Identified) -> bool:
+        """Are the rules that this task knows those to come, to the publisher of a message?
+
+        Key or scope may have been given with the call, which is the same in both, or be of a retry's first message.
+        """
+        ours, new, old = (
+            (each.identity.key, each.identity.scope) for each in (computed, coming, stamped)
+        )
+        changed = [n for n in range(2) if new[n] != old[n]]
+        if all(ours[n] == new[n] for n in changed):
+            return True
+        return self.before is not None and any(ours[n] != old[n] for n in changed)
+
+    def _identify(
+        self,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        *,
+        task_id: str,
+        nesting: int,
+        key: object,
+        scope: object,
+    ) -> Identified:
+        bound = self.parameters.bind(args, kwargs)
+        rule = self._key
+        if scope is None and bound is not None and self._scope is not None:
+            scope = self._scope.read(bound)
+        if key is None and bound is not None and rule is not None:
+            if isinstance(rule, AllArguments):
+                every = digest(self._all(bound, "idempotency_key")).hex()
+                return Identified(self._identity(f"*{every}", scope))
+            key = rule.read(bound)
+        if key is not None:
+            identity = self._identity(canonical(key, task=self.task_name), scope)
+            return Identified(identity, self._fingerprint_of(bound, args, kwargs))
+        if self.require_key and bound is not None:
+            raise KeyMissing(
+                f"Task {self.task_name} requires an idempotency key, and this call gives none: "
+                "pass idempotency_key, or the arguments that the task's idempotency_key reads."
+            )
+        return Identified(self._identity(task_id_key(task_id, nesting), scope))
+
+    def by_task_id(self, task_id: str) -> Identified:
+        """Return what a call is about whose key and scope cannot be used."""
+        return Identified(self._identity(task_id_key(task_id), None))
+
+    def _identity(self, key: str, scope: object) -> Identity:
+        text = "" if scope is None else canonical(scope, what="scope", task=self.task_name)
+        return Identity(namespace=self.namespace, scope=text, key=key)
+
+    def _fingerprint_of(
+        self,
+        bound: Bound | None,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+    ) -> bytes | None:
+        rule, what = self._fingerprint, "idempotency_fingerprint"
+        if rule is None:
+            return None
+        if bound is None:  # unlike that of any call which fits
+            return digest(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
+        match rule:
+            case AllArguments():
+                return digest(self._all(bound, what))
+            case Call():
+                value = rule.read(bound)
+                return None if value is None else digest(self._one("(the result)", value, what))
+            case Path():
+                return digest(self._one(rule.text, rule.read(bound), what))
+            case Names(paths):
+                forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
+                return digest(form(forms))
+
+    def _all(self, bound: Bound, what: str) -> str:
+        """Return the form of the arguments, without those equal to their default.
+
+        So it does not matter how they are passed, and a deploy may add a parameter with a default.
+        """
+        given, defaults = bound.given, bound.parameters.defaults
+        forms = []
+        for name in sorted(given):
+            value = given[name]
+            if name in defaults and value is defaults[name]:
+                continue
+            text = self._one(name, value, what)
+            if text != self._default_forms.get(name):
+                forms.append(f"{quote(name)}:{text}")
+        return ",".join(forms)
+
+    def _one(self, name: str, value: object, what: str) -> str:
+        try:
+            return form(value)
+        except NoFormError as refused:
+            problem = str(refused)
+        except RecursionError:
+            problem = "it contains itself, or is nested too deeply"
+        raise InvalidKey(
+            f"{what} of task {self.task_name} cannot include argument {name}: {problem}. "
+            f"Set {what} to the names of the arguments that count, or to a function of them"
+            + (", or to None." if what == "idempotency_fingerprint" else ".")
+        )
+
+
+def _as_stamped(
+    computed: Identified, fingerprint: bytes | None, fingerprint_before: bytes | None
+) -> Identified:
+    """Return what was computed with the fingerprints of the first message: a retry may have other arguments."""
+    before = computed.before
+    if before is not None:
+        before = replace(before, fingerprint=fingerprint_before)
+    return replace(computed, fingerprint=fingerprint, before=before)

@@ -1,0 +1,278 @@
+"""How a claim ends: its end state is written, or its key is given back, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Literal
+
+from celery_idempotent import signals
+from celery_idempotent.protocol import deferred
+from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, Reporter
+from celery_idempotent.protocol.claim import Claim
+from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.records import State, Stored
+from celery_idempotent.stores.base import has_transactions
+
+__all__ = ["Endings"]
+
+logger = logging.getLogger(__name__)
+
+#: How long a release tries to reach the store before the key is left to its lease, in seconds.
+RELEASE_PATIENCE = 1.0
+
+#: So many failures to serialize a result (a time limit may be one) are worth another try.
+MAX_FAULTS = 2
+
+
+class Endings:
+    """Ends the claims of one task under its policy."""
+
+    def __init__(self, policy: Policy, codec: Codec, reporter: Reporter) -> None:
+        self.name = reporter.name
+        self.policy = policy
+        self._codec = codec
+        self._reporter = reporter
+
+    def ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
+        """Record that the body raised ``error``; ``False`` if a newer claim makes it nobody's business."""
+        return self._ended(call, claim, error) or self.policy.mode == "observe"
+
+    def _ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
+        if claim.given_back:
+            return True
+        if claim.replaced:
+            return self.settle(call, claim, lambda: claim.replacement, State.COMPLETED)
+        # What recorded steps is released, as without anybody who asks: a FAILED record keeps none, and another run
+        # would do them again.
+        final = call.fails(error) and not claim.stepped
+        if final or isinstance(error, self.policy.permanent_errors):
+            return self.settle(call, claim, lambda: self._codec.dump_error(error), State.FAILED)
+        patient = isinstance(error, Exception)
+        released = self.release(claim, patient=patient)
+        return released is not False or not patient or not self.superseded(call, claim)
+
+    def release(
+        self, claim: Claim, *, patient: bool = True, requeue_ms: int | None = None
+    ) -> bool | None:
+        """Give the key back, or leave it to its lease if the store does not answer in time: then ``None``.
+
+        ``False`` if there was nothing to give back: the key is settled, forgotten, or somebody else's.
+
+        Not ``patient``: the process is being ended, and has 0.1 s left (CELERY: a hard limit kills after SIGTERM).
+        """
+        claim.given_back = True
+        identity = claim.record.identity
+        give_up = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
+        delay = 0.0
+        while True:
+            try:
+                if delay:
+                    time.sleep(delay)
+                done = claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
+                break
+            except STORE_ERRORS as error:
+                delay = delay * 2 or 0.05
+                if time.monotonic() + delay > give_up:
+                    logger.warning(
+                        "idempotency: could not release %s, its lease will end it: %s",
+                        identity,
+                        error,
+                    )
+                    return None
+            except BaseException:
+                with suppress(Exception):
+                    claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
+                raise
+        self._reporter.tell(signals.released, claim.record, claim.record)
+        return done
+
+    def follow(self, claim: Claim) -> None:
+        """Do what waits for the end of a transaction that was rolled back: free the key, publish the retry."""
+        afterwards, claim.afterwards = claim.afterwards, None
+        if afterwards is not None:
+            afterwards()
+
+    def superseded(self, call: Call, claim: Claim) -> bool:
+        """Has a newer claim the key, so that the end of this run is nobody's business?"""
+        held = [claim.record, *([claim.old] if claim.old else [])]
+        try:
+            found = [claim.store.get(record.identity) for record in held]
+        except STORE_ERRORS:
+            return False
+        now = [record and record.token for record in found]
+        if all(token in (None, mine.token) for token, mine in zip(now, held, strict=True)):
+            return False
+        self._lost(call, claim)
+        return True
+
+    def resolve(self, call: Call, claim: Claim, *, patient: bool) -> bool | None:
+        """Find out what a commit came to that did not answer: ``True`` if it is committed, ``None`` if nobody knows.
+
+        The row tells, whatever its state: the transaction has written it, and holds it to its end::
+
+            A      claim ─ BEGIN ─ run() ─────────────── settle ─ COMMIT ─✂─ the answer is lost ─ wait for the row
+            sweep           (the lease runs out) ─ interrupt                                        │
+            database                                               (at work) ─────── committed ─────┴─ COMPLETED
+        """
+        store = claim.store
+        assert has_transactions(store)
+        give_up = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
+        delay = 0.0
+        while True:
+            try:
+                if delay:
+                    time.sleep(delay * random.uniform(0.5, 1))
+                committed = store.committed(claim.record)
+                break
+            except STORE_ERRORS:
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    return None
+                delay = min(delay * 2 or 0.05, 5.0, left * 2)  # of which at least half is slept
+        if committed:
+            self.settled(call, claim)
+        return committed
+
+    def settled(self, call: Call, claim: Claim) -> None:
+        """Tell that the end state is written."""
+        if claim.settled:
+            return
+        claim.settled = True
+        self._reporter.tell(signals.settled, call, claim.record)
+        if call.on_settled is not None:
+            call.on_settled(claim.token)
+
+    def failed(self, call: Call, claim: Claim, error: BaseException) -> None:
+        """Tell that the store failed the run, which left nothing behind."""
+        self._reporter.tell(signals.store_failed, call, claim.record, error)
+
+    def _lost(self, call: Call, claim: Claim) -> None:
+        observed = self.policy.mode == "observe"
+        self._reporter.tell(signals.lease_lost, call, claim.record, observed=observed)
+        logger.warning(
+            "idempotency: %s was claimed anew while task %s (token %d) ran: its result %s",
+            call.identity,
+            call.task_id,
+            claim.token,
+            "would have been dropped" if observed else "is dropped",
+        )
+        if claim.old is not None and not claim.given_back:
+            # It may be the old identity alone that another has by now.
+            claim.given_back = True
+            with suppress(*STORE_ERRORS):
+                claim.store.release(claim.record.identity, token=claim.token)
+
+    def settle(
+        self,
+        call: Call,
+        claim: Claim,
+        dump: Callable[[], Stored | None],
+        state: Literal[State.COMPLETED, State.FAILED],
+        late: BaseException | None = None,
+    ) -> bool:
+        """Write the end state, again and again for at least one lease; ``False`` only if another token has the key.
+
+        That of a run in the caller's transaction waits for its commit.
+
+        An exception that a signal handler raises in here does not end it: one that ends the process (``late`` or here)
+        leaves it one last try.
+        """
+        if self._deferred(call, claim, dump, state):
+            return True
+        give_up = time.monotonic() + self.policy.lease_ms / 1000
+        delay, faults = 0.0, 0
+        while not claim.settled:
+            try:
+                if delay:
+                    time.sleep(delay * random.uniform(0.5, 1))
+                # A value that makes the codec fail again and again is settled without it.
+                value = dump() if faults < MAX_FAULTS else None
+                return self._settle_once(call, claim, value, state)
+            except Exception as failure:  # noqa: BLE001  the store's, a time limit's, or a fault of ours
+                error = failure
+                faults += not isinstance(failure, STORE_ERRORS)
+            except BaseException:
+                with suppress(Exception):
+                    self._settle_once(call, claim, dump(), state)
+                raise
+            if self.policy.mode == "observe":
+                logger.warning(
+                    "idempotency: observing: could not settle %s: %s", call.identity, error
+                )
+                return True
+            left = give_up - time.monotonic()
+            ending = late is not None and not isinstance(late, Exception)
+            if ending or left <= 0:
+                return self._give_up(call, claim, error)
+            delay = min(delay * 2 or 0.05, 5.0, left * 2)
+        return True
+
+    def _deferred(
+        self,
+        call: Call,
+        claim: Claim,
+        dump: Callable[[], Stored | None],
+        state: Literal[State.COMPLETED, State.FAILED],
+    ) -> bool:
+        """Leave the end to the caller's transactions, if there are any that the record is no part of."""
+        transactions = call.around(claim.store) if call.around is not None else ()
+        if not transactions:
+            return False
+        value = None
+        with suppress(Exception):  # as in a settle: what cannot be stored is settled without it
+            value = dump()
+        alone = replace(call, around=None)
+        end = deferred.DeferredEnd(
+            claim,
+            replace(claim.record, state=state, value=value, deadline_ms=None),
+            settle=lambda: self.settle(alone, claim, lambda: value, state),
+            release=lambda: self.release(claim),
+        )
+        deferred.defer(end, transactions)
+        return True
+
+    def condemn(self, call: Call, claim: Claim, error: Exception) -> None:
+        """Settle a claim FAILED whose body is not to run.
+
+        Raises:
+            StoreUnavailable, StoreMisconfigured: if the store did not take it, once: nothing happened that it had to.
+        """
+        self._settle_once(call, claim, self._codec.dump_error(error), State.FAILED)
+
+    def _settle_once(
+        self,
+        call: Call,
+        claim: Claim,
+        value: Stored | None,
+        state: Literal[State.COMPLETED, State.FAILED],
+    ) -> bool:
+        policy = self.policy
+        done = claim.store.settle(
+            claim.record,
+            state=state,
+            value=value,
+            keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
+            replaced=claim.replaced,
+        )
+        if done:
+            self.settled(call, claim)
+        else:
+            self._lost(call, claim)
+        return done or policy.mode == "observe"
+
+    def _give_up(self, call: Call, claim: Claim, error: BaseException) -> bool:
+        """The effect happened and cannot be recorded: say so as loudly as a library may."""
+        logger.critical(
+            "idempotency: task %s of %s took effect, but its end could not be recorded within a lease (%s): after the "
+            "lease a duplicate runs again",
+            call.task_id,
+            call.identity,
+            error,
+        )
+        self._reporter.tell(signals.settle_failed, call, claim.record, error)
+        return True

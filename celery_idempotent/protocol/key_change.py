@@ -1,0 +1,204 @@
+"""A claim under two identities, while a deploy changes one to the other.
+
+Workers of before know an operation by its old identity alone, and those of after the deploy by both. These claim the
+new identity and then the old one, settle both, and so exclude each other and the former, whoever comes first::
+
+    before   claim O ──────────────────── run ─ settle O
+    after      claim N ─ claim O: Held ─ release N, come back: Settled ─ replay
+
+    after    claim N ─ claim O ──────────────── run ─ settle O ─ settle N
+    before             claim O: Held ─ come back ───────────────── Settled ─ replay
+
+An old record of other arguments (the old key stood for more than the new one does) is another operation, and no matter
+once that has ended.
+Should the process die between the two settles, the operation runs again or not as if it had died before both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.records import (
+    Answer,
+    Claimed,
+    Held,
+    Identity,
+    Lease,
+    Mismatched,
+    Record,
+    Reservation,
+    Reserved,
+    Settled,
+    State,
+    Stored,
+)
+from celery_idempotent.stores.base import Store, Transaction, TransactionalStore
+
+__all__ = ["both", "claimed", "give_back", "is_other", "reserve"]
+
+#: A reservation that had to be given back by who could not have the old identity lasts so long.
+_BACK_MS = 60_000
+
+#: How long to wait for an operation that shares the old key, before it is asked for again.
+_PAUSE_MS = 1000
+
+#: So far this machine's clock and the store's may be apart.
+_SKEW_MS = 60_000
+
+
+def claimed(
+    answer: Answer,
+    claim_old: Callable[[], Answer],
+    *,
+    settle: Callable[[Record, Record], object],
+    release: Callable[..., object],
+) -> tuple[Answer, Record | None]:
+    """Return what a claim under both identities comes to, and the old record if that was claimed as well.
+
+    ``answer`` is that of the new identity. What an earlier run left under the old one, crashes and steps, is taken
+    over. Where the old one is settled, so is a reservation of the new one (``settle``): somebody may ask for its end.
+    """
+    if not isinstance(answer, Claimed):
+        return answer, None
+    record = answer.record
+    match claim_old():
+        case Claimed(old):
+            steps = {**dict(record.steps), **dict(old.steps)}
+            crashes = max(record.crashes, old.crashes)
+            return Claimed(replace(record, crashes=crashes, steps=tuple(steps.items()))), old
+        case Mismatched(old) if not _at_work(old):
+            return answer, None
+        case Mismatched(old):
+            # Not now: should it fail, a worker of before would find the old identity free, and run this call, too.
+            denial: Answer = Held(old, left_ms=_PAUSE_MS)
+        case Settled(old) as done if record.reserved:
+            settle(record, old)
+            return done, None
+        case other:
+            denial = other
+    # Should it have been reserved, its message is still to come.
+    requeue_ms = _BACK_MS if record.reserved else None
+    release(record.identity, token=record.token, requeue_ms=requeue_ms)
+    return denial, None
+
+
+def _at_work(old: Record) -> bool:
+    """Is this a run at work, or about to begin? It is not known to the millisecond, by this machine's clock."""
+    over = old.deadline_ms is None or old.deadline_ms + _SKEW_MS < time.time_ns() // 1_000_000
+    return old.state in (State.PROCESSING, State.QUEUED) and not over
+
+
+def is_other(before: Identified | None, record: Record) -> bool:
+    """Is the record of another operation, with which a call shares its old key alone?"""
+    mine, theirs = before and before.fingerprint, record.fingerprint
+    return None not in (mine, theirs) and mine != theirs
+
+
+def reserve(store: Store, identified: Identified, *, task_id: str, **how: Any) -> Reservation:
+    """Reserve both identities; whoever was first under either is who answers."""
+    new, before = identified.identity, identified.before
+    answer = store.reserve(new, task_id=task_id, fingerprint=identified.fingerprint, **how)
+    if before is None or not isinstance(answer, Reserved):
+        return answer
+    how.pop("message", None)  # one is enough
+    old = store.reserve(
+        before.identity, task_id=answer.record.task_id, fingerprint=before.fingerprint, **how
+    )
+    match old:
+        case Reserved() | Mismatched():
+            return answer
+        case Held(record, left_ms) if not left_ms and record.state is State.PROCESSING:
+            return answer  # whose worker never came back
+    store.release(new, token=answer.record.token)
+    return old
+
+
+def give_back(store: Store, identified: Identified, record: Record) -> bool:
+    """Release a reservation that was made by :func:`reserve`; ``False`` if there was none any more."""
+    before = identified.before
+    if before is not None and before.identity != record.identity:
+        old = store.get(before.identity)
+        if old is not None and (old.state, old.task_id) == (State.QUEUED, record.task_id):
+            store.release(old.identity, token=old.token)
+    return store.release(record.identity, token=record.token)
+
+
+def both(store: Store, old: Record) -> Store:
+    """Return the store of a claim that has claimed ``old`` as well: what is done to it is done to both."""
+    return cast("Store", _Both(store, old))
+
+
+class _Both:
+    """The old record comes first: if another has it by now, the claim is lost, and nothing is written."""
+
+    def __init__(self, store: Store, old: Record) -> None:
+        self._store = store
+        self._old = old
+
+    def __getattr__(self, name: str) -> Any:
+        """Do for one claim what is done for any."""
+        return getattr(self._store, name)
+
+    @property
+    def transaction(self) -> Callable[[Record], Any]:
+        """Begin a transaction that settles both, where the store has any."""
+        begin = cast("TransactionalStore", self._store).transaction
+        return lambda record: self._transaction(begin, record)
+
+    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        """Renew each of them, and the old claim."""
+        longest = max(leases, key=lambda lease: lease.lease_ms)
+        old = replace(longest, identity=self._old.identity, token=self._old.token)
+        *renewed, too = self._store.renew([*leases, old])
+        return [each and too for each in renewed]
+
+    def settle(self, record: Record, **end: Any) -> bool:
+        """Write the end state of both."""
+        return self._store.settle(self._old, **end) and self._store.settle(record, **end)
+
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the step to both: the next run may be one that knows the old identity alone."""
+        old, step = self._old, {"name": name, "value": value}
+        add: Callable[..., bool] = self._store.checkpoint
+        return add(old.identity, token=old.token, **step) and add(identity, token=token, **step)
+
+    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+        """Give both back."""
+        old = self._old
+        self._store.release(old.identity, token=old.token, requeue_ms=requeue_ms)
+        return self._store.release(identity, token=token, requeue_ms=requeue_ms)
+
+    @contextmanager
+    def _transaction(self, begin: Callable[[Record], Any], record: Record) -> Iterator[Transaction]:
+        with begin(record) as transaction:
+            yield cast("Transaction", _BothSettled(transaction, self._old))
+
+
+class _BothSettled:
+    """The transaction of a run that has two claims."""
+
+    def __init__(self, transaction: Transaction, old: Record) -> None:
+        self._transaction = transaction
+        self._old = old
+
+    def __getattr__(self, name: str) -> Any:
+        """Be that transaction."""
+        return getattr(self._transaction, name)
+
+    def settle(
+        self,
+        *,
+        state: Literal[State.COMPLETED, State.FAILED],
+        value: Stored | None,
+        keep_ms: int,
+        replaced: bool = False,
+    ) -> bool:
+        """Write the end state of both, to be committed together."""
+        end: Any = {"value": value, "keep_ms": keep_ms, "replaced": replaced}
+        settle = self._transaction.settle
+        return settle(state=state, **end) and settle(state=state, **end, also=self._old)

@@ -1,0 +1,238 @@
+"""Keeping claims alive: one thread per process renews the leases of all of them."""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections import defaultdict
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol
+
+from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.protocol.counters import tally
+from celery_idempotent.records import Lease
+
+if TYPE_CHECKING:
+    from celery_idempotent.stores.base import Store
+
+__all__ = ["Heartbeat", "Renewable", "heartbeat"]
+
+logger = logging.getLogger(__name__)
+
+#: A renewal that could not reach the store is tried again after this many seconds at the latest.
+RETRY_AFTER = 1.0
+
+#: The thread looks around at least so often, in seconds: it also writes what the process counted.
+TICK = 5.0
+
+#: The thread ends when it has had nothing to do for so many seconds.
+LINGER = 10.0
+
+#: Whoever ends, an app or a process, waits so long for the last counts to be written, in seconds.
+EXIT_PATIENCE = 2.0
+
+
+class Renewable(Protocol):
+    """What the heartbeat keeps alive."""
+
+    lost: bool
+    #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
+    renewed_at: float
+
+    @property
+    def over(self) -> bool:
+        """Is there nothing to renew any more?"""
+        ...
+
+    @property
+    def lease(self) -> Lease:
+        """What is renewed."""
+        ...
+
+    @property
+    def store(self) -> Store:
+        """Where it is renewed."""
+        ...
+
+
+class Heartbeat:
+    """Renews every claim of this process at a third of its lease, from one daemon thread.
+
+    The thread starts with the first claim and is not woken by later ones: it looks at the claims whenever the shortest
+    lease seen so far could need it, so a task shorter than a third of its lease costs no renewal and no wake-up. A
+    process that only counts outcomes, a publisher for instance, has it as well: it writes them. It ends when there was
+    nothing to do for a while, or when :meth:`finish` asks for that, and starts again with the next claim. A forked
+    child starts anew, without the parent's claims.
+
+    A time limit is an exception raised at any instruction of Python code, also inside ``threading.Condition`` or
+    ``Thread.start``, which then leave their locks taken. So the run's side uses what is written in C, and nothing else;
+    and a claim whose run is gone without a word is not kept alive, for the heartbeat knows it by a weak reference.
+    Hence no :class:`threading.Thread`, either. That keeps it out of ``threading.enumerate()``, where test suites look
+    for what a test left behind: it is not a test's to end, and ends by itself.
+
+    Where gevent or eventlet has patched ``threading`` the thread is a greenlet, which renews while the runs let it: its
+    bell must then be a lock of theirs, or it would wait with the whole process. So the bell is made with the thread,
+    however early this module was imported; and under the other lock nothing is done that could switch greenlets.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._bell = _thread.allocate_lock()  # free: rung
+        self._due: dict[weakref.ref[Renewable], float] = {}
+        self._started = False
+        self._used = False
+        self._finishing: list[_thread.LockType] = []
+        self._tick = float("inf")
+        self._next = float("inf")
+
+    def add(self, claim: Renewable) -> None:
+        """Keep ``claim`` alive until :meth:`remove`."""
+        interval = claim.lease.lease_ms / 3000
+        due = claim.renewed_at + interval
+        with self._lock:
+            self._used = True
+            self._due[weakref.ref(claim)] = due
+            self._tick = min(self._tick, interval)
+            self._start()
+            early = due < self._next
+        if early:
+            self._ring()
+
+    def start(self) -> None:
+        """Let the thread work though there is nothing to renew: something was counted."""
+        if not self._started:
+            with self._lock:
+                self._start()
+
+    def finish(self) -> None:
+        """Let the thread write what was counted and end, unless it has claims to renew; wait for that a little.
+
+        For who closes an app, or ends a worker or the process.
+        """
+        done = _thread.allocate_lock()
+        done.acquire()
+        with self._lock:
+            if not self._started:
+                return
+            self._finishing.append(done)
+        self._ring()
+        done.acquire(timeout=EXIT_PATIENCE)
+
+    def remove(self, claim: Renewable) -> None:
+        """Let ``claim`` go; a renewal under way may still end after this."""
+        with self._lock:
+            self._due.pop(weakref.ref(claim), None)
+
+    def _start(self) -> None:
+        if not self._started:
+            self._bell = _thread.allocate_lock()
+            # In this order: struck between the two, a process may have two heartbeats, but never none.
+            _thread.start_new_thread(self._beat, ())
+            self._started = True
+
+    def _ring(self) -> None:
+        with suppress(RuntimeError):  # rung already
+            self._bell.release()
+
+    def _beat(self) -> None:
+        busy_at = time.monotonic()
+        over = False
+        while not over:
+            with self._lock:
+                now = time.monotonic()
+                due = [known for known, at in self._due.items() if at <= now]
+                finishing, self._finishing = self._finishing, []
+                if self._due or self._used or not tally.empty:
+                    busy_at = now
+                self._used = False
+            self._renew_all(due)
+            if finishing:
+                tally.write()
+            else:
+                tally.beat()
+            over = self._ends(bool(finishing), idle_s=time.monotonic() - busy_at)
+            for done in finishing:
+                done.release()
+            if not over and (left := self._next - time.monotonic()) > 0:
+                self._bell.acquire(timeout=left)
+
+    def _ends(self, asked: bool, *, idle_s: float) -> bool:
+        """Is the thread to end? Then the next claim starts another; else note when it is to look around again."""
+        with self._lock:
+            # Before the last look at the counts: who counts looks at this mark afterwards, and so one sees the other.
+            self._started = False
+            wanted = asked or (idle_s >= LINGER and tally.empty)
+            if wanted and not self._due and not self._finishing:
+                self._tick = self._next = float("inf")
+                return True
+            self._started = True
+            soonest = min(self._due.values(), default=float("inf"))
+            self._next = min(soonest, time.monotonic() + min(self._tick, TICK))
+            return False
+
+    def _renew_all(self, due: list[weakref.ref[Renewable]]) -> None:
+        by_store: dict[Store, list[Renewable]] = defaultdict(list)
+        for known in due:
+            claim = known()
+            if claim is not None and not claim.over:
+                by_store[claim.store].append(claim)
+            else:
+                with self._lock:
+                    self._due.pop(known, None)
+        for store, claims in by_store.items():
+            self._renew(store, claims)
+
+    def _renew(self, store: Store, claims: list[Renewable]) -> None:
+        """Renew ``claims``; whatever goes wrong, the thread lives on."""
+        alive: list[bool] | None = None
+        sent = time.monotonic()
+        try:
+            alive = store.renew([claim.lease for claim in claims])
+        except IdempotencyError as error:
+            logger.warning("idempotency: could not renew %d claims: %s", len(claims), error)
+        except Exception:
+            logger.exception("idempotency: could not renew %d claims", len(claims))
+        for claim in self._renewed(claims, alive, sent):
+            logger.warning(
+                "idempotency: the claim of %s (token %d) is lost while its run goes on",
+                claim.lease.identity,
+                claim.lease.token,
+            )
+
+    def _renewed(
+        self, claims: list[Renewable], alive: list[bool] | None, sent: float
+    ) -> list[Renewable]:
+        """Note when each is due again; return those that are lost."""
+        lost = []
+        with self._lock:
+            for index, claim in enumerate(claims):
+                known = weakref.ref(claim)
+                if known not in self._due:
+                    continue
+                interval = claim.lease.lease_ms / 3000
+                if alive is None:
+                    self._due[known] = time.monotonic() + min(interval / 3, RETRY_AFTER)
+                elif alive[index]:
+                    claim.renewed_at = sent
+                    self._due[known] = sent + interval
+                else:
+                    claim.lost = True
+                    del self._due[known]
+                    lost.append(claim)
+        return lost
+
+
+#: The heartbeat of this process.
+heartbeat = Heartbeat()
+tally.start_writer = heartbeat.start
+# The thread lives until all such functions are through; none can be started by then.
+atexit.register(heartbeat.finish)

@@ -1,0 +1,1 @@
+"""A cache of Redis before a store in a database."""

@@ -1,0 +1,299 @@
+"""A store that is the truth, and a cache that answers for the keys it has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import (
+    Answer,
+    Identity,
+    Lease,
+    OnStale,
+    Page,
+    Record,
+    Reservation,
+    Selection,
+    Settled,
+    State,
+    Stats,
+    Stored,
+    SweepReport,
+)
+from celery_idempotent.stores.base import (
+    Store,
+    Transaction,
+    TransactionalStore,
+    Truth,
+    can_count,
+    has_transactions,
+    is_truth,
+)
+from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
+
+__all__ = ["HybridStore"]
+
+
+class HybridStore:
+    """Keeps the records in ``truth``, and answers for settled keys from ``cache`` where that is safe.
+
+    The cache only ever says that a key *is* settled. It holds what was read from the truth after the commit, for no
+    longer than the truth keeps it; every other answer, and every write, is the truth's. So a cache that is flushed,
+    dead, slow, or back with old data costs speed and never a second effect. :meth:`forget` is the one verb that needs
+    it: it fails while the cache does not answer, because an entry might outlive the record. (:meth:`forget_mark` does
+    without: what it forgets answers nobody.)
+
+    Two questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
+    refusal), and for the very task that settled it as long as its callbacks are not known to be sent.
+    """
+
+    def __init__(self, cache: RedisCache, truth: Store) -> None:
+        if not is_truth(truth):
+            raise InvalidOption(
+                f"{truth!r} cannot stand behind a cache: it does not say for how long it keeps a"
+                " record (the method `retained`). Use it alone, or django:// here"
+            )
+        self.cache = cache
+        self.truth: Truth = truth
+        # What else the truth can do, the hybrid can; whoever wants to know looks for the method.
+        if has_transactions(truth):
+            self.transaction = partial(self._transaction, truth)
+            self.abandon, self.committed = truth.abandon, truth.committed
+        if can_count(truth):
+            self.count, self.counts = truth.count, truth.counts
+            self.note_sweep = truth.note_sweep
+        for extra in ("missing_bounds", "outbox_alias", "skews_ms", "upkeep"):
+            if hasattr(truth, extra):
+                setattr(self, extra, getattr(truth, extra))
+
+    def __repr__(self) -> str:
+        return f"<HybridStore: {self.cache!r} before {self.truth!r}>"
+
+    def claim(
+        self,
+        identity: Identity,
+        *,
+        attempt: bytes,
+        lease_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+        task_id: str = "",
+        worker: str = "",
+        on_stale: OnStale = "interrupt",
+        message: bytes | None = None,
+        unanswered: Sequence[bytes] = (),
+    ) -> Answer:
+        """Take the key if nobody holds it; a settled one is answered by the cache."""
+        found = self.cache.look(identity)
+        if isinstance(found, Cached) and _serves(found.record, fingerprint, task_id):
+            return Settled(found.record, found.age_ms)
+        answer = self.truth.claim(
+            identity,
+            attempt=attempt,
+            lease_ms=lease_ms,
+            keep_ms=keep_ms,
+            fingerprint=fingerprint,
+            task_id=task_id,
+            worker=worker,
+            on_stale=on_stale,
+            message=message,
+            unanswered=unanswered,
+        )
+        self._learn(found, answer)
+        return answer
+
+    def reserve(
+        self,
+        identity: Identity,
+        *,
+        task_id: str,
+        deadline_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+        message: bytes | None = None,
+    ) -> Reservation:
+        """Take the key for a message; a settled one is answered by the cache."""
+        found = self.cache.look(identity)
+        if isinstance(found, Cached) and _serves(found.record, fingerprint, task_id):
+            return Settled(found.record, found.age_ms)
+        answer = self.truth.reserve(
+            identity,
+            task_id=task_id,
+            deadline_ms=deadline_ms,
+            keep_ms=keep_ms,
+            fingerprint=fingerprint,
+            message=message,
+        )
+        self._learn(found, answer)
+        return answer
+
+    def settle(
+        self,
+        record: Record,
+        *,
+        state: Literal[State.COMPLETED, State.FAILED],
+        value: Stored | None,
+        keep_ms: int,
+        replaced: bool = False,
+        restore: bool = True,
+    ) -> bool:
+        """Write the end state to the truth; then cache what it keeps."""
+        done = self.truth.settle(
+            record,
+            state=state,
+            value=value,
+            keep_ms=keep_ms,
+            replaced=replaced,
+            restore=restore,
+        )
+        if done:
+            # Not the value at hand: of a settle that is repeated, the first end stays.
+            self.refresh(record.identity)
+        return done
+
+    def joined(self) -> bool:
+        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
+        return self.truth.joined()
+
+    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
+        """Note that the callbacks of the settled task were sent, in the truth first."""
+        marked = self.truth.mark_delivered(identity, token=token)
+        if marked and not self.truth.joined():
+            self.cache.mark(identity, token)
+        return marked
+
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` and ``state`` only if it has these.
+
+        Raises:
+            StoreUnavailable: also if the cache does not answer. Then repeat it: the record may be deleted already, but
+                a copy may be left.
+        """
+        try:
+            tombstone = self.cache.bury(identity)
+        except (StoreUnavailable, StoreMisconfigured) as error:
+            raise type(error)(
+                f"nothing was forgotten: a copy of the record may be in the cache. {error}"
+            ) from error
+        forgotten = self.truth.forget(identity, token=token, state=state)
+        if self.truth.joined():
+            # Nobody knows when, or whether, it will be committed: the tombstone stays for its time.
+            return forgotten
+        try:
+            # It may be lost by now, and a copy of the record in its place.
+            self.cache.lift(identity, tombstone)
+        except (StoreUnavailable, StoreMisconfigured) as error:
+            raise type(error)(
+                f"a copy of the record may be left in the cache: forget it again. {error}"
+            ) from error
+        return forgotten
+
+    def forget_mark(self, identity: Identity, *, token: int) -> None:
+        """Forget what a run without retention left, also without a cache that does not answer.
+
+        Nobody takes such a mark for an answer: should a copy turn up, whoever finds it forgets it again. A server that
+        refuses writes alone would answer with the copy again and again: then this raises, as :meth:`forget` does.
+        """
+        try:
+            self.forget(identity, token=token)
+        except (StoreUnavailable, StoreMisconfigured):
+            if not self.cache.breaker.open:
+                raise
+            self.truth.forget(identity, token=token)
+
+    def refresh(self, identity: Identity) -> None:
+        """Cache what the truth has committed, if that is an end state. Never raises for either store."""
+        self._fill(identity, self.cache.ticket(identity))
+
+    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        """Let each lease start anew."""
+        return self.truth.renew(leases)
+
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the result of a step."""
+        return self.truth.checkpoint(identity, token=token, name=name, value=value)
+
+    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+        """Give the key back."""
+        return self.truth.release(identity, token=token, requeue_ms=requeue_ms)
+
+    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
+        """Note that a crash took the owner."""
+        return self.truth.interrupt(identity, token=token)
+
+    def get(self, identity: Identity) -> Record | None:
+        """Return the record as the truth has it."""
+        return self.truth.get(identity)
+
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
+        """Make an unfinished record that has a message QUEUED."""
+        return self.truth.requeue(identity, deadline_ms=deadline_ms, token=token)
+
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
+        """Interrupt or requeue what is stale, requeue what nobody sent."""
+        return self.truth.sweep(limit=limit, requeue_ms=requeue_ms)
+
+    def prune(self, *, limit: int) -> int:
+        """Delete records past their retention; their copies ended before them."""
+        return self.truth.prune(limit=limit)
+
+    def stats(self) -> Stats:
+        """Count the truth's records."""
+        return self.truth.stats()
+
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the truth's selected records."""
+        return self.truth.list(selection, cursor=cursor, limit=limit, look_at=look_at)
+
+    def close(self) -> None:
+        """Close the connections of both."""
+        self.cache.close()
+        self.truth.close()
+
+    def _learn(self, found: Cached | Ticket | None, answer: Answer | Reservation) -> None:
+        """Bring the cache in line with what the truth answered, where they disagree."""
+        match found:
+            case Ticket() if isinstance(answer, Settled):
+                self._fill(answer.record.identity, found)
+            case Cached(record) if record != answer.record:
+                # Should not be. If it is, what the truth says counts.
+                self.cache.drop(record.identity)
+                self.refresh(record.identity)
+
+    def _fill(self, identity: Identity, ticket: Ticket | None) -> None:
+        """Read the committed record, and cache it if nothing was forgotten since the ticket."""
+        if ticket is None or self.truth.joined():
+            return
+        try:
+            retained = self.truth.retained(identity)
+        except (StoreUnavailable, StoreMisconfigured):
+            return  # what the caller came for is done
+        if retained is not None:
+            self.cache.fill(identity, ticket, retained)
+
+    @contextmanager
+    def _transaction(
+        self, truth: TransactionalStore, record: Record | None
+    ) -> Iterator[Transaction]:
+        """Begin the truth's transaction; after its commit the cache learns what was committed."""
+        with truth.transaction(record) as transaction:
+            yield transaction
+        # Only here is it committed. An exception, of the body or of the commit, passes by.
+        if record is not None:
+            self.refresh(record.identity)
+
+
+def _serves(record: Record, fingerprint: bytes | None, task_id: str) -> bool:
+    """May the cache answer a claim with this fingerprint and task id?"""
+    if fingerprint is not None and record.fingerprint not in (None, fingerprint):
+        return False
+    return record.delivered or not task_id or record.task_id != task_id

@@ -1,0 +1,1 @@
+"""The records in Redis: verbs are Lua scripts, records are packed hashes."""

@@ -1,0 +1,214 @@
+"""Connections to one Redis server, each put back only after a complete answer.
+
+Why not ``redis.Redis``? Two thirds of its cost is its pool and retry shell. And
+an exception that a signal handler raises (``SoftTimeLimitExceeded``, ``SystemExit``) may land
+between any two instructions::
+
+    task     takes connection 1 ── sends claim ── SoftTimeLimitExceeded
+    pool     takes connection 1 back, its answer unread
+    other    takes connection 1 ── sends settle ── reads the answer to the claim
+
+Here a connection that did not finish its exchange is never seen again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from redis import exceptions
+
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.stores.redis.scripts import Command
+
+__all__ = ["Address", "Channel", "Link", "Server", "exchange", "passing", "trouble"]
+
+#: Host and port.
+Address = tuple[str, int]
+
+#: A server closes what it does not want; this only bounds what a burst of threads or greenlets
+#: leaves behind.
+MAX_IDLE = 64
+
+#: Answers that another try may better. redis-py knows some of them by class, and not in all of its
+#: parsers.
+_PASSING_ERRORS = {
+    exceptions.MovedError: "MOVED",
+    exceptions.AskError: "ASK",
+    exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.TryAgainError: "TRYAGAIN",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.OutOfMemoryError: "OOM",
+}
+#: Their text, at the start or, before Redis 7, wrapped in what a script says.
+_PASSING = re.compile(
+    r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
+    r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
+)
+_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+
+
+class Link(Protocol):
+    """The way to a server, or to all servers of a cluster."""
+
+    where: str
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """Return the answer to each command: a ``ResponseError`` where the server refused it."""
+        ...
+
+    def nodes(self) -> list[int]:
+        """Return one bucket of each node that keeps records."""
+        ...
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        ...
+
+
+class Channel:
+    """The idle connections to one server, last in, first out."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._idle: list[Any] = []
+        self._pid = os.getpid()
+
+    def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Any]:
+        """Send the packed commands at once and read as many answers."""
+        connection = self._connect() if fresh else self._take()
+        try:
+            connection.send_packed_command([b"".join(packed)])
+            answers = [_read(connection) for _ in packed]
+        except BaseException:
+            connection.disconnect()
+            raise
+        if len(self._idle) < MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.disconnect()
+        return answers
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._forget_after_fork()
+        # One by one, each popped by one thread only: others may be taking and closing as well.
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().disconnect()
+
+    def _take(self) -> Any:
+        self._forget_after_fork()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connect()
+
+    def _forget_after_fork(self) -> None:
+        # A child shares its parent's sockets: redis-py closes its copy of them without a word to
+        # the server.
+        if self._pid != os.getpid():
+            self._idle = []
+            self._pid = os.getpid()
+
+
+class Server:
+    """One server: by address, by unix socket, or the master that Sentinel names."""
+
+    def __init__(self, connect: Callable[[], Any], *, where: str) -> None:
+        self.where = where
+        self._channel = Channel(connect)
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """Return the answer to each command, from another connection if the first was dead."""
+        packed = [command.packed() for command in commands]
+        try:
+            answers = self._channel.exchange(packed)
+        except exceptions.ConnectionError as error:
+            if isinstance(error, _REFUSED):
+                raise
+            # An idle connection that the server had closed, or a failover. Every verb may be
+            # repeated.
+            return self._again(packed)
+        if any(passing(answer) == "READONLY" for answer in answers):
+            # A replica answered: it is no longer the master.
+            return self._again(packed)
+        return answers
+
+    def nodes(self) -> list[int]:
+        """Return any bucket: they are all here."""
+        return [0]
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._channel.close()
+
+    def _again(self, packed: Sequence[bytes]) -> list[Any]:
+        self._channel.close()
+        return self._channel.exchange(packed, fresh=True)
+
+
+def exchange(link: Link, commands: Sequence[Command]) -> list[Any]:
+    """Return the answer to each command, giving the server the scripts that it does not know.
+
+    Raises :exc:`StoreUnavailable` or :exc:`StoreMisconfigured` for whatever else goes wrong.
+    """
+    try:
+        answers = link.exchange(commands)
+        unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
+        if unknown:
+            # A WAIT waited for nothing yet.
+            waits = [n for n, c in enumerate(commands) if c.words[0] == b"WAIT"]
+            again = sorted(unknown + waits)
+            repeated = link.exchange([commands[n].with_source() for n in again])
+            for n, answer in zip(again, repeated, strict=True):
+                answers[n] = answer
+    except (exceptions.RedisError, OSError) as error:
+        raise trouble(error, link.where) from error
+    for answer in answers:
+        if isinstance(answer, exceptions.RedisError):
+            raise trouble(answer, link.where) from answer
+    return answers
+
+
+def passing(answer: object) -> str:
+    """Return Redis' word for a refusal that another try may better, for any other answer ``""``."""
+    if not isinstance(answer, exceptions.RedisError):
+        return ""
+    for kind, word in _PASSING_ERRORS.items():
+        if isinstance(answer, kind):
+            return word
+    if not isinstance(answer, exceptions.ResponseError):
+        return ""
+    if "WAIT cannot be used with replica" in str(answer):
+        return "READONLY"
+    found = _PASSING.search(str(answer))
+    return found[1] if found else ""
+
+
+def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
+    """Return our error for what redis-py raised: by whether trying again may help."""
+    if isinstance(error, _REFUSED):
+        return StoreMisconfigured(f"{where} refused us: {_text(error)}. Check user and password.")
+    if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError)):
+        return StoreUnavailable(f"{where} did not answer: {error}")
+    if isinstance(error, exceptions.NoPermissionError):
+        return StoreMisconfigured(f"{where} refused us: {_text(error)}. Give the user the rights.")
+    if passing(error):
+        return StoreUnavailable(f"{where} cannot serve us at the moment: {error}")
+    return StoreMisconfigured(f"{where} answered: {error}")
+
+
+def _text(error: Exception) -> str:
+    return str(error).rstrip(".")
+
+
+def _read(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except exceptions.ResponseError as error:
+        return error

@@ -1,0 +1,378 @@
+"""Records in Redis or Valkey: one script and one round trip a verb."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.records import (
+    FINGERPRINT_BYTES,
+    Answer,
+    Claimed,
+    Counted,
+    Held,
+    Identity,
+    Lease,
+    Mismatched,
+    OnStale,
+    Page,
+    Record,
+    Reservation,
+    Reserved,
+    Selection,
+    Settled,
+    State,
+    Stats,
+    Stored,
+    SweepReport,
+)
+from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.redis import browse, facts, upkeep
+from celery_idempotent.stores.redis.channel import exchange
+from celery_idempotent.stores.redis.cluster import Cluster
+from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.packed import (
+    ON_STALE_FLAGS,
+    pack_claimant,
+    pack_message,
+    pack_settled,
+    pack_state,
+    pack_token,
+    unpack,
+    unreadable,
+)
+from celery_idempotent.stores.redis.scripts import VERBS, Command, plain, script
+from celery_idempotent.stores.redis.url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix
+from celery_idempotent.stores.values import pack_text, pack_value
+
+__all__ = ["RedisStore"]
+
+_ON_STALE = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
+
+
+class RedisStore:
+    """Keeps the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
+
+    ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
+    ``redis+cluster://h1:p1,h2:p2``, with redis-py's options and ``prefix`` in its query; ``prefix``
+    and ``options`` (arguments of redis-py's connections) may also be given apart. Nothing connects
+    before the first verb. Safe to share between threads and greenlets and to take along over a
+    fork.
+
+    With ``replicas``, a claim and a settle wait up to ``replica_timeout_ms`` for so many replicas
+    to have them; :exc:`~celery_idempotent.errors.StoreUnavailable` if they have not: the claim is
+    undone, the settle stays, to be repeated. Not in a Cluster.
+    """
+
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        *,
+        prefix: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        replicas: int = 0,
+        replica_timeout_ms: int = 1000,
+    ) -> None:
+        if replicas < 0 or replica_timeout_ms <= 0:
+            raise InvalidOption("replicas takes a number from 0, replica_timeout_ms one from 1.")
+        options = options or {}
+        if replicas:
+            # The answer to a WAIT comes that much later.
+            patience = DEFAULT_SOCKET_TIMEOUT + replica_timeout_ms / 1000
+            options = {"socket_timeout": patience, **options}
+        self._link, named = link_and_prefix(url, options)
+        self._keys = Keyspace(named if prefix is None else prefix)
+        self._replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
+        if replicas and isinstance(self._link, Cluster):
+            raise StoreMisconfigured(
+                f"{self._link.where}: waiting for replicas is not supported in a Redis Cluster:"
+                " use Sentinel, or set idempotency_replicas to 0"
+            )
+        for verb in VERBS:
+            script(verb)  # read now: a process may be forked while a thread reads one
+
+    def __repr__(self) -> str:
+        return f"<RedisStore: {self._link.where}, prefix {self._keys.prefix}>"
+
+    @property
+    def prefix(self) -> str:
+        """What all our keys in Redis start with."""
+        return self._keys.prefix
+
+    @property
+    def replicas(self) -> int:
+        """For so many replicas a claim and a settle wait."""
+        return self._replicas
+
+    def facts(self) -> Sequence[facts.ServerFacts]:
+        """Ask each server what concerns its records: version, eviction, persistence, replicas."""
+        return facts.facts(self._link)
+
+    def skews_ms(self) -> Sequence[int]:
+        """Return how far the clock of each server is ahead of this machine's."""
+        return facts.skews_ms(self._link)
+
+    def claim(
+        self,
+        identity: Identity,
+        *,
+        attempt: bytes,
+        lease_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+        task_id: str = "",
+        worker: str = "",
+        on_stale: OnStale = "interrupt",
+        message: bytes | None = None,
+        unanswered: Sequence[bytes] = (),
+    ) -> Answer:
+        """Take the key if nobody holds it."""
+        if len(attempt) != ATTEMPT_BYTES:
+            raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
+        bucket, *keys = self._names(identity)
+        (word, *rest), replicated = self._ask_replicated(
+            script("claim").call(
+                bucket,
+                keys,
+                attempt,
+                b"%d" % lease_ms,
+                b"%d" % (lease_ms + keep_ms),
+                _checked(fingerprint),
+                pack_claimant(task_id, worker, message),
+                _ON_STALE[on_stale],
+                b"".join(unanswered),
+            )
+        )
+        if word == b"claimed":
+            record = unpack(identity, rest[0])
+            if not replicated:
+                self._release(identity, record.token, requeue_ms=lease_ms, keep_crashes=True)
+                raise self._not_replicated("claim", identity)
+            return Claimed(record)
+        return self._refusal(identity, word, rest)
+
+    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        """Let each lease start anew."""
+        renew = script("renew")
+        commands = []
+        for lease in leases:
+            bucket, name = self._keys.locate(lease.identity)
+            commands.append(
+                renew.call(
+                    bucket,
+                    (name, self._keys.leases(bucket)),
+                    pack_token(lease.token),
+                    b"%d" % lease.lease_ms,
+                    b"%d" % (lease.lease_ms + lease.keep_ms),
+                )
+            )
+        answers = exchange(self._link, commands) if commands else []
+        return [answer == b"renewed" for answer in answers]
+
+    def settle(
+        self,
+        record: Record,
+        *,
+        state: Literal[State.COMPLETED, State.FAILED],
+        value: Stored | None,
+        keep_ms: int,
+        replaced: bool = False,
+        restore: bool = True,
+    ) -> bool:
+        """Write the end state, unless the key has another token by now."""
+        bucket, name, leases, failures, _, interrupted = self._names(record.identity)
+        word, replicated = self._ask_replicated(
+            script("settle").call(
+                bucket,
+                (name, leases, failures, interrupted),
+                pack_settled(record, state=state, value=value, replaced=replaced),
+                b"%d" % max(keep_ms, 1),
+                b"1" if self._replicas else b"",
+                b"" if restore else b"1",
+            )
+        )
+        if word == b"unreadable":
+            raise unreadable(record.identity)
+        if word == b"settled" and not replicated:
+            raise self._not_replicated("settle", record.identity)
+        return bool(word == b"settled")
+
+    def reserve(
+        self,
+        identity: Identity,
+        *,
+        task_id: str,
+        deadline_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+        message: bytes | None = None,
+    ) -> Reservation:
+        """Take the key for a message that is about to be published."""
+        bucket, *keys = self._names(identity)
+        owner = pack_text(task_id)
+        word, *rest = self._ask(
+            script("reserve").call(
+                bucket,
+                keys,
+                # Tells who reserves also where the record keeps another's task id.
+                hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
+                b"%d" % deadline_ms,
+                b"%d" % (deadline_ms + keep_ms),
+                _checked(fingerprint),
+                owner,
+                pack_message(message),
+            )
+        )
+        if word == b"reserved":
+            return Reserved(unpack(identity, rest[0]))
+        return self._refusal(identity, word, rest)
+
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the result of a step."""
+        step = (pack_text(name), pack_value(value))
+        word = self._ask_about("checkpoint", identity, pack_token(token), *step)
+        return bool(word != b"lost")
+
+    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
+        """Note that the callbacks of the settled task were sent."""
+        word = self._ask_about("mark_delivered", identity, pack_token(token))
+        return bool(word == b"marked")
+
+    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+        """Give the key back."""
+        return self._release(identity, token, requeue_ms=requeue_ms)
+
+    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
+        """Note that a crash took the owner."""
+        word, *rest = self._ask_about("interrupt", identity, pack_token(token))
+        return unpack(identity, rest[0]) if word == b"interrupted" else None
+
+    def get(self, identity: Identity) -> Record | None:
+        """Return the record as it is."""
+        bucket, name = self._keys.locate(identity)
+        packed = self._ask(plain(bucket, b"GET", name))
+        return None if packed is None else unpack(identity, packed)
+
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
+        """Make an unfinished record that has a message QUEUED."""
+        attempt = os.urandom(ATTEMPT_BYTES)
+        only = b"" if token is None else pack_token(token)
+        word, *rest = self._ask_about("requeue", identity, b"%d" % deadline_ms, attempt, only)
+        if word == b"unreadable":
+            raise unreadable(identity)
+        return unpack(identity, rest[0]) if word == b"requeued" else None
+
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
+        """Interrupt or requeue what is stale, requeue what nobody sent."""
+        return upkeep.sweep(self._link, self._keys, limit=limit, requeue_ms=requeue_ms)
+
+    def prune(self, *, limit: int) -> int:
+        """Drop index entries of expired records; Redis drops the records by itself."""
+        return upkeep.prune(self._link, self._keys, limit=limit)
+
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` and ``state`` only if it has these."""
+        bucket, *keys = self._names(identity)
+        only = (
+            b"" if token is None else pack_token(token),
+            b"" if state is None else pack_state(state),
+        )
+        del keys[3]  # the bucket's token stays
+        word = self._ask(script("forget").call(bucket, keys, *only))
+        return bool(word == b"forgotten")
+
+    def stats(self) -> Stats:
+        """Count the records that an index knows."""
+        return browse.stats(self._link, self._keys)
+
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the selected records."""
+        return browse.browse(
+            self._link, self._keys, selection, cursor=cursor, limit=limit, look_at=look_at
+        )
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        """Add to the counters of this hour."""
+        browse.count(self._link, self._keys, outcomes)
+
+    def counts(self, *, hours: int) -> Sequence[Counted]:
+        """Return the counters of the last hours."""
+        return browse.counts(self._link, self._keys, hours=hours)
+
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now."""
+        browse.note_sweep(self._link, self._keys)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._link.close()
+
+    def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
+        """Return the bucket, and the names of the record and of the bucket's indexes and token."""
+        bucket, name = self._keys.locate(identity)
+        keys = self._keys
+        leases, failures = keys.leases(bucket), keys.failures(bucket)
+        return bucket, name, leases, failures, keys.token(bucket), keys.interrupted(bucket)
+
+    def _refusal(
+        self, identity: Identity, word: bytes, rest: Sequence[Any]
+    ) -> Held | Settled | Mismatched:
+        """Return why a key cannot be had."""
+        if word == b"unreadable":
+            raise unreadable(identity)
+        record = unpack(identity, rest[0])
+        match word:
+            case b"held":
+                return Held(record, left_ms=rest[1])
+            case b"settled":
+                return Settled(record, age_ms=max(rest[1], 0))
+            case b"mismatched":
+                return Mismatched(record)
+        raise StoreMisconfigured(f"{self._link.where} answered with {word!r}")
+
+    def _release(
+        self, identity: Identity, token: int, *, requeue_ms: int | None, keep_crashes: bool = False
+    ) -> bool:
+        deadline = b"" if requeue_ms is None else b"%d" % requeue_ms
+        crashes = b"1" if keep_crashes else b""
+        word = self._ask_about("release", identity, pack_token(token), deadline, crashes)
+        return bool(word != b"lost")
+
+    def _not_replicated(self, verb: str, identity: Identity) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self._link.where}: fewer than {self._replicas} replicas acknowledged the {verb} of"
+            f" {identity} within {self._replica_timeout_ms} ms"
+        )
+
+    def _ask(self, command: Command) -> Any:
+        return exchange(self._link, (command,))[0]
+
+    def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Any:
+        """Run the script of a verb that needs the record, the leases and what is interrupted."""
+        bucket, name = self._keys.locate(identity)
+        keys = (name, self._keys.leases(bucket), self._keys.interrupted(bucket))
+        return self._ask(script(verb).call(bucket, keys, *arguments))
+
+    def _ask_replicated(self, command: Command) -> tuple[Any, bool]:
+        """Return the answer, and whether as many replicas as we want have what was written."""
+        if not self._replicas:
+            return self._ask(command), True
+        wanted, patience = b"%d" % self._replicas, b"%d" % self._replica_timeout_ms
+        wait = plain(command.bucket, b"WAIT", wanted, patience)
+        answer, acknowledged = exchange(self._link, (command, wait))
+        return answer, acknowledged >= self._replicas
+
+
+def _checked(fingerprint: bytes | None) -> bytes:
+    if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
+        raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
+    return fingerprint or b""
