@@ -18,6 +18,7 @@ from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigure
 from celery_idempotent.protocol import atomic, backoff, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.protocol.options import read_table
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import transitions
@@ -448,7 +449,7 @@ class TestTrouble:
 
     def test_it_cannot_be_open(self):
         with pytest.raises(InvalidOption, match="atomic"):
-            Policy.from_options({"atomic": True, "on_store_error": "open"}, task="t")
+            read_table(Policy, [("task t", {"atomic": True, "on_store_error": "open"})])
 
 
 class TestRetries:

@@ -34,7 +34,7 @@ from kombu.exceptions import OperationalError
 from celery_idempotent.celery.publishing import RESERVED_MS
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
-from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.orders import Order, read_order
 from celery_idempotent.django.http.problems import Refusal, problem
 from celery_idempotent.django.http.status import status_url
@@ -87,7 +87,7 @@ def enqueue(
         SynchronousOnlyOperation: in a coroutine, which has :func:`aenqueue`.
     """
     _refuse_event_loop()
-    options: HttpOptions = getattr(request, "idempotency_options", None) or read_options()
+    options: HttpOptions = getattr(request, "idempotency_options", None) or http_options()
     try:
         order = read_order(
             request,
