@@ -121,7 +121,7 @@ def publish(
         # Before the retry is on its way, so that it never meets its predecessor's claim.
         free = partial(definition.runner.release, retried, requeue_ms=until_lost(options))
         if retried.transaction is not None:
-            retried.afterwards = partial(_retry, free, lambda: send(args, kwargs, **options))
+            retried.after_rollback = partial(_retry, free, lambda: send(args, kwargs, **options))
             return task.AsyncResult(options["task_id"])
         free()
     if once and identified is not None:

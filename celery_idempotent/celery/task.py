@@ -41,7 +41,7 @@ from celery_idempotent.identity.stamp import (
 )
 from celery_idempotent.identity.trees import leaves, unstamp
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
-from celery_idempotent.protocol.claim import Claim, current_claim
+from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.records import Identity, Record
 from celery_idempotent.stores import get_store
@@ -388,7 +388,7 @@ class IdempotentTask(TaskBase):
             # Of a canvas nobody knows when its turn comes: until then its message must not be taken for lost.
             lost_ms = publishing.until_lost(sig.options) if parts == [sig] else None
             definition.runner.release(claim, requeue_ms=lost_ms)
-        if claim.given_back or self.request.is_eager:
+        if claim.phase is Phase.RELEASED or self.request.is_eager:
             return super().replace(sig)
         claim.replaced = True
         try:
@@ -435,9 +435,9 @@ class IdempotentTask(TaskBase):
         outcome = super().retry(*args, **kwargs)
         # Only throw=False comes here. An eager retry is not published but run when this run is over.
         claim = current_claim()
-        if claim is not None and self.request.is_eager and not claim.given_back:
+        if claim is not None and self.request.is_eager and claim.phase is not Phase.RELEASED:
             if claim.transaction is not None:
-                claim.afterwards = lambda: self._ours().runner.release(claim)
+                claim.after_rollback = lambda: self._ours().runner.release(claim)
             else:
                 self._ours().runner.release(claim)
         return outcome

@@ -16,21 +16,27 @@ behind, so the run begins again at once, a few times; after that ``autoretry_for
 from __future__ import annotations
 
 import logging
-import random
-import time
-from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum
 from typing import Any
 
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import unfinished
-from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, Ran, Result, StoreFailed
-from celery_idempotent.protocol.claim import Claim
-from celery_idempotent.protocol.endings import Endings
+from celery_idempotent.protocol.calls import (
+    STORE_ERRORS,
+    Body,
+    Call,
+    Codec,
+    Ran,
+    Result,
+    StoreFailed,
+)
+from celery_idempotent.protocol.claim import Claim, Phase
+from celery_idempotent.protocol.endings import Commit, End, Endings
 from celery_idempotent.records import State
 from celery_idempotent.stores.base import Store, Transaction, TransactionalStore, has_transactions
 
-__all__ = ["AtomicRun", "Repeats", "in_transaction", "transactional"]
+__all__ = ["AtomicRun", "in_transaction", "transactional"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,24 +62,21 @@ class _NotToCommitError(Exception):
     """The body returned after it had asked for a retry."""
 
 
-class Repeats:
-    """How often a run that its database rolled back at the very end may begin again at once."""
+class Stage(Enum):
+    """How far a run in a transaction has come; it says what an exception means.
 
-    def __init__(self) -> None:
-        self._left = MAX_REPEATS
-        self._due = False
+    ::
 
-    def another(self) -> bool:
-        """May it, once more?"""
-        self._due = self._left > 0
-        self._left -= self._due
-        return self._due
+        BEGINNING ─▶ BODY ─▶ SETTLING ─▶ COMMITTING ─▶ the value is returned
+            │                   │
+            └───▶ REFUSED ◀─────┘ the key has another token
+    """
 
-    def pause(self) -> None:
-        """Wait a moment before another, so that those who collided do not meet again."""
-        if self._due:
-            self._due = False
-            time.sleep(random.uniform(0, 0.01 * 2 ** (MAX_REPEATS - self._left)))
+    BEGINNING = "nothing was done"
+    BODY = "the body is at work: it is rolled back"
+    SETTLING = "the body returned: it is rolled back, and the database is the reason"
+    REFUSED = "the claim is gone: a newer one, or a sweep, was first"
+    COMMITTING = "the settle is written: the database decides, and is asked"
 
 
 class AtomicRun:
@@ -83,29 +86,26 @@ class AtomicRun:
         self,
         call: Call,
         claim: Claim,
-        body: Callable[[], Any],
+        body: Body,
         *,
         codec: Codec,
         endings: Endings,
-        repeats: Repeats,
+        repeats: int,
     ) -> None:
         self._call = call
         self._claim = claim
         self._body = body
         self._codec = codec
         self._endings = endings
+        #: So often the run began again already.
         self._repeats = repeats
-        #: What the body returned, or the exception that it left with because another task carries on.
-        self.value: Any = None
-        self.left: Exception | None = None
-        #: The body is over: what goes wrong from here on is the database's.
-        self.ending: Transaction | None = None
-        #: The settle is written: from here on the database decides.
-        self.written = False
-        #: The key has another token: what the body wrote is rolled back.
-        self.superseded = False
-        #: The store failed before the body or at the settle: nothing is committed.
-        self.trouble: StoreUnavailable | StoreMisconfigured | None = None
+        self._stage = Stage.BEGINNING
+        #: What the body returned, or the exception that it raised because another task carries on.
+        self._value: Any = None
+        self._left: Exception | None = None
+        self._transaction: Transaction | None = None
+        #: The store failed before the body, or at the settle: nothing is committed.
+        self._trouble: StoreUnavailable | StoreMisconfigured | None = None
 
     def __call__(self) -> Any:
         """Return what the body returned, once that is committed.
@@ -114,62 +114,60 @@ class AtomicRun:
             BaseException: whatever the body raised, or the database at the commit.
         """
         claim = self._claim
-        begun = False
         try:
-            with transactional(claim.store, self._endings.name).transaction(
-                claim.record
-            ) as transaction:
-                begun = True
-                claim.transaction = transaction
+            store = transactional(claim.store, self._endings.name)
+            with store.transaction(claim.record) as transaction:
+                self._stage = Stage.BODY
+                claim.transaction = self._transaction = transaction
                 try:
-                    self.value = self._body()
+                    self._value = self._body()
                 except Exception as error:
                     if not claim.replaced:
                         raise
-                    self.left = error  # another task carries on: what this one wrote stays
-                if unfinished.is_unfinished(self.value):
-                    raise unfinished.close(self._endings.name, self.value)
-                if claim.afterwards is not None:
+                    self._left = error  # another task carries on: what this one wrote stays
+                if unfinished.is_unfinished(self._value):
+                    raise unfinished.close(self._endings.name, self._value)
+                if claim.after_rollback is not None:
                     raise _NotToCommitError
                 self._settle(transaction)
         except _NotToCommitError:
-            self._endings.follow(claim)
-            return self.value
+            self._follow_up()
+            return self._value
         except STORE_ERRORS as error:
-            if not begun:
-                self.trouble = error
+            if self._stage is Stage.BEGINNING:
+                self._trouble = error
             raise
         except LeaseLost:
-            # At the very beginning: a sweep, or a newer claim, was first.
-            self.superseded = self.superseded or not begun
+            if self._stage is Stage.BEGINNING:
+                self._stage = Stage.REFUSED
             raise
         finally:
             claim.transaction = None
         self._endings.settled(self._call, claim)
-        if self.left is not None:
-            raise self.left
-        return self.value
+        if self._left is not None:
+            raise self._left
+        return self._value
 
     def _settle(self, transaction: Transaction) -> None:
-        claim, self.ending = self._claim, transaction
+        claim, self._stage = self._claim, Stage.SETTLING
         try:
             done = transaction.settle(
                 state=State.COMPLETED,
-                value=None if claim.replaced else self._codec.dump_value(self.value),
+                value=None if claim.replaced else self._codec.dump_value(self._value),
                 keep_ms=self._endings.policy.settled_keep_ms,
                 replaced=claim.replaced,
             )
         except StoreUnavailable as error:
             # Not one that blames the task, which ended the transaction itself: to run it again would double its effect.
-            self.trouble = error
+            self._trouble = error
             raise
         if not done:
-            self.superseded = True
+            self._stage = Stage.REFUSED
             raise LeaseLost("its transaction is rolled back")
-        self.written = True
+        self._stage = Stage.COMMITTING
 
-    def undone(self, error: BaseException) -> Result | None:
-        """Act on what the transaction ended with; ``None`` if a newer claim makes it nobody's business.
+    def undone(self, error: BaseException) -> Result | End:
+        """Act on the exception that the transaction ended with; an :class:`End` if the call is to claim again.
 
         Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
         struck right after it::
@@ -182,63 +180,76 @@ class AtomicRun:
         if has_transactions(claim.store):
             with suppress(*STORE_ERRORS):
                 claim.store.abandon(claim.record)
-        if self.superseded and patient:
-            endings.superseded(call, claim)
-            return None
-        if self.written:
+        if self._stage is Stage.COMMITTING:
             return self._decided(error, patient=patient)
-        if claim.afterwards is not None and patient:
-            endings.follow(claim)
-            raise error
-        if self.trouble is not None and patient:
-            # Its message goes out once more, and may be all that there is of it.
-            endings.release(claim, requeue_ms=claim.lease.lease_ms)
-            endings.failed(call, claim, self.trouble)
-            return StoreFailed(self.trouble)
-        self._rolled_back(error)
-        return None
+        if patient:
+            if self._stage is Stage.REFUSED:
+                return End.NEWER_CLAIM if endings.has_newer_claim(call, claim) else End.GONE
+            if claim.after_rollback is not None:
+                self._follow_up()
+                raise error
+            if self._trouble is not None:
+                # Its message goes out once more, and may be all that there is of it.
+                endings.release(claim, requeue_ms=claim.lease.lease_ms, error=self._trouble)
+                endings.store_failed(call, claim, self._trouble)
+                return StoreFailed(self._trouble)
+        return self._rolled_back(error)
 
-    def _decided(self, error: BaseException, *, patient: bool) -> Result | None:
+    def _follow_up(self) -> None:
+        """Do what waits for the rollback: free the key, publish the retry."""
+        claim = self._claim
+        act, claim.after_rollback = claim.after_rollback, None
+        if act is not None:
+            act()
+
+    def _decided(self, error: BaseException, *, patient: bool) -> Result | End:
         """Act on what the database made of the commit."""
         call, claim, endings = self._call, self._claim, self._endings
-        done = True if claim.settled else endings.resolve(call, claim, patient=patient)
-        if done is False:
-            if patient and endings.superseded(call, claim):
-                return None
-            self._rolled_back(error)
-            return None
-        if not patient:
-            raise error
-        if done is None:
-            return StoreFailed(
-                StoreUnavailable(
-                    f"nobody knows whether the transaction of {call.identity} is committed"
+        commit = Commit.COMMITTED
+        if claim.phase is not Phase.SETTLED:
+            commit = endings.commit_of(call, claim, patient=patient)
+        match commit:
+            case Commit.ROLLED_BACK:
+                if patient and endings.has_newer_claim(call, claim):
+                    return End.NEWER_CLAIM
+                return self._rolled_back(error)
+            case _ if not patient:
+                raise error
+            case Commit.IN_DOUBT:
+                return StoreFailed(
+                    StoreUnavailable(
+                        f"nobody knows whether the transaction of {call.identity} is committed"
+                    )
                 )
-            )
-        if self.left is not None:
-            raise self.left
-        return Ran(self.value)
+            case Commit.COMMITTED:
+                if self._left is not None:
+                    raise self._left
+                return Ran(self._value)
 
-    def _rolled_back(self, error: BaseException) -> None:
-        """End a run that left nothing behind; or return, and it goes on from its claim, as a duplicate would."""
-        call, claim, endings, ending = self._call, self._claim, self._endings, self.ending
+    def _rolled_back(self, error: BaseException) -> End:
+        """End a run that left nothing behind: raise, or return why the call is to claim again."""
+        call, claim, endings = self._call, self._claim, self._endings
         claim.replaced = False  # its replacement is rolled back as well
-        if ending is not None and isinstance(error, Exception):
-            if ending.passes(error) and self._repeats.another():
+        at_end = self._stage in (Stage.SETTLING, Stage.COMMITTING)
+        if at_end and isinstance(error, Exception):
+            assert self._transaction is not None
+            if self._transaction.passes(error) and self._repeats < MAX_REPEATS:
                 logger.info(
                     "idempotency: task %s of %s was rolled back at its end (%s), and runs again at once",
                     call.task_id,
                     call.identity,
                     type(error).__name__,
                 )
-                endings.release(claim, requeue_ms=claim.lease.lease_ms)
-                return
+                endings.release(claim, requeue_ms=claim.lease.lease_ms, error=error)
+                return End.ROLLED_BACK
             error = call.late_error(error)
-        if endings.ended(call, claim, error):
+        end = endings.end_failed(call, claim, error)
+        if end is not End.NEWER_CLAIM:
             raise error
+        return end
 
 
-def in_transaction(store: Store, call: Call, task: str, body: Callable[[], Any]) -> Any:
+def in_transaction(store: Store, call: Call, task: str, body: Body) -> Any:
     """Call a body that expects a transaction, where nothing is settled in it."""
     returned = False
     try:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STORE_ERRORS",
+    "Body",
     "Call",
     "Codec",
     "Conflict",
@@ -28,6 +29,9 @@ __all__ = [
     "StoreFailed",
     "worker_name",
 ]
+
+#: What a call runs. Its result is a user's, and may be anything.
+Body = Callable[[], Any]
 
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
 

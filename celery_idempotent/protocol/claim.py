@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from celery_idempotent.records import Record, Renewal, Stored
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store, Transaction
 
-__all__ = ["Claim", "StepCodec", "UnguardedClaim", "current_claim", "running"]
+__all__ = ["AT_WORK", "Claim", "Phase", "StepCodec", "UnguardedClaim", "current_claim", "running"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,10 +30,41 @@ _LONGEST_PAUSE = 1.0
 running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
 
 
+class Phase(Enum):
+    """Where a claim is in its life, as far as its worker knows; the store has the last word.
+
+    ::
+
+              the body may be at work                 ┊      the run is over
+                                                      ┊
+        claim ─▶ RUNNING ── what it returned is written ─────────────▶ SETTLED
+                   │ │ │                              ┊                   ▲
+                   │ │ └─ its end waits for the caller's commit ─▶ DEFERRED
+                   │ │                                ┊               │ rollback
+                   │ └─ retry, replacement, failure ─▶ RELEASED ◀─────┘
+                   │                                  ┊   └──────────────▶ ENDED
+                   └─ the store refused a renewal or a step ─▶ LOST ─────▶ ENDED: a newer claim has the key
+                                                      ┊          └───────▶ SETTLED: nobody has it, so the end was taken
+
+    A run whose end cannot be written, for the store is away, is ENDED and left to its lease.
+    """
+
+    RUNNING = "the body is at work, and the heartbeat renews the lease"
+    LOST = "the claim is gone, though the body may still be at work"
+    RELEASED = "the key was given back: what the body may still return is not recorded"
+    DEFERRED = "the run is over, and its end is written with the caller's transaction"
+    SETTLED = "the end is written"
+    ENDED = "the run is over"
+
+
+#: While a claim is in one of these, its body may be at work.
+AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
+
+
 def current_claim() -> Claim | None:
     """Return the claim of the run that this code is part of, or ``None`` outside an idempotent run."""
     claim = running.get()
-    return None if claim is None or claim.over else claim
+    return claim if claim is not None and claim.phase in AT_WORK else None
 
 
 class StepCodec(Protocol):
@@ -50,24 +82,8 @@ class StepCodec(Protocol):
 class Claim:
     """The claim of the run in progress: ``self.idempotency`` in a bound task, :func:`current_claim` anywhere."""
 
-    __slots__ = (
-        "__weakref__",
-        "_codec",
-        "_lease",
-        "_record",
-        "_steps",
-        "_store",
-        "afterwards",
-        "given_back",
-        "lost",
-        "old",
-        "over",
-        "renewed_at",
-        "replaced",
-        "replacement",
-        "settled",
-        "transaction",
-    )
+    #: The run alone changes it by assignment. What :meth:`lose` does is the heartbeat's, in another thread.
+    phase = Phase.RUNNING
 
     def __init__(
         self, store: Store, record: Record, lease: Renewal, codec: StepCodec, *, sent: float
@@ -79,24 +95,16 @@ class Claim:
         self._steps = dict(record.steps)
         #: When the claim, or its last renewal, was sent (``time.monotonic``): the lease lives a lease longer at least.
         self.renewed_at = sent
-        #: The heartbeat, or the body, found the claim gone.
-        self.lost = False
-        #: The key was released before the run ended: its retry is on its way, and its result is not to be recorded.
-        self.given_back = False
         #: The record of the same operation under the identity of before a deploy, claimed together with this one.
         self.old: Record | None = None
-        #: The run hands its task id over to another task (``self.replace``).
+        #: The body hands its task id over to another task (``self.replace``).
         self.replaced = False
         #: The message of that other task, where it is published only once this record has it.
         self.replacement: Stored | None = None
-        #: The run is over: this claim is nobody's current one, and not to be renewed.
-        self.over = False
-        #: The end of the run is written.
-        self.settled = False
         #: The transaction that the body is running in (``idempotency_atomic``).
         self.transaction: Transaction | None = None
         #: What is to be done once that is rolled back and the key is free: publish the retry.
-        self.afterwards: Callable[[], object] | None = None
+        self.after_rollback: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         return f"<Claim of {self._record.identity}, token {self.token}>"
@@ -141,6 +149,22 @@ class Claim:
         """How many earlier runs of this key a crash took."""
         return self._record.crashes
 
+    @property
+    def over(self) -> bool:
+        """Is there nothing to renew any more?"""
+        return self.phase is not Phase.RUNNING
+
+    def lose(self) -> None:
+        """RUNNING becomes LOST: the store refused a renewal or a step. Any other phase stays what it is.
+
+        The heartbeat says so, in its own thread, and must not undo what the run said meanwhile. A lock is not to be
+        had here (see :class:`~.lease.Heartbeat`), but ``setdefault`` looks and writes in one step::
+
+            heartbeat   renew ─ refused ──────────────── lose(): the key is still RELEASED
+            run                          ─ RELEASED ─
+        """
+        vars(self).setdefault("phase", Phase.LOST)
+
     def renew(self) -> None:
         """Let the lease start anew, now. The store is asked for as long as the lease surely lives.
 
@@ -163,7 +187,7 @@ class Claim:
                     raise
 
     def _renewed(self) -> bool:
-        if self.lost:
+        if self.phase is not Phase.RUNNING:
             return False
         sent = time.monotonic()
         (renewed,) = self._store.renew([self._lease])
@@ -201,13 +225,14 @@ class Claim:
         did there would be rolled back by a failure that the step survives.
 
         Raises:
-            LeaseLost: if the claim is gone; what ``function`` did was not recorded.
+            LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else what it did
+                was not recorded.
             StoreUnavailable: if the store could not be reached for a lease.
             IdempotencyError: if the result cannot be serialized, or is too large.
         """
         known = self._steps.get(name)
         if known is None:
-            if self.lost:
+            if self.phase is not Phase.RUNNING:
                 raise self._gone()
             with nullcontext() if self.transaction is None else self.transaction.outside():
                 done = function(*args, **kwargs)
@@ -225,18 +250,15 @@ class Claim:
             raise self._gone()
 
     def _gone(self) -> LeaseLost:
-        self.lost = True
+        self.lose()
         return LeaseLost(
             f"The claim of {self._record.identity} (token {self.token}) is gone: its lease ran out and the key "
-            "was claimed "
-            "or swept, or an operator forgot it. Stop before the next irreversible step."
+            "was claimed or swept, or an operator forgot it. Stop before the next irreversible step."
         )
 
 
 class ObservedClaim(Claim):
     """A claim of a run that is only observed: its steps just run, each time."""
-
-    __slots__ = ()
 
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function``, and return its result as a recorded one would come back."""
@@ -246,8 +268,6 @@ class ObservedClaim(Claim):
 
 class UnguardedClaim(ObservedClaim):
     """A claim that holds nothing, where a task runs without protection: there is nothing to renew either."""
-
-    __slots__ = ()
 
     def renew(self) -> None:
         """Do nothing: there is no lease."""

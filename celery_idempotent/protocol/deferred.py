@@ -52,8 +52,6 @@ class DeferredEnd:
         self.claim = _claim_of(record)
         self.lease: Renewal = claim.lease
         self.store: Store = claim.store
-        #: The heartbeat found the claim gone: the settle will, too.
-        self.lost = False
         self.renewed_at = claim.renewed_at
         self._settle = settle
         self._release = release
@@ -65,6 +63,9 @@ class DeferredEnd:
         """Is there nothing to keep alive any more? The heartbeat asks before it renews."""
         self.give_back()
         return self.claim not in _waiting
+
+    def lose(self) -> None:
+        """Do nothing: the store will refuse the settle, too."""
 
     @property
     def here(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a claim ends: its end state is written, or its key is given back, whatever happens meanwhile."""
+"""How a claim ends: its end state is written, or its key is released, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from celery_idempotent import signals
 from celery_idempotent.protocol import backoff, deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
-from celery_idempotent.protocol.claim import Claim
+from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
 from celery_idempotent.records import State, Stored
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.records import Record
 
-__all__ = ["Endings"]
+__all__ = ["Commit", "End", "Endings", "Settlement"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,51 @@ RELEASE_PATIENCE = 1.0
 MAX_FAULTS = 2
 
 
+class End(Enum):
+    """What became of a claim that was to be ended."""
+
+    SETTLED = "its end state is written, or will be at the caller's commit"
+    RELEASED = "the key is free"
+    GONE = "there was nothing to release: the key is settled, forgotten, or a newer claim's"
+    LEFT = "the store did not answer in time: the lease will end it"
+    NEWER_CLAIM = "a newer claim has the key: this run's result is dropped, and its call is a duplicate of that one"
+    ROLLED_BACK = (
+        "its transaction collided with others: the key is free, and the call begins again at once"
+    )
+
+
+class Commit(Enum):
+    """What became of a transaction whose COMMIT did not answer."""
+
+    COMMITTED = "its writes and its record are there"
+    ROLLED_BACK = "neither is"
+    IN_DOUBT = "the database could not be asked in time"
+
+
+class Settlement(NamedTuple):
+    """What a claim is settled with; ``error`` is what the body raised, ``line`` what the log then says."""
+
+    state: Literal[State.COMPLETED, State.FAILED]
+    dump: Callable[[], Stored | None]
+    error: BaseException | None = None
+    line: Line | None = None
+
+
 class Endings:
-    """Ends the claims of one task under its policy."""
+    """Ends the claims of one task under its policy.
+
+    ::
+
+        the body …                          the record is …
+        returned a value                    settled COMPLETED
+        left its task id to another task    settled COMPLETED, as replaced
+        raised a permanent error            settled FAILED; any failure, if somebody asks for the outcome
+        raised anything else                released
+
+    To settle is tried for a lease, for the effect has happened: whoever ran it again would repeat it. To release is
+    tried for a second only, for nothing happened, and the lease frees the key as well. A newer claim has another token,
+    so the store does nothing to it in either case.
+    """
 
     def __init__(self, policy: Policy, codec: Codec, reporter: Reporter) -> None:
         self.name = reporter.task
@@ -44,24 +88,24 @@ class Endings:
         self._codec = codec
         self._reporter = reporter
 
-    def ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
-        """Record that the body raised ``error``; ``False`` if a newer claim makes it nobody's business."""
-        return self._ended(call, claim, error) or self.policy.mode == "observe"
-
-    def _ended(self, call: Call, claim: Claim, error: BaseException) -> bool:
-        if claim.given_back:
-            return True
+    def end_failed(self, call: Call, claim: Claim, error: BaseException) -> End:
+        """End the claim of a body that raised ``error``."""
+        if claim.phase is Phase.RELEASED:
+            return End.RELEASED
         if claim.replaced:
-            return self.settle(call, claim, lambda: claim.replacement, State.COMPLETED)
-        # What recorded steps is released, as without anybody who asks: a FAILED record keeps none, and another run
-        # would do them again.
+            return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
+        # A FAILED record has no steps, and the next run would do them again: then the key is released all the same.
         final = call.fails(error) and not claim.stepped
         if final or isinstance(error, self.policy.permanent_errors):
             dump = partial(self._codec.dump_error, error)
-            return self.settle(call, claim, dump, State.FAILED, error=error)
+            return self.settle(call, claim, Settlement(State.FAILED, dump, error))
         patient = isinstance(error, Exception)
-        released = self.release(claim, patient=patient, error=error)
-        return released is not False or not patient or not self.superseded(call, claim)
+        end = self.release(claim, patient=patient, error=error)
+        if end is End.GONE and patient and self.has_newer_claim(call, claim):
+            return End.NEWER_CLAIM
+        return end
+
+    # -- to release ----------------------------------------------------------------------------------------------------
 
     def release(
         self,
@@ -70,16 +114,13 @@ class Endings:
         patient: bool = True,
         requeue_ms: int | None = None,
         error: BaseException | None = None,
-    ) -> bool | None:
-        """Give the key back, or leave it to its lease if the store does not answer in time: then ``None``.
-
-        ``False`` if there was nothing to give back: the key is settled, forgotten, or somebody else's.
+    ) -> End:
+        """Give the key back: RELEASED, or GONE, or LEFT to its lease if the store does not answer in time.
 
         Not ``patient``: the process is being ended, and has 0.1 s left (CELERY: a hard limit kills after SIGTERM).
         """
-        claim.given_back = True
+        claim.phase = Phase.RELEASED
         identity = claim.record.identity
-        give_up = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
         tries = 0
 
         def free() -> bool:
@@ -88,27 +129,23 @@ class Endings:
             return claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
 
         try:
-            done = backoff.persist(free, until=give_up, errors=STORE_ERRORS)
+            until = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
+            released = backoff.persist(free, until=until, errors=STORE_ERRORS)
         except STORE_ERRORS as trouble:
             logger.warning(
                 "idempotency: could not release %s, its lease will end it: %s", identity, trouble
             )
-            return None
+            return End.LEFT
         except BaseException:
             with suppress(Exception):
                 free()
             raise
         if (
-            done or tries > 1
-        ):  # a second try finds nothing, if it was the answer of the first that was lost
-            self._report(
-                signals.released,
-                claim.record,
-                claim,
-                state=self._state_after_release(claim, requeue_ms),
-                error=error,
-            )
-        return done
+            released or tries > 1
+        ):  # another try finds nothing, if only the first one's answer was lost
+            state = self._state_after_release(claim, requeue_ms)
+            self._report(signals.released, claim.record, claim, state=state, error=error)
+        return End.RELEASED if released else End.GONE
 
     def _state_after_release(self, claim: Claim, requeue_ms: int | None) -> State | None:
         """Return what the release made of the record, as :meth:`Store.release` says; ``None``: it is deleted."""
@@ -117,14 +154,8 @@ class Endings:
             return State.QUEUED
         return State.INTERRUPTED if claim.stepped else None
 
-    def follow(self, claim: Claim) -> None:
-        """Do what waits for the end of a transaction that was rolled back: free the key, publish the retry."""
-        afterwards, claim.afterwards = claim.afterwards, None
-        if afterwards is not None:
-            afterwards()
-
-    def superseded(self, call: Call, claim: Claim) -> bool:
-        """Has a newer claim the key, so that the end of this run is nobody's business?"""
+    def has_newer_claim(self, call: Call, claim: Claim) -> bool:
+        """Is there a newer claim of the key, so that the end of this run no longer counts?"""
         held = [claim.record, *([claim.old] if claim.old else [])]
         try:
             found = [claim.store.get(record.identity) for record in held]
@@ -136,8 +167,112 @@ class Endings:
         self._lost(call, claim)
         return True
 
-    def resolve(self, call: Call, claim: Claim, *, patient: bool) -> bool | None:
-        """Find out what a commit came to that did not answer: ``True`` if it is committed, ``None`` if nobody knows.
+    # -- to settle -----------------------------------------------------------------------------------------------------
+
+    def settle(
+        self, call: Call, claim: Claim, settlement: Settlement, *, at_exit: bool = False
+    ) -> End:
+        """Write the end state: SETTLED, or NEWER_CLAIM, or LEFT if no try of at least a lease got through.
+
+        That of a run in the caller's transaction waits for its commit. A signal may strike anywhere in here::
+
+            settle ─ [SoftTimeLimitExceeded] ─▶ a failure like the store's: settle again
+            settle ─ [SystemExit] ────────────▶ the process has 0.1 s left: one last try, as with ``at_exit``
+        """
+        if self._defer(call, claim, settlement):
+            return End.SETTLED
+        if at_exit:
+            return self._last_try(call, claim, settlement)
+        give_up = time.monotonic() + self.policy.lease_ms / 1000
+        trouble: Exception | None = None
+        failures = faults = 0
+        while claim.phase is not Phase.SETTLED:
+            try:
+                if trouble is not None and (
+                    self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
+                ):
+                    return self._give_up(call, claim, trouble)
+                # A value that makes the codec fail again and again is settled without it.
+                value = settlement.dump() if faults < MAX_FAULTS else None
+                return self._settle_once(call, claim, settlement, value)
+            except Exception as failure:  # noqa: BLE001, PERF203  the store's, a time limit's, ours
+                trouble = failure
+                failures += 1
+                faults += not isinstance(failure, STORE_ERRORS)
+            except BaseException:
+                self._last_try(call, claim, settlement)
+                raise
+        return End.SETTLED
+
+    def _last_try(self, call: Call, claim: Claim, settlement: Settlement) -> End:
+        try:
+            return self._settle_once(call, claim, settlement, settlement.dump())
+        except Exception as error:  # noqa: BLE001  as above
+            return self._give_up(call, claim, error)
+
+    def _settle_once(
+        self, call: Call, claim: Claim, settlement: Settlement, value: Stored | None
+    ) -> End:
+        policy, state = self.policy, settlement.state
+        done = claim.store.settle(
+            claim.record,
+            state=state,
+            value=value,
+            keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
+            replaced=claim.replaced,
+        )
+        if not done:
+            self._lost(call, claim)
+            return End.NEWER_CLAIM
+        self.settled(call, claim, state, settlement.error, settlement.line)
+        return End.SETTLED
+
+    def _give_up(self, call: Call, claim: Claim, error: Exception) -> End:
+        """The effect happened and cannot be recorded: say so as loudly as a library may."""
+        if self.policy.mode == "observe":
+            identity = call.identity
+            logger.warning("idempotency: observing: could not settle %s: %s", identity, error)
+        else:
+            self._report(signals.settle_failed, call, claim, error=error)
+        claim.phase = Phase.ENDED  # whatever strikes from here on, nobody tries again
+        return End.LEFT
+
+    def condemn(self, call: Call, claim: Claim, error: Exception) -> None:
+        """Settle a claim FAILED whose body is not to run.
+
+        Raises:
+            StoreUnavailable, StoreMisconfigured: if the store did not take it, once: nothing happened that it had to.
+        """
+        dump = partial(self._codec.dump_error, error)
+        settlement = Settlement(State.FAILED, dump, error, FAILED_WITHOUT_RUN)
+        self._settle_once(call, claim, settlement, dump())
+
+    def _defer(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
+        """Leave the end to the caller's transactions, if there are any that the record is no part of."""
+        transactions = call.around(claim.store) if call.around is not None else ()
+        if not transactions:
+            return False
+        value = None
+        with suppress(Exception):  # as in a settle: what cannot be stored is settled without it
+            value = settlement.dump()
+        alone, end = replace(call, around=None), settlement._replace(dump=lambda: value)
+        seen = replace(claim.record, state=settlement.state, value=value, deadline_ms=None)
+        deferred.defer(
+            deferred.DeferredEnd(
+                claim,
+                seen,
+                settle=lambda: self.settle(alone, claim, end),
+                release=lambda: self.release(claim),
+            ),
+            transactions,
+        )
+        claim.phase = Phase.DEFERRED
+        return True
+
+    # -- of a transaction ----------------------------------------------------------------------------------------------
+
+    def commit_of(self, call: Call, claim: Claim, *, patient: bool) -> Commit:
+        """Find out what a commit came to that did not answer.
 
         The row tells, whatever its state: the transaction has written it, and holds it to its end::
 
@@ -147,15 +282,17 @@ class Endings:
         """
         store = claim.store
         assert has_transactions(store)
-        give_up = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
+        until = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
         ask = partial(store.committed, claim.record)
         try:
-            committed = backoff.persist(ask, until=give_up, errors=STORE_ERRORS)
+            if not backoff.persist(ask, until=until, errors=STORE_ERRORS):
+                return Commit.ROLLED_BACK
         except STORE_ERRORS:
-            return None
-        if committed:
-            self.settled(call, claim)
-        return committed
+            return Commit.IN_DOUBT
+        self.settled(call, claim)
+        return Commit.COMMITTED
+
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def settled(
         self,
@@ -165,135 +302,29 @@ class Endings:
         error: BaseException | None = None,
         line: Line | None = None,
     ) -> None:
-        """Report that the end state is written."""
-        if claim.settled:
+        """Report that the end state is written; once."""
+        if claim.phase is Phase.SETTLED:
             return
-        claim.settled = True
+        claim.phase = Phase.SETTLED
         self._report(signals.settled, call, claim, state=state, error=error, line=line)
         if call.on_settled is not None:
             call.on_settled(claim.token)
 
-    def failed(self, call: Call, claim: Claim, error: BaseException) -> None:
-        """Tell that the store failed the run, which left nothing behind."""
+    def store_failed(self, call: Call, claim: Claim, error: BaseException) -> None:
+        """Report that the store failed the run, which left nothing behind."""
         self._report(signals.store_failed, call, claim, error=error)
+
+    def _lost(self, call: Call, claim: Claim) -> None:
+        observed = self.policy.mode == "observe"
+        self._report(signals.lease_lost, call, claim, observed=observed)
+        if claim.old is not None and claim.phase is not Phase.RELEASED:
+            # It may be the old identity alone that has a newer claim.
+            claim.phase = Phase.RELEASED
+            with suppress(*STORE_ERRORS):
+                claim.store.release(claim.record.identity, token=claim.token)
 
     def _report(self, outcome: Signal, about: Call | Record, claim: Claim, **more: Any) -> None:
         store = claim.store if claim.old is None else None  # that one is two
         self._reporter.report(
             outcome, about.identity, about.task_id, claim.record, store=store, **more
         )
-
-    def _lost(self, call: Call, claim: Claim) -> None:
-        observed = self.policy.mode == "observe"
-        self._report(signals.lease_lost, call, claim, observed=observed)
-        if claim.old is not None and not claim.given_back:
-            # It may be the old identity alone that another has by now.
-            claim.given_back = True
-            with suppress(*STORE_ERRORS):
-                claim.store.release(claim.record.identity, token=claim.token)
-
-    def settle(
-        self,
-        call: Call,
-        claim: Claim,
-        dump: Callable[[], Stored | None],
-        state: Literal[State.COMPLETED, State.FAILED],
-        late: BaseException | None = None,
-        error: BaseException | None = None,
-    ) -> bool:
-        """Write the end state, again and again for at least one lease; ``False`` only if another token has the key.
-
-        That of a run in the caller's transaction waits for its commit.
-
-        An exception that a signal handler raises in here does not end it: one that ends the process (``late`` or here)
-        leaves it one last try.
-        """
-        if self._deferred(call, claim, dump, state, error):
-            return True
-        give_up = time.monotonic() + self.policy.lease_ms / 1000
-        trouble: Exception | None = None
-        failures = faults = 0
-        while not claim.settled:
-            try:
-                ending = late is not None and not isinstance(late, Exception)
-                if trouble is not None and (ending or not backoff.pause(failures, until=give_up)):
-                    return self._give_up(call, claim, trouble)
-                # A value that makes the codec fail again and again is settled without it.
-                value = dump() if faults < MAX_FAULTS else None
-                return self._settle_once(call, claim, value, state, error)
-            except Exception as failure:  # noqa: BLE001  the store's, a time limit's, or a fault of ours
-                trouble = failure
-                failures += 1
-                faults += not isinstance(failure, STORE_ERRORS)
-            except BaseException:
-                with suppress(Exception):
-                    self._settle_once(call, claim, dump(), state, error)
-                raise
-            if self.policy.mode == "observe":
-                logger.warning(
-                    "idempotency: observing: could not settle %s: %s", call.identity, trouble
-                )
-                return True
-        return True
-
-    def _deferred(
-        self,
-        call: Call,
-        claim: Claim,
-        dump: Callable[[], Stored | None],
-        state: Literal[State.COMPLETED, State.FAILED],
-        error: BaseException | None,
-    ) -> bool:
-        """Leave the end to the caller's transactions, if there are any that the record is no part of."""
-        transactions = call.around(claim.store) if call.around is not None else ()
-        if not transactions:
-            return False
-        value = None
-        with suppress(Exception):  # as in a settle: what cannot be stored is settled without it
-            value = dump()
-        alone = replace(call, around=None)
-        end = deferred.DeferredEnd(
-            claim,
-            replace(claim.record, state=state, value=value, deadline_ms=None),
-            settle=lambda: self.settle(alone, claim, lambda: value, state, error=error),
-            release=lambda: self.release(claim),
-        )
-        deferred.defer(end, transactions)
-        return True
-
-    def condemn(self, call: Call, claim: Claim, error: Exception) -> None:
-        """Settle a claim FAILED whose body is not to run.
-
-        Raises:
-            StoreUnavailable, StoreMisconfigured: if the store did not take it, once: nothing happened that it had to.
-        """
-        value = self._codec.dump_error(error)
-        self._settle_once(call, claim, value, State.FAILED, error, FAILED_WITHOUT_RUN)
-
-    def _settle_once(
-        self,
-        call: Call,
-        claim: Claim,
-        value: Stored | None,
-        state: Literal[State.COMPLETED, State.FAILED],
-        error: BaseException | None,
-        line: Line | None = None,
-    ) -> bool:
-        policy = self.policy
-        done = claim.store.settle(
-            claim.record,
-            state=state,
-            value=value,
-            keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
-            replaced=claim.replaced,
-        )
-        if done:
-            self.settled(call, claim, state, error, line)
-        else:
-            self._lost(call, claim)
-        return done or policy.mode == "observe"
-
-    def _give_up(self, call: Call, claim: Claim, error: BaseException) -> bool:
-        """The effect happened and cannot be recorded: say so as loudly as a library may."""
-        self._report(signals.settle_failed, call, claim, error=error)
-        return True

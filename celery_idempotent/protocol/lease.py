@@ -39,13 +39,16 @@ EXIT_PATIENCE = 2.0
 class Renewable(Protocol):
     """What the heartbeat keeps alive."""
 
-    lost: bool
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
     renewed_at: float
 
     @property
     def over(self) -> bool:
         """Is there nothing to renew any more?"""
+        ...
+
+    def lose(self) -> None:
+        """Know that the store refused a renewal; called by the heartbeat's thread."""
         ...
 
     @property
@@ -225,7 +228,7 @@ class Heartbeat:
                     claim.renewed_at = sent
                     self._due[known] = sent + interval
                 else:
-                    claim.lost = True
+                    claim.lose()
                     del self._due[known]
                     lost.append(claim)
         return lost

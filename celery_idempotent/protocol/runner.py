@@ -18,24 +18,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from celery_idempotent import signals
 from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
     ProcessingTimedOut,
-    StoreUnavailable,
     TooManyCrashes,
 )
 from celery_idempotent.protocol import backoff, deferred, key_change, unfinished
-from celery_idempotent.protocol.atomic import AtomicRun, Repeats, in_transaction
+from celery_idempotent.protocol.atomic import AtomicRun, in_transaction
 from celery_idempotent.protocol.calls import (
     STORE_ERRORS,
+    Body,
     Call,
     Codec,
     Conflict,
@@ -44,25 +43,15 @@ from celery_idempotent.protocol.calls import (
     Result,
     StoreFailed,
 )
-from celery_idempotent.protocol.claim import Claim, ObservedClaim, UnguardedClaim, running
-from celery_idempotent.protocol.endings import Endings
+from celery_idempotent.protocol.claim import AT_WORK, Claim, Phase, running
+from celery_idempotent.protocol.claiming import Asked, Claiming
+from celery_idempotent.protocol.endings import End, Endings, Settlement
 from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.protocol.outcome import Outcome
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import Reporter
-from celery_idempotent.records import (
-    Answer,
-    Claimed,
-    ClaimRequest,
-    Held,
-    Identity,
-    Mismatched,
-    Record,
-    Renewal,
-    Settled,
-    State,
-)
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark, joined
-from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.records import Claimed, Held, Mismatched, Record, Settled, State
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, joined
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -71,22 +60,11 @@ __all__ = ["Runner"]
 
 logger = logging.getLogger(__name__)
 
-#: How long a claim tries to reach the store before the message goes back, in seconds.
-CLAIM_PATIENCE = 3.0
-
 #: A duplicate that waits for the holder looks again after these times, in seconds.
 _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 
-
-class _Asked(NamedTuple):
-    """What a claim was answered, and when it was sent (``time.monotonic``).
-
-    ``old``: the record of before a deploy that changed the key, which is claimed as well.
-    """
-
-    answer: Answer
-    sent: float
-    old: Record | None
+#: A run that its database rolled back at the end waits so long at first, so that those who collided do not meet again.
+_FIRST_REPEAT = 0.02
 
 
 class Runner:
@@ -106,11 +84,14 @@ class Runner:
         self._store = store
         self._codec = codec
         self.reporter = Reporter(name, sender, store)
+        self._claiming = Claiming(policy, codec, store)
         self._endings = Endings(policy, codec, self.reporter)
         #: Gives a key back before its run ends.
         self.release = self._endings.release
+        #: Returns a claim of a call's key that holds nothing.
+        self.unguarded_claim = self._claiming.unguarded
 
-    def execute(self, call: Call, body: Callable[[], Any]) -> Result:
+    def execute(self, call: Call, body: Body) -> Result:
         """Claim the key and act on the answer.
 
         Raises:
@@ -121,38 +102,30 @@ class Runner:
             deferred.give_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        waited, wait_until, repeats = 0, self._wait_until(call), Repeats()
+        looks, wait_until, repeats = 0, self._wait_until(call), 0
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
-                asked = self._claim(call, attempt)
+                asked = self._claiming.ask(call, attempt)
             except STORE_ERRORS as error:
                 self._report(signals.store_failed, call, error=error)
                 return StoreFailed(error, attempt)
             match asked.answer:
                 case Claimed(record):
-                    verdict = self._verdict(record)
-                    result = (
-                        self._condemn(call, record, verdict, asked)
-                        if verdict is not None
-                        else self._run(call, record, body, asked, repeats)
-                    )
-                    if isinstance(result, StoreFailed):
-                        return replace(result, attempt=attempt)
-                    if result is not None:
-                        return result
-                    repeats.pause()
+                    match self._act(call, record, asked, body, repeats):
+                        case End.ROLLED_BACK:
+                            repeats += 1
+                            backoff.pause(repeats, first=_FIRST_REPEAT)
+                        case End():
+                            pass  # the record, or a newer claim, answers
+                        case StoreFailed() as failed:
+                            return replace(failed, attempt=attempt)
+                        case result:
+                            return result
                 case Held(record, left_ms):
-                    if (ours := deferred.answer(record)) is not None:
-                        self._report(signals.replayed, call, ours)
-                        return Replay(ours, 0)
-                    waited += 1
-                    # Its lease may end before the next look would be due.
-                    look_in = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
-                    if backoff.pause(waited, until=wait_until, first=_FIRST_LOOK, longest=look_in):
-                        continue
-                    self._report(signals.conflicted, call, record)
-                    return Conflict(record, left_ms, other=key_change.is_other(call.before, record))
+                    looks += 1
+                    if not self._look_again(looks, wait_until, record, left_ms):
+                        return self._held(call, record, left_ms)
                 case Settled(record, age_ms):
                     self._report(signals.replayed, call, record)
                     return Replay(record, age_ms)
@@ -169,6 +142,8 @@ class Runner:
     ) -> None:
         self.reporter.report(outcome, call.identity, call.task_id, record, **more)
 
+    # -- when another holds the key ------------------------------------------------------------------------------------
+
     def _wait_until(self, call: Call) -> float:
         """Return until when a duplicate may hold its worker (``time.monotonic``)."""
         if self.policy.on_conflict != "wait":
@@ -178,16 +153,36 @@ class Runner:
             wait_ms = min(wait_ms, longest)
         return time.monotonic() + wait_ms / 1000
 
-    def _observe(self, call: Call, body: Callable[[], Any]) -> Ran:
+    @staticmethod
+    def _look_again(looks: int, until: float, record: Record, left_ms: int) -> bool:
+        """Wait for the holder a little; ``False`` if there is no more to wait for."""
+        if deferred.answer(record) is not None:
+            return False
+        # Its lease may end before the next look would be due.
+        longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
+        return backoff.pause(looks, until=until, first=_FIRST_LOOK, longest=longest)
+
+    def _held(self, call: Call, record: Record, left_ms: int) -> Replay | Conflict:
+        """Answer from a run in the caller's transaction; else it is a conflict."""
+        ended = deferred.answer(record)
+        if ended is not None:
+            self._report(signals.replayed, call, ended)
+            return Replay(ended, 0)
+        self._report(signals.conflicted, call, record)
+        return Conflict(record, left_ms, other=key_change.is_other(call.before, record))
+
+    # -- without protection --------------------------------------------------------------------------------------------
+
+    def _observe(self, call: Call, body: Body) -> Ran:
         """Run whatever the store says; record, count and log what would have been a duplicate."""
         try:
-            asked = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
+            asked = self._claiming.ask_once(call, os.urandom(ATTEMPT_BYTES))
         except STORE_ERRORS as error:
             self._report(signals.store_failed, call, error=error, observed=True)
             return Ran(self.unguarded(call, body))
         match asked.answer:
             case Claimed(record):
-                ran = self._run(call, record, body, asked, Repeats())
+                ran = self._run(call, record, asked, body, 0)
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -199,7 +194,7 @@ class Runner:
         self._report(outcome, call, record, observed=True)
         return Ran(self.unguarded(call, body))
 
-    def unguarded(self, call: Call, body: Callable[[], Any]) -> Any:
+    def unguarded(self, call: Call, body: Body) -> Any:
         """Run without protection, with a current claim that holds nothing."""
         before = running.get()
         running.set(self.unguarded_claim(call))
@@ -208,109 +203,26 @@ class Runner:
         finally:
             running.set(before)
 
-    def unguarded_claim(self, call: Call) -> Claim:
-        """Return a claim of the call's key that holds nothing."""
-        record = Record(
-            identity=call.identity,
-            state=State.PROCESSING,
-            token=0,
-            created_ms=0,
-            updated_ms=0,
-            fingerprint=call.fingerprint,
-            task_id=call.task_id,
-            worker=call.worker,
-        )
-        return UnguardedClaim(self._any_store(), record, self._lease(record), self._codec, sent=0)
+    def _expecting_transaction(self, call: Call, body: Body) -> Body:
+        if not self.policy.atomic:
+            return body
+        return partial(in_transaction, self._store(), call, self.name, body)
 
-    def _any_store(self) -> Store:
-        """Return the store, or one that is of no use, where a claim holds nothing anyway."""
+    # -- under a claim -------------------------------------------------------------------------------------------------
+
+    def _act(
+        self, call: Call, record: Record, asked: Asked, body: Body, repeats: int
+    ) -> Result | End:
+        """Run the body, or condemn the key; an :class:`End` if the call is to claim again."""
+        verdict = self._verdict(record)
+        if verdict is None:
+            return self._run(call, record, asked, body, repeats)
         try:
-            return self._store()
-        except STORE_ERRORS:
-            return MemoryStore()
-
-    def _claim(self, call: Call, attempt: bytes) -> _Asked:
-        """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
-        give_up = time.monotonic() + CLAIM_PATIENCE
-        failures = 0
-        try:
-            while True:
-                try:
-                    return self._claim_once(call, attempt)
-                except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
-                    failures += 1
-                    if not backoff.pause(failures, until=give_up):
-                        raise
-        except STORE_ERRORS:
-            raise
-        except BaseException:
-            # A time limit or SIGTERM while the answer was on its way: the key may be ours already.
-            self._abandon(call, attempt)
-            raise
-
-    def _claim_once(self, call: Call, attempt: bytes) -> _Asked:
-        """Ask for the key, and for the one of before a deploy as well."""
-        take = partial(self._take, call, attempt)
-        answer, sent = take(
-            call.identity, call.fingerprint, on_stale=self.policy.on_stale, message=call.message
-        )
-        before, old = call.before, None
-        if before is not None:
-            answer, old = key_change.claimed(
-                answer,
-                lambda: take(before.identity, before.fingerprint)[0],
-                settle=self._settle_as,
-                release=self._store().release,
-            )
-        return _Asked(answer, sent, old)
-
-    def _settle_as(self, record: Record, old: Record) -> None:
-        """Let a claim end as the same operation did under its old identity."""
-        completed = old.state is State.COMPLETED
-        self._store().settle(
-            record,
-            state=State.COMPLETED if completed else State.FAILED,
-            value=old.value,
-            keep_ms=self.policy.settled_keep_ms if completed else self.policy.failed_keep_ms,
-            replaced=old.replaced,
-        )
-
-    def _take(
-        self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any
-    ) -> tuple[Answer, float]:
-        """Return the answer, and when it was asked for (``time.monotonic``)."""
-        store = self._store()
-        request = ClaimRequest(
-            identity=identity,
-            attempt=attempt,
-            lease_ms=self.policy.lease_ms,
-            keep_ms=self.policy.keep_ms,
-            fingerprint=fingerprint,
-            task_id=call.task_id,
-            worker=call.worker,
-            unanswered=call.unanswered,
-            **how,
-        )
-        sent = time.monotonic()
-        while isinstance(answer := store.claim(request), (Settled, Mismatched)):
-            over = answer.record
-            if over.task_id == call.task_id or not self.policy.forgets(over):
-                break
-            # A mark without retention answers redeliveries of its own message only.
-            forget_mark(store, identity, token=over.token)
-            sent = time.monotonic()
-        return answer, sent
-
-    def _abandon(self, call: Call, attempt: bytes) -> None:
-        try:
-            asked = self._claim_once(call, attempt)
-            if isinstance(asked.answer, Claimed):
-                record = asked.answer.record
-                self._hold(record, asked.sent, asked.old).store.release(
-                    call.identity, token=record.token
-                )
-        except STORE_ERRORS:
-            pass  # the lease ends it
+            self._endings.condemn(call, self._claiming.hold(record, asked), verdict)
+        except STORE_ERRORS as trouble:
+            self._report(signals.store_failed, call, record, error=trouble)
+            return StoreFailed(trouble, condemned=True)  # its message comes back
+        return End.SETTLED
 
     def _verdict(self, record: Record) -> IdempotencyError | None:
         """Return why a key is settled FAILED instead of being run again (celery #9082), ``None`` if it may run."""
@@ -328,122 +240,72 @@ class Runner:
             )
         return None
 
-    def _condemn(
-        self, call: Call, record: Record, error: IdempotencyError, asked: _Asked
-    ) -> Result | None:
-        """Settle the key FAILED without a run: then its record answers. The message comes back if that fails."""
-        try:
-            self._endings.condemn(call, self._hold(record, asked.sent, asked.old), error)
-        except STORE_ERRORS as trouble:
-            self._report(signals.store_failed, call, record, error=trouble)
-            return StoreFailed(trouble, condemned=True)
-        return None
-
-    def _hold(self, record: Record, sent: float, old: Record | None = None) -> Claim:
-        kind = ObservedClaim if self.policy.mode == "observe" else Claim
-        store = self._store()
-        if old is not None:
-            store = key_change.both(store, old)
-        claim = kind(store, record, self._lease(record), self._codec, sent=sent)
-        claim.old = old
-        return claim
-
-    def _lease(self, record: Record) -> Renewal:
-        return Renewal(
-            identity=record.identity,
-            token=record.token,
-            lease_ms=self.policy.lease_ms,
-            keep_ms=self.policy.keep_ms,
-        )
-
     def _run(
-        self,
-        call: Call,
-        record: Record,
-        body: Callable[[], Any],
-        asked: _Asked,
-        repeats: Repeats,
-    ) -> Result | None:
-        """Run the body under the claim; ``None`` if that is gone, and the call claims anew, as a duplicate does.
+        self, call: Call, record: Record, asked: Asked, body: Body, repeats: int
+    ) -> Result | End:
+        """Run the body under the claim; an :class:`End` if the call is to claim again, as a duplicate does.
 
-        A time limit or SIGTERM is an exception raised at *any* bytecode, also right after the body returned and before
-        its value is stored in a variable. ``defaultdict`` calls its factory and stores what it returned within one C
-        function, where no signal handler runs: so ``outcome`` is filled exactly if the body returned. Once it is,
-        nothing releases: the effect happened::
+        Once the body returned nothing releases, whatever strikes, for the effect happened (:class:`.Outcome`)::
 
-            body returns ─┬─ [signal: SoftTimeLimitExceeded] ─▶ settle again, the task succeeds
-                          └─ settle ─ [signal: SystemExit] ───▶ settle once more, then leave it to the lease
+            body returns ─┬─ [SoftTimeLimitExceeded] ─▶ settle all the same, the task succeeds
+                          └─ settle ─ [SystemExit] ───▶ settle once more, then leave it to the lease
 
-        For the same reason a claim says itself that it is over: whatever is struck after that leaves nothing behind.
+        Before anything else the claim's own phase says that its run is over: whatever strikes after that, nobody takes
+        it for the current claim, and the heartbeat lets it go.
         """
-        claim = self._hold(record, asked.sent, asked.old)
+        claim = self._claiming.hold(record, asked)
         atomic = None
         if self.policy.mode == "observe":
             body = self._expecting_transaction(call, body)
         elif self.policy.atomic:
-            atomic = AtomicRun(
-                call,
-                claim,
-                body,
-                codec=self._codec,
-                endings=self._endings,
-                repeats=repeats,
-            )
-        outcome: defaultdict[None, Any] = defaultdict(atomic or body)
+            endings, codec = self._endings, self._codec
+            atomic = AtomicRun(call, claim, body, codec=codec, endings=endings, repeats=repeats)
+        outcome = Outcome(atomic or body)
         before = running.get()
         try:
             running.set(claim)
             if not joined(claim.store):  # else another thread could not renew it, and nobody see it
                 heartbeat.add(claim)
-            self._report(
-                signals.claimed,
-                call,
-                record,
-                store=claim.store if asked.old is None else None,
-                state=State.PROCESSING,
-            )
-            if self._refuses(outcome[None]):
-                raise unfinished.close(self.name, outcome.pop(None))
-            return self._returned(call, claim, outcome, None)
+            store = claim.store if asked.old is None else None
+            self._report(signals.claimed, call, record, store=store, state=State.PROCESSING)
+            value = outcome.run()
+            if self._refuses(value):
+                raise unfinished.close(self.name, value)
+            return self._returned(call, claim, value, None)
         except BaseException as error:
-            if None in outcome and not self._refuses(outcome[None]):
-                return self._returned(call, claim, outcome, error)
+            if outcome.returned and not self._refuses(outcome.value):
+                return self._returned(call, claim, outcome.value, error)
             if atomic is not None:
                 return atomic.undone(error)
-            if self._endings.ended(call, claim, error):
-                raise
-            return None
+            end = self._endings.end_failed(call, claim, error)
+            if self._is_dropped(end):
+                return end
+            raise
         finally:
-            claim.over = True
+            if claim.phase in AT_WORK:
+                claim.phase = Phase.ENDED
             running.set(before)
             heartbeat.remove(claim)
-
-    def _expecting_transaction(self, call: Call, body: Callable[[], Any]) -> Callable[[], Any]:
-        if not self.policy.atomic:
-            return body
-        return partial(in_transaction, self._store(), call, self.name, body)
 
     def _refuses(self, value: object) -> bool:
         return unfinished.is_unfinished(value) and self.policy.mode != "observe"
 
+    def _is_dropped(self, end: End) -> bool:
+        return end is End.NEWER_CLAIM and self.policy.mode != "observe"
+
     def _returned(
-        self,
-        call: Call,
-        claim: Claim,
-        outcome: Mapping[None, Any],
-        late: BaseException | None,
-    ) -> Ran | None:
+        self, call: Call, claim: Claim, value: Any, late: BaseException | None
+    ) -> Ran | End:
         """Record that the body returned; ``late`` is an exception that came after that."""
-        value = outcome[None]
-        if not claim.given_back:
-            dump = partial(self._codec.dump_value, value)
-            settled = self._endings.settle(call, claim, dump, State.COMPLETED, late)
-            claim.over = True
-            if not settled and (late is None or isinstance(late, Exception)):
-                return None
+        at_exit = late is not None and not isinstance(late, Exception)
+        if claim.phase in (Phase.RUNNING, Phase.LOST):
+            settlement = Settlement(State.COMPLETED, partial(self._codec.dump_value, value))
+            end = self._endings.settle(call, claim, settlement, at_exit=at_exit)
+            if self._is_dropped(end) and not at_exit:
+                return end
         if late is None:
             return Ran(value)
-        if not isinstance(late, Exception):
+        if at_exit:
             raise late
         logger.warning(
             "idempotency: %s came after %s had returned: %s is completed, and the task succeeds",

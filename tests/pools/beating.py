@@ -25,7 +25,7 @@ def _patch() -> None:
 def main() -> None:
     if sys.argv[2] == "early":
         _patch()
-    from celery_idempotent.protocol.claim import Claim
+    from celery_idempotent.protocol.claim import Claim, Phase
     from celery_idempotent.protocol.lease import heartbeat
     from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal
     from celery_idempotent.stores.memory import MemoryStore
@@ -72,7 +72,13 @@ def main() -> None:
     for claim in claims:
         heartbeat.remove(claim)
     sys.stdout.write(
-        json.dumps({"renewals": renewals, "longest": longest, "lost": [c.lost for c in claims]})
+        json.dumps(
+            {
+                "renewals": renewals,
+                "longest": longest,
+                "lost": [c.phase is Phase.LOST for c in claims],
+            }
+        )
     )
 
 

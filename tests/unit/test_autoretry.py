@@ -10,7 +10,7 @@ from celery import Celery
 
 from celery_idempotent.celery import autoretry
 from celery_idempotent.celery.task import IdempotentTask
-from celery_idempotent.protocol import atomic
+from celery_idempotent.protocol import atomic, runner
 from celery_idempotent.records import State
 from tests.unit.test_atomic import Colliding, Collision, Database, DatabaseError
 
@@ -19,7 +19,7 @@ TRIES = atomic.MAX_REPEATS + 1
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic.Repeats, "pause", lambda _: None)
+    monkeypatch.setattr(runner, "_FIRST_REPEAT", 0.0)
 
 
 @pytest.fixture

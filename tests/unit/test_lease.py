@@ -17,7 +17,7 @@ import pytest
 
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import lease
-from celery_idempotent.protocol.claim import Claim
+from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
@@ -66,6 +66,13 @@ def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int 
         keep_ms=10_000,
     )
     return Claim(store, answer.record, held, None, sent=sent)  # type: ignore[arg-type]  # takes no steps
+
+
+def stepping(store: MemoryStore) -> Claim:
+    """A claim whose steps all come back as done."""
+    claim = take(store, lease_ms=60_000)
+    claim._codec = SimpleNamespace(dump_step=lambda *_: None, load_value=lambda _: "done")  # type: ignore[assignment]
+    return claim
 
 
 @pytest.fixture
@@ -133,7 +140,7 @@ class TestClaim:
         take(store)
         with pytest.raises(LeaseLost, match="key k"):
             ask(claim)
-        assert claim.lost
+        assert claim.phase is Phase.LOST
 
     @pytest.mark.parametrize("end", ["forget", "interrupt", "sweep"])
     def test_a_claim_that_was_ended_is_lost(self, end):
@@ -153,7 +160,7 @@ class TestClaim:
 
     def test_a_lost_claim_stays_lost_without_asking(self, store: Store):
         claim = take(store)
-        claim.lost = True
+        claim.lose()
         with pytest.raises(LeaseLost):
             claim.ensure()
         assert store.renewals == []
@@ -166,7 +173,7 @@ class TestClaim:
         store.errors = [StoreUnavailable("away")] * 4
         ask(claim)
         assert len(store.renewals) == 5
-        assert not claim.lost
+        assert claim.phase is Phase.RUNNING
 
     def test_a_store_that_is_away_for_longer_is_not_a_lost_claim(self, store: Store):
         claim = take(store, lease_ms=400)
@@ -176,7 +183,7 @@ class TestClaim:
         last = store.times("k")[-1]
         # It asks until the lease may be over, and what is sent later proves nothing.
         assert 0.4 <= last - claim.renewed_at < 0.6
-        assert not claim.lost
+        assert claim.phase is Phase.RUNNING
         store.errors.clear()
         claim.ensure()
 
@@ -203,15 +210,38 @@ class TestClaim:
         claim = take(store, lease_ms=60_000)
 
         def renew(leases: Sequence[Renewal]) -> list[bool]:
-            claim.lost = True
+            claim.lose()
             raise StoreUnavailable("away")
 
         store.renew = renew  # type: ignore[method-assign]
         with pytest.raises(LeaseLost):
             claim.ensure()
 
+    def test_a_step_whose_claim_is_gone_raises(self, store: Store):
+        claim, done = stepping(store), []
+        store.forget(claim.record.identity)
+        for _ in range(2):
+            with pytest.raises(LeaseLost):
+                claim.step("pay", lambda: done.append(1))
+        # The first had to be done to be found unrecorded. From then on that is known.
+        assert done == [1]
+
+    @pytest.mark.parametrize("phase", [Phase.LOST, Phase.RELEASED, Phase.ENDED])
+    def test_a_step_is_not_begun_once_the_claim_is_known_to_be_gone(self, store: Store, phase):
+        claim = stepping(store)
+        claim.phase = phase
+        with pytest.raises(LeaseLost):
+            claim.step("pay", lambda: pytest.fail("it was called"))
+        assert claim.phase is phase
+
+    def test_what_the_heartbeat_finds_undoes_nothing_that_the_run_said(self, store: Store):
+        claim = take(store)
+        claim.phase = Phase.RELEASED
+        claim.lose()
+        assert claim.phase is Phase.RELEASED
+
     def test_a_step_is_recorded_as_soon_as_the_store_is_back(self, store: Store):
-        claim, tries = take(store, lease_ms=60_000), []
+        claim, tries = stepping(store), []
 
         def checkpoint(*_: object, **__: object) -> bool:
             tries.append(1)
@@ -220,7 +250,6 @@ class TestClaim:
             return True
 
         store.checkpoint = checkpoint  # type: ignore[method-assign]
-        claim._codec = SimpleNamespace(dump_step=lambda *_: None, load_value=lambda _: "done")  # type: ignore[assignment]
         assert claim.step("pay", lambda: "done") == "done"
         assert len(tries) == 4
 
@@ -284,7 +313,7 @@ class TestHeartbeat:
             lambda: store.get(claim.record.identity).deadline_ms > deadline + 600,
             what="the lease to be two leases longer",
         )
-        assert not claim.lost
+        assert claim.phase is Phase.RUNNING
         claim.ensure()
 
     def test_a_task_shorter_than_a_third_of_its_lease_costs_no_renewal(self, heartbeat, store):
@@ -345,11 +374,11 @@ class TestHeartbeat:
         store.forget(lost.record.identity)
         heartbeat.add(lost)
         heartbeat.add(kept)
-        wait_for(lambda: lost.lost, what="the loss to be noticed")
+        wait_for(lambda: lost.phase is Phase.LOST, what="the loss to be noticed")
         before = len(store.times("kept"))
         wait_for(lambda: len(store.times("kept")) >= before + 2, what="beats", interval=0.005)
         assert len(store.times("lost")) == 1
-        assert not kept.lost
+        assert kept.phase is Phase.RUNNING
         assert f"lease key lost (token {lost.token}) is lost while its run goes on" in caplog.text
 
     @pytest.mark.parametrize(
@@ -360,7 +389,7 @@ class TestHeartbeat:
         store.errors = [error("away"), error("away")]
         heartbeat.add(claim)
         wait_for(lambda: len(store.renewals) >= 4, what="renewals after the errors")
-        assert not claim.lost
+        assert claim.phase is Phase.RUNNING
         assert "could not renew 1 claims" in caplog.text
         claim.ensure()
 
@@ -379,7 +408,7 @@ class TestHeartbeat:
         heartbeat.add(first)
         heartbeat.add(claim)
         wait_for(lambda: len(there.renewals) >= 3, what="its beats")
-        assert not claim.lost
+        assert claim.phase is Phase.RUNNING
 
     def test_it_ends_when_the_process_has_been_idle_for_a_while_and_starts_again(
         self, heartbeat, store, threads, hasty

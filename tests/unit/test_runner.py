@@ -29,9 +29,10 @@ from celery_idempotent.errors import (
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.protocol import backoff, endings, lease, runner
+from celery_idempotent.protocol import backoff, claiming, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
+from celery_idempotent.protocol.claiming import Asked, Claiming
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
@@ -133,7 +134,7 @@ def store(memory: MemoryStore) -> FlakyStore:
 @pytest.fixture
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    for module in (runner, endings, backoff):
+    for module in (runner, claiming, endings, backoff):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -518,6 +519,24 @@ class TestPoison:
         self.crash(memory, 3)
         assert execute(lambda: "ran") == Ran("ran")
 
+    @pytest.mark.parametrize("swept", [True, False])
+    def test_a_crash_counts_once_whether_a_sweep_or_the_next_claim_finds_it(
+        self, execute, memory, clock, swept
+    ):
+        def crash() -> None:
+            claim(memory, lease_ms=1000)
+            clock.advance(1001)
+            if swept:
+                memory.sweep(limit=10)
+
+        for _ in range(2):
+            crash()
+        with pytest.raises(ValueError):
+            execute(raising(ValueError()), max_crashes=2, permanent_errors=())
+        for _ in range(3):
+            crash()
+        assert execute(never, max_crashes=2).record.state is State.FAILED
+
     def test_one_more_fails_it_without_a_run(self, execute, memory, events, caplog):
         self.crash(memory, 4)
         answer = execute(never)
@@ -634,6 +653,32 @@ class TestLostLease:
         answer = execute(body, lease_ms=1000, permanent_errors=(ValueError,))
         assert answer.record.value.body == b"'theirs'"
 
+    @pytest.mark.parametrize(
+        ("error", "permanent"), [(ValueError, ()), (ValueError, (ValueError,)), (SystemExit, ())]
+    )
+    def test_a_late_failure_does_nothing_to_a_newer_claim(
+        self, execute, memory, clock, error, permanent
+    ):
+        theirs = []
+
+        def body() -> None:
+            clock.advance(1001)
+            theirs.append(claim(memory))
+            raise error
+
+        try:
+            answer = execute(body, lease_ms=1000, permanent_errors=permanent)
+        except SystemExit:
+            assert error is SystemExit
+        else:
+            assert answer.record.task_id == "other"
+        found = memory.get(IDENTITY)
+        assert (found.state, found.token, found.task_id) == (
+            State.PROCESSING,
+            theirs[0].token,
+            "other",
+        )
+
     def test_a_lease_that_merely_ran_out_is_settled(self, execute, memory, clock):
         assert execute(lambda: clock.advance(10_000), lease_ms=1000) == Ran(None)
         assert memory.get(IDENTITY).state is State.COMPLETED
@@ -671,7 +716,7 @@ class TestStoreFailures:
         assert isinstance(answer.error, StoreUnavailable)
         assert names(events) == ["store_failed"]
         assert events[0][1].error is answer.error
-        assert 1 < fake_time.now - fake_time.START <= runner.CLAIM_PATIENCE
+        assert 1 < fake_time.now - fake_time.START <= claiming.CLAIM_PATIENCE
         assert len(store.calls) > 3
 
     def test_a_claim_is_repeated_as_the_same_attempt(self, execute, store, fake_time):
@@ -781,6 +826,29 @@ class TestStoreFailures:
             execute(lambda: 1)
         assert memory.get(IDENTITY).state is State.COMPLETED
         assert store.calls == ["claim", "settle", "settle"]
+
+    @pytest.mark.parametrize("where", ["a try", "a pause between two", "the codec"])
+    def test_an_exit_during_the_settle_leaves_it_one_more_try_even_if_that_fails(
+        self, execute, store, events, fake_time, where
+    ):
+        class Codec(TextCodec):
+            errors: ClassVar = [SystemExit()] if where == "the codec" else []
+
+            def dump_value(self, value: Any) -> Stored | None:
+                if self.errors:
+                    raise self.errors.pop()
+                return super().dump_value(value)
+
+        if where == "a try":
+            store.fail("settle", SystemExit)
+        elif where == "a pause between two":
+            fake_time.sleep = lambda _: sys.exit()
+        store.fail_always("settle", StoreUnavailable)
+        with pytest.raises(SystemExit):
+            execute(lambda: 1, codec=Codec())
+        tries = 1 if where == "the codec" else 2
+        assert store.calls == ["claim", *["settle"] * tries]
+        assert names(events) == ["claimed", "settle_failed"]
 
     def test_an_exit_while_the_store_is_away_leaves_the_key_to_its_lease(
         self, execute, store, memory, fake_time
@@ -991,11 +1059,9 @@ class Rescue:
 
 def start(heartbeat: lease.Heartbeat) -> None:
     """Have the thread started, as the first claim of a process does."""
-    make = Runner.__new__(Runner)
-    make._codec = None  # type: ignore[assignment]
-    make.policy = Policy()
-    make._store = MemoryStore
-    other = make._hold(claim(MemoryStore()), time.monotonic())
+    record = claim(MemoryStore())
+    asked = Asked(Claimed(record), time.monotonic(), None)
+    other = Claiming(Policy(), TextCodec(), MemoryStore).hold(record, asked)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)
 
@@ -1020,7 +1086,7 @@ class End:
 def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
     """Run one body once for every place at which a signal can strike."""
     with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
-        for module in (runner, endings, backoff):
+        for module in (runner, claiming, endings, backoff):
             monkeypatch.setattr(module, "time", FakeTime())
         heartbeat = None
         at = 0

@@ -1,0 +1,167 @@
+"""Asking the store for a key: one attempt, repeated while the store is away, and the claim that comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.protocol import backoff, key_change
+from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
+from celery_idempotent.protocol.claim import Claim, ObservedClaim, UnguardedClaim
+from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.records import (
+    Answer,
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Mismatched,
+    Record,
+    Renewal,
+    Settled,
+    State,
+)
+from celery_idempotent.stores.base import Store, forget_mark
+from celery_idempotent.stores.memory import MemoryStore
+
+#: How long a claim tries to reach the store before the message goes back, in seconds.
+CLAIM_PATIENCE = 3.0
+
+
+class Asked(NamedTuple):
+    """What a claim was answered, and when it was sent (``time.monotonic``).
+
+    ``old``: the record of before a deploy that changed the key, which is claimed as well.
+    """
+
+    answer: Answer
+    sent: float
+    old: Record | None
+
+
+class Claiming:
+    """Claims keys for one task under its policy."""
+
+    def __init__(self, policy: Policy, codec: Codec, store: Callable[[], Store]) -> None:
+        self._policy = policy
+        self._codec = codec
+        self._store = store
+
+    def ask(self, call: Call, attempt: bytes) -> Asked:
+        """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
+        give_up = time.monotonic() + CLAIM_PATIENCE
+        failures = 0
+        try:
+            while True:
+                try:
+                    return self.ask_once(call, attempt)
+                except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
+                    failures += 1
+                    if not backoff.pause(failures, until=give_up):
+                        raise
+        except STORE_ERRORS:
+            raise
+        except BaseException:
+            # A time limit or SIGTERM while the answer was on its way: the key may be ours already.
+            self._abandon(call, attempt)
+            raise
+
+    def ask_once(self, call: Call, attempt: bytes) -> Asked:
+        """Ask for the key, and for the one of before a deploy as well."""
+        take = partial(self._take, call, attempt)
+        answer, sent = take(
+            call.identity, call.fingerprint, on_stale=self._policy.on_stale, message=call.message
+        )
+        before, old = call.before, None
+        if before is not None:
+            answer, old = key_change.claimed(
+                answer,
+                lambda: take(before.identity, before.fingerprint)[0],
+                settle=self._settle_as,
+                release=self._store().release,
+            )
+        return Asked(answer, sent, old)
+
+    def _take(
+        self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any
+    ) -> tuple[Answer, float]:
+        """Return the answer, and when it was asked for (``time.monotonic``)."""
+        store = self._store()
+        request = ClaimRequest(
+            identity=identity,
+            attempt=attempt,
+            lease_ms=self._policy.lease_ms,
+            keep_ms=self._policy.keep_ms,
+            fingerprint=fingerprint,
+            task_id=call.task_id,
+            worker=call.worker,
+            unanswered=call.unanswered,
+            **how,
+        )
+        sent = time.monotonic()
+        while isinstance(answer := store.claim(request), (Settled, Mismatched)):
+            over = answer.record
+            if over.task_id == call.task_id or not self._policy.forgets(over):
+                break
+            # A mark without retention answers redeliveries of its own message only.
+            forget_mark(store, identity, token=over.token)
+            sent = time.monotonic()
+        return answer, sent
+
+    def _settle_as(self, record: Record, old: Record) -> None:
+        """Let a claim end as the same operation did under its old identity."""
+        completed = old.state is State.COMPLETED
+        self._store().settle(
+            record,
+            state=State.COMPLETED if completed else State.FAILED,
+            value=old.value,
+            keep_ms=self._policy.settled_keep_ms if completed else self._policy.failed_keep_ms,
+            replaced=old.replaced,
+        )
+
+    def _abandon(self, call: Call, attempt: bytes) -> None:
+        try:
+            asked = self.ask_once(call, attempt)
+            if isinstance(asked.answer, Claimed):
+                record = asked.answer.record
+                self.hold(record, asked).store.release(call.identity, token=record.token)
+        except STORE_ERRORS:
+            pass  # the lease ends it
+
+    def hold(self, record: Record, asked: Asked) -> Claim:
+        """Return the claim that was answered."""
+        kind = ObservedClaim if self._policy.mode == "observe" else Claim
+        store, old = self._store(), asked.old
+        if old is not None:
+            store = key_change.both(store, old)
+        claim = kind(store, record, self._renewal(record), self._codec, sent=asked.sent)
+        claim.old = old
+        return claim
+
+    def unguarded(self, call: Call) -> Claim:
+        """Return a claim of the call's key that holds nothing."""
+        record = Record(
+            identity=call.identity,
+            state=State.PROCESSING,
+            token=0,
+            created_ms=0,
+            updated_ms=0,
+            fingerprint=call.fingerprint,
+            task_id=call.task_id,
+            worker=call.worker,
+        )
+        try:
+            store = self._store()
+        except STORE_ERRORS:
+            store = MemoryStore()  # of no use, where a claim holds nothing anyway
+        return UnguardedClaim(store, record, self._renewal(record), self._codec, sent=0)
+
+    def _renewal(self, record: Record) -> Renewal:
+        return Renewal(
+            identity=record.identity,
+            token=record.token,
+            lease_ms=self._policy.lease_ms,
+            keep_ms=self._policy.keep_ms,
+        )
