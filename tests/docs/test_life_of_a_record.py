@@ -15,9 +15,7 @@ def line(rule: Rule) -> str:
     found = ", ".join("none" if state is None else state.name for state in rule.found)
     if rule.found == (*State,):
         found = "any"
-    then = "unchanged" if rule.then is None else rule.then
-    if isinstance(then, State):
-        then = then.name
+    then = rule.then.name if isinstance(rule.then, State) else rule.then or "unchanged"
     if rule.refusal is not None:
         then += f", refusal: {rule.refusal}"
     return f"| `{rule.verb}` | {found} | {rule.when} | {rule.answer} | {then} | {carried(rule)} |\n"

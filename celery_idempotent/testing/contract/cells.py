@@ -213,7 +213,7 @@ class CellContract(ContractBase):
     # Each verb: its answer, and the fields that it brings.
 
     def _claim(self, store: Store, scene: Scene, _: Record) -> tuple[str, dict[str, object]]:
-        brought: dict[str, object] = {
+        brought: dict[str, Any] = {
             "task_id": scene.task_id,
             "worker": "web-2:1",
             "on_stale": "fail",
@@ -230,7 +230,7 @@ class CellContract(ContractBase):
         return type(answer).__name__.lower(), brought
 
     def _reserve(self, store: Store, scene: Scene, _: Record) -> tuple[str, dict[str, object]]:
-        brought: dict[str, object] = {
+        brought: dict[str, Any] = {
             "task_id": scene.task_id,
             "message": scene.message,
             "fingerprint": scene.fingerprint,
@@ -244,7 +244,7 @@ class CellContract(ContractBase):
 
     def _settle(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
         claim = dataclasses.replace(record, token=record.token + (scene.token or 0))
-        brought = {"state": State.FAILED, "value": ENDING, "replaced": True}
+        brought: dict[str, Any] = {"state": State.FAILED, "value": ENDING, "replaced": True}
         return self.settle(store, claim, restore=scene.restore, **brought), brought
 
     def _release(
