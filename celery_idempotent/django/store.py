@@ -367,10 +367,10 @@ class DjangoStore:
         """Is this SQLite, and the thread in a transaction?"""
         return self.lines.joined()
 
-    def transaction(self, record: Record | None) -> AbstractContextManager[atomic.AtomicRun]:
+    def transaction(self, record: Record | None) -> AbstractContextManager[atomic.ClaimTransaction]:
         """Begin the thread's own transaction: the task of this claim runs in it, and is settled in it.
 
-        See :class:`~celery_idempotent.django.sql.atomic.AtomicRun`.
+        See :class:`~celery_idempotent.django.sql.atomic.ClaimTransaction`.
         """
         run, own = atomic.transaction(self.lines, record), self.lines.own()
         return _by_itself(own, run) if commits_by_hand(own) else run
@@ -442,8 +442,8 @@ def open_django(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> 
 
 @contextmanager
 def _by_itself(
-    own: BaseDatabaseWrapper, run: AbstractContextManager[atomic.AtomicRun]
-) -> Iterator[atomic.AtomicRun]:
+    own: BaseDatabaseWrapper, run: AbstractContextManager[atomic.ClaimTransaction]
+) -> Iterator[atomic.ClaimTransaction]:
     with committing(own), run as begun:
         yield begun
 

@@ -36,8 +36,6 @@ from celery_idempotent.protocol.endings import Commit, End, Endings
 from celery_idempotent.records import State
 from celery_idempotent.stores.base import Store, Transaction, TransactionalStore, has_transactions
 
-__all__ = ["AtomicRun", "in_transaction", "transactional"]
-
 logger = logging.getLogger(__name__)
 
 #: So often a run begins again at once when its transaction failed at the very end.

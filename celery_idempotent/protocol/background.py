@@ -13,8 +13,6 @@ from typing import Protocol
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import backoff
 
-__all__ = ["Background", "Job", "background"]
-
 logger = logging.getLogger(__name__)
 
 #: So many jobs wait at most. Of one that is dropped, a lease or a deadline does the work later.

@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
-__all__ = [
-    "STORE_ERRORS",
-    "Body",
-    "Call",
-    "Codec",
-    "Conflict",
-    "Ran",
-    "Replay",
-    "Result",
-    "StoreFailed",
-    "worker_name",
-]
-
 #: What a call runs. Its result is a user's, and may be anything.
 Body = Callable[[], Any]
 

@@ -88,9 +88,12 @@ class Claim:
     def __init__(
         self, store: Store, record: Record, lease: Renewal, codec: StepCodec, *, sent: float
     ) -> None:
-        self._store = store
-        self._record = record
-        self._lease = lease
+        #: Where the record is.
+        self.store = store
+        #: The record as it was when the key was claimed.
+        self.record = record
+        #: What it takes to renew this claim.
+        self.lease = lease
         self._codec = codec
         self._steps = dict(record.steps)
         #: When the claim, or its last renewal, was sent (``time.monotonic``): the lease lives a lease longer at least.
@@ -107,37 +110,22 @@ class Claim:
         self.after_rollback: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
-        return f"<Claim of {self._record.identity}, token {self.token}>"
-
-    @property
-    def record(self) -> Record:
-        """The record as it was when the key was claimed."""
-        return self._record
-
-    @property
-    def lease(self) -> Renewal:
-        """What it takes to renew this claim."""
-        return self._lease
-
-    @property
-    def store(self) -> Store:
-        """The store that keeps the record."""
-        return self._store
+        return f"<Claim of {self.record.identity}, token {self.token}>"
 
     @property
     def key(self) -> str:
         """The canonical key, the same for every run of the operation."""
-        return self._record.identity.key
+        return self.record.identity.key
 
     @property
     def scope(self) -> str:
         """The canonical scope, empty without one."""
-        return self._record.identity.scope
+        return self.record.identity.scope
 
     @property
     def token(self) -> int:
         """The fencing token: it grows with every claim of this key, so that a resource can refuse an older one."""
-        return self._record.token
+        return self.record.token
 
     @property
     def stepped(self) -> bool:
@@ -147,7 +135,7 @@ class Claim:
     @property
     def crashes(self) -> int:
         """How many earlier runs of this key a crash took."""
-        return self._record.crashes
+        return self.record.crashes
 
     @property
     def over(self) -> bool:
@@ -172,7 +160,7 @@ class Claim:
             LeaseLost: if the claim is gone.
             StoreUnavailable: if the store did not answer before the lease may have run out.
         """
-        lease_s = self._lease.lease_ms / 1000
+        lease_s = self.lease.lease_ms / 1000
         failures = 0
         while True:
             try:
@@ -190,7 +178,7 @@ class Claim:
         if self.phase is not Phase.RUNNING:
             return False
         sent = time.monotonic()
-        (renewed,) = self._store.renew([self._lease])
+        (renewed,) = self.store.renew([self.lease])
         if renewed:
             self.renewed_at = sent
         return renewed
@@ -206,8 +194,8 @@ class Claim:
 
     def derived_key(self, name: str) -> str:
         """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
-        identity, old = self._record.identity, self.old
-        if old is not None and old.created_ms < self._record.created_ms:
+        identity, old = self.record.identity, self.old
+        if old is not None and old.created_ms < self.record.created_ms:
             identity = old.identity  # begun under it, and the outside system may know it by that
         parts = (identity.namespace, identity.scope, identity.key, name)
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
@@ -243,16 +231,16 @@ class Claim:
 
     def _checkpoint(self, name: str, value: Stored) -> None:
         """Write the step's result, for up to a lease: it has happened, and shall not happen again."""
-        identity, token = self._record.identity, self.token
-        write = partial(self._store.checkpoint, identity, token=token, name=name, value=value)
-        give_up = time.monotonic() + self._lease.lease_ms / 1000
+        identity, token = self.record.identity, self.token
+        write = partial(self.store.checkpoint, identity, token=token, name=name, value=value)
+        give_up = time.monotonic() + self.lease.lease_ms / 1000
         if not backoff.persist(write, until=give_up, longest=_LONGEST_PAUSE):
             raise self._gone()
 
     def _gone(self) -> LeaseLost:
         self.lose()
         return LeaseLost(
-            f"The claim of {self._record.identity} (token {self.token}) is gone: its lease ran out and the key "
+            f"The claim of {self.record.identity} (token {self.token}) is gone: its lease ran out and the key "
             "was claimed or swept, or an operator forgot it. Stop before the next irreversible step."
         )
 

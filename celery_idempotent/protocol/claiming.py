@@ -31,12 +31,13 @@ CLAIM_PATIENCE = 3.0
 
 
 class Asked(NamedTuple):
-    """What a claim was answered, and when it was sent (``time.monotonic``).
+    """What an attempt to claim was answered, and when it was sent (``time.monotonic``).
 
     ``old``: the record of before a deploy that changed the key, which is claimed as well.
     """
 
     answer: Answer
+    attempt: bytes
     sent: float
     old: Record | None
 
@@ -82,7 +83,7 @@ class Claiming:
                 settle=self._settle_as,
                 release=self._store().release,
             )
-        return Asked(answer, sent, old)
+        return Asked(answer, attempt, sent, old)
 
     def _take(
         self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any

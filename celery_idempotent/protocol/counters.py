@@ -19,8 +19,6 @@ from celery_idempotent.stores.base import can_count
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import CountingStore, Store
 
-__all__ = ["Counters", "counters"]
-
 logger = logging.getLogger(__name__)
 
 #: A process writes what it counted at most so often, in seconds.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.claim import Claim
     from celery_idempotent.stores.base import Store
 
-__all__ = ["DeferredEnd", "OnCommit", "answer", "defer", "give_back"]
-
 #: Takes a function that is to be called after the commit of one transaction, or never.
 OnCommit = Callable[[Callable[[], None]], None]
 
@@ -61,7 +59,7 @@ class DeferredEnd:
     @property
     def over(self) -> bool:
         """Is there nothing to keep alive any more? The heartbeat asks before it renews."""
-        self.give_back()
+        self.release_if_rolled_back()
         return self.claim not in _waiting
 
     def lose(self) -> None:
@@ -92,7 +90,7 @@ class DeferredEnd:
         if not self._hooks and self._taken():
             self._settle()
 
-    def give_back(self) -> None:
+    def release_if_rolled_back(self) -> None:
         """Free the key if the transaction was rolled back."""
         if self._rolled_back and self._taken():
             self._release()
@@ -123,16 +121,16 @@ def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
         end.wait_for(transactions)
 
 
-def answer(record: Record) -> Record | None:
+def end_of(record: Record) -> Record | None:
     """Return what a run in the same transaction made of a held record, ``None`` if somebody else holds it."""
     end = _waiting.get(_claim_of(record))
     return end.record if end is not None and end.here else None
 
 
-def give_back() -> None:
+def release_rolled_back() -> None:
     """Free the keys of all runs whose transaction was rolled back."""
     for end in tuple(_waiting.values()):
-        end.give_back()
+        end.release_if_rolled_back()
 
 
 if hasattr(os, "register_at_fork"):

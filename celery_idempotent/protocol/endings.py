@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.records import Record
 
-__all__ = ["Commit", "End", "Endings", "Settlement"]
-
 logger = logging.getLogger(__name__)
 
 #: How long a release tries to reach the store before the key is left to its lease, in seconds.
@@ -64,6 +62,10 @@ class Settlement(NamedTuple):
     dump: Callable[[], Stored | None]
     error: BaseException | None = None
     line: Line | None = None
+
+
+#: That of a transaction, which has written its value itself.
+COMPLETED = Settlement(State.COMPLETED, lambda: None)
 
 
 class Endings:
@@ -224,7 +226,7 @@ class Endings:
         if not done:
             self._lost(call, claim)
             return End.NEWER_CLAIM
-        self.settled(call, claim, state, settlement.error, settlement.line)
+        self.settled(call, claim, settlement)
         return End.SETTLED
 
     def _give_up(self, call: Call, claim: Claim, error: Exception) -> End:
@@ -294,18 +296,12 @@ class Endings:
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def settled(
-        self,
-        call: Call,
-        claim: Claim,
-        state: State = State.COMPLETED,
-        error: BaseException | None = None,
-        line: Line | None = None,
-    ) -> None:
+    def settled(self, call: Call, claim: Claim, end: Settlement = COMPLETED) -> None:
         """Report that the end state is written; once."""
         if claim.phase is Phase.SETTLED:
             return
         claim.phase = Phase.SETTLED
+        state, error, line = end.state, end.error, end.line
         self._report(signals.settled, call, claim, state=state, error=error, line=line)
         if call.on_settled is not None:
             call.on_settled(claim.token)

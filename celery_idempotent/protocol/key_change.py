@@ -39,8 +39,6 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import Store, Transaction, TransactionalStore
 
-__all__ = ["both", "claimed", "give_back", "is_other", "reserve"]
-
 #: A reservation that had to be given back by who could not have the old identity lasts so long.
 _BACK_MS = 60_000
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from celery_idempotent.records import Renewal
     from celery_idempotent.stores.base import Store
 
-__all__ = ["Heartbeat", "Renewable", "heartbeat"]
-
 logger = logging.getLogger(__name__)
 
 #: A renewal that could not reach the store is tried again after this many seconds at the latest.
@@ -39,6 +37,9 @@ EXIT_PATIENCE = 2.0
 class Renewable(Protocol):
     """What the heartbeat keeps alive."""
 
+    #: What is renewed, and where.
+    lease: Renewal
+    store: Store
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
     renewed_at: float
 
@@ -49,16 +50,6 @@ class Renewable(Protocol):
 
     def lose(self) -> None:
         """Know that the store refused a renewal; called by the heartbeat's thread."""
-        ...
-
-    @property
-    def lease(self) -> Renewal:
-        """What is renewed."""
-        ...
-
-    @property
-    def store(self) -> Store:
-        """Where it is renewed."""
         ...
 
 

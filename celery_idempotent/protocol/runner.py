@@ -56,8 +56,6 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, joined
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
-__all__ = ["Runner"]
-
 logger = logging.getLogger(__name__)
 
 #: A duplicate that waits for the holder looks again after these times, in seconds.
@@ -65,6 +63,11 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
 
 #: A run that its database rolled back at the end waits so long at first, so that those who collided do not meet again.
 _FIRST_REPEAT = 0.02
+
+_MISMATCH = (
+    "{} belongs to task {}, which was called with other arguments: a key stands for one intention. Use another key, or "
+    "take what may differ out of idempotency_fingerprint."
+)
 
 
 class Runner:
@@ -99,7 +102,7 @@ class Runner:
             BaseException: whatever ``body`` raised.
         """
         if call.around is not None:
-            deferred.give_back()
+            deferred.release_rolled_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
         looks, wait_until, repeats = 0, self._wait_until(call), 0
@@ -112,16 +115,13 @@ class Runner:
                 return StoreFailed(error, attempt)
             match asked.answer:
                 case Claimed(record):
-                    match self._act(call, record, asked, body, repeats):
-                        case End.ROLLED_BACK:
-                            repeats += 1
-                            backoff.pause(repeats, first=_FIRST_REPEAT)
-                        case End():
-                            pass  # the record, or a newer claim, answers
-                        case StoreFailed() as failed:
-                            return replace(failed, attempt=attempt)
-                        case result:
-                            return result
+                    result = self._act(call, record, asked, body, repeats)
+                    if not isinstance(result, End):
+                        return result
+                    # The record, a newer claim or another run of this call answers.
+                    if result is End.ROLLED_BACK:
+                        repeats += 1
+                        backoff.pause(repeats, first=_FIRST_REPEAT)
                 case Held(record, left_ms):
                     looks += 1
                     if not self._look_again(looks, wait_until, record, left_ms):
@@ -131,11 +131,7 @@ class Runner:
                     return Replay(record, age_ms)
                 case Mismatched(record):
                     self._report(signals.mismatched, call, record)
-                    raise FingerprintMismatch(
-                        f"{call.identity} belongs to task {record.task_id}, which was called with other arguments: a "
-                        "key stands for one intention. Use another key, or take what may differ out of "
-                        "idempotency_fingerprint."
-                    )
+                    raise FingerprintMismatch(_MISMATCH.format(call.identity, record.task_id))
 
     def _report(
         self, outcome: Signal, call: Call, record: Record | None = None, **more: Any
@@ -156,7 +152,7 @@ class Runner:
     @staticmethod
     def _look_again(looks: int, until: float, record: Record, left_ms: int) -> bool:
         """Wait for the holder a little; ``False`` if there is no more to wait for."""
-        if deferred.answer(record) is not None:
+        if deferred.end_of(record) is not None:
             return False
         # Its lease may end before the next look would be due.
         longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
@@ -164,7 +160,7 @@ class Runner:
 
     def _held(self, call: Call, record: Record, left_ms: int) -> Replay | Conflict:
         """Answer from a run in the caller's transaction; else it is a conflict."""
-        ended = deferred.answer(record)
+        ended = deferred.end_of(record)
         if ended is not None:
             self._report(signals.replayed, call, ended)
             return Replay(ended, 0)
@@ -216,12 +212,15 @@ class Runner:
         """Run the body, or condemn the key; an :class:`End` if the call is to claim again."""
         verdict = self._verdict(record)
         if verdict is None:
-            return self._run(call, record, asked, body, repeats)
+            result = self._run(call, record, asked, body, repeats)
+            if isinstance(result, StoreFailed):
+                return replace(result, attempt=asked.attempt)
+            return result
         try:
             self._endings.condemn(call, self._claiming.hold(record, asked), verdict)
         except STORE_ERRORS as trouble:
             self._report(signals.store_failed, call, record, error=trouble)
-            return StoreFailed(trouble, condemned=True)  # its message comes back
+            return StoreFailed(trouble, asked.attempt, condemned=True)  # its message comes back
         return End.SETTLED
 
     def _verdict(self, record: Record) -> IdempotencyError | None:
@@ -254,14 +253,8 @@ class Runner:
         it for the current claim, and the heartbeat lets it go.
         """
         claim = self._claiming.hold(record, asked)
-        atomic = None
-        if self.policy.mode == "observe":
-            body = self._expecting_transaction(call, body)
-        elif self.policy.atomic:
-            endings, codec = self._endings, self._codec
-            atomic = AtomicRun(call, claim, body, codec=codec, endings=endings, repeats=repeats)
-        outcome = Outcome(atomic or body)
-        before = running.get()
+        run = self._in_transaction(call, claim, body, repeats)
+        outcome, before = Outcome(run), running.get()
         try:
             running.set(claim)
             if not joined(claim.store):  # else another thread could not renew it, and nobody see it
@@ -275,8 +268,8 @@ class Runner:
         except BaseException as error:
             if outcome.returned and not self._refuses(outcome.value):
                 return self._returned(call, claim, outcome.value, error)
-            if atomic is not None:
-                return atomic.undone(error)
+            if isinstance(run, AtomicRun):
+                return run.undone(error)
             end = self._endings.end_failed(call, claim, error)
             if self._is_dropped(end):
                 return end
@@ -286,6 +279,17 @@ class Runner:
                 claim.phase = Phase.ENDED
             running.set(before)
             heartbeat.remove(claim)
+
+    def _in_transaction(
+        self, call: Call, claim: Claim, body: Body, repeats: int
+    ) -> Body | AtomicRun:
+        """Return what runs the body: in a transaction with its record, where the policy wants that."""
+        if self.policy.mode == "observe":
+            return self._expecting_transaction(call, body)
+        if not self.policy.atomic:
+            return body
+        endings, codec = self._endings, self._codec
+        return AtomicRun(call, claim, body, codec=codec, endings=endings, repeats=repeats)
 
     def _refuses(self, value: object) -> bool:
         return unfinished.is_unfinished(value) and self.policy.mode != "observe"

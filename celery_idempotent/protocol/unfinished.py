@@ -9,8 +9,6 @@ from typing import Any
 
 from celery_idempotent.errors import IdempotencyError
 
-__all__ = ["close", "is_unfinished", "kind_of"]
-
 
 def kind_of(function: Any) -> str:
     """Return what a call of ``function`` gives instead of running it, ``""`` if it runs it.

@@ -22,7 +22,7 @@ from django.test import RequestFactory
 
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.django.http import idempotent_view
-from celery_idempotent.django.sql.atomic import AtomicRun
+from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.calls import Ran
@@ -108,9 +108,9 @@ def test_a_serialization_failure_runs_the_body_again(
     place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch, where: str
 ):
     here = place("postgresql", "serializable")
-    real = AtomicRun.settle
+    real = ClaimTransaction.settle
 
-    def settle(run: AtomicRun, **how: Any) -> bool:
+    def settle(run: ClaimTransaction, **how: Any) -> bool:
         if here.runs > 1:
             return real(run, **how)
         if where == "settle":
@@ -120,7 +120,7 @@ def test_a_serialization_failure_runs_the_body_again(
         here.in_between()
         return done
 
-    monkeypatch.setattr(AtomicRun, "settle", settle)
+    monkeypatch.setattr(ClaimTransaction, "settle", settle)
     assert here.run(lambda: here.book(here.alias, "ours")) == Ran(2)
     assert here.names() == ["first", "ours", "theirs"]
     assert here.completed()
@@ -323,13 +323,13 @@ def test_what_collides_again_and_again_is_told_and_its_key_is_free(
 ):
     here = place("postgresql", "serializable")
     monkeypatch.setattr(atomic, "MAX_REPEATS", 1)
-    real = AtomicRun.settle
+    real = ClaimTransaction.settle
 
-    def settle(run: AtomicRun, **how: Any) -> bool:
+    def settle(run: ClaimTransaction, **how: Any) -> bool:
         here.in_between()
         return real(run, **how)
 
-    monkeypatch.setattr(AtomicRun, "settle", settle)
+    monkeypatch.setattr(ClaimTransaction, "settle", settle)
     with pytest.raises(OperationalError, match="serialize"):
         here.run(lambda: here.book(here.alias, "ours"))
     assert here.runs == 2

@@ -80,7 +80,7 @@ def open_shop(
         return Shop(store.alias, kept, **options)
 
     yield open_
-    deferred.give_back()
+    deferred.release_rolled_back()
     assert not deferred._waiting
     assert not [known for known in heartbeat._due if isinstance(known(), deferred.DeferredEnd)]
     for alias in made:
@@ -280,7 +280,7 @@ def test_two_databases_have_both_to_commit(open_shop: Callable[..., Shop]):
         assert shop.state() is State.PROCESSING
         raise Rollback
     assert shop.state() is State.PROCESSING
-    deferred.give_back()
+    deferred.release_rolled_back()
     assert shop.state() is None
     with other.atomic(), shop.atomic():
         shop.pay.delay("second")

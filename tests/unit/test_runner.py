@@ -1060,7 +1060,7 @@ class Rescue:
 def start(heartbeat: lease.Heartbeat) -> None:
     """Have the thread started, as the first claim of a process does."""
     record = claim(MemoryStore())
-    asked = Asked(Claimed(record), time.monotonic(), None)
+    asked = Asked(Claimed(record), b"", time.monotonic(), None)
     other = Claiming(Policy(), TextCodec(), MemoryStore).hold(record, asked)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)

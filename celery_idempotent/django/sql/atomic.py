@@ -44,10 +44,10 @@ from celery_idempotent.stores.values import pack_value
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["AtomicRun", "abandon", "answer", "transaction"]
+__all__ = ["ClaimTransaction", "abandon", "answer", "transaction"]
 
 #: Those that may still wait to hear what became of their COMMIT, by identity and token.
-_runs: WeakValueDictionary[tuple[Identity, int], AtomicRun] = WeakValueDictionary()
+_runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
 
 _SAVEPOINT = "celery_idempotent_run"
 _OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
@@ -63,7 +63,7 @@ _PATIENCE = (
 )
 
 
-class AtomicRun:
+class ClaimTransaction:
     """The transaction of one claim, from just after its BEGIN; without a claim, a transaction only.
 
     :meth:`settle` has to be the last statement before the COMMIT that the end of the ``with`` block
@@ -200,12 +200,12 @@ class AtomicRun:
 
 
 @contextmanager
-def transaction(lines: Lines, record: Record | None) -> Iterator[AtomicRun]:
+def transaction(lines: Lines, record: Record | None) -> Iterator[ClaimTransaction]:
     """Open the thread's own transaction for the run of a claim, or for one that settles nothing."""
     own = lines.own()
     _refuse_outer(own)
     session = Session(own, lines.words(own), inside=True)
-    run = AtomicRun(session, record)
+    run = ClaimTransaction(session, record)
     if record is not None:
         _runs[record.identity, record.token] = run
     nested = own.in_atomic_block
@@ -262,7 +262,7 @@ class _Begun(Atomic):
         self,
         lines: Lines,
         own: BaseDatabaseWrapper,
-        run: AtomicRun,
+        run: ClaimTransaction,
         record: Record | None,
         *,
         nested: bool,
