@@ -25,7 +25,7 @@ from typing import Any
 from celery import canvas as celery_canvas
 from celery.canvas import Signature, maybe_signature
 
-from celery_idempotent.celery.receivers import is_foreign
+from celery_idempotent.celery import registry
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.identity.stamp import (
     KEY_HEADER,
@@ -71,6 +71,8 @@ def install() -> None:
 def _spreading(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def apply(canvas: Any, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
+        if not registry.is_installed(canvas.app):
+            return original(canvas, args, kwargs, *rest, **options)
         own = dict(canvas.options)
         # What the call says goes before what the canvas was made with, as with every option.
         given = _Given().within(own).within(options)
@@ -118,7 +120,7 @@ def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) 
         _spread(part, given.within(options))
         return part
     given = leading or given
-    if is_foreign(part) or str(part.task).startswith("celery."):
+    if registry.is_other_task(part.app, str(part.task)) or str(part.task).startswith("celery."):
         return part
     said = said_of(as_mapping(options.get("headers")), options.get("task_id"))
     if given.key is not None and KEY_HEADER not in options and RAW_KEY not in said:

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from celery.signals import beat_init
-
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of, task_name_of
+from celery_idempotent.celery.registry import definition_of, real_app, task_name_of
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import tally
 from celery_idempotent.protocol.lease import heartbeat
@@ -239,15 +237,14 @@ def _register(app: Celery, interval: float | None) -> None:
         conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
 
 
-@beat_init.connect(weak=False, dispatch_uid="celery_idempotent.mend_row")
-def mend_row(sender: Any, **_: Any) -> None:
+def mend_row(sender: Any, **_: object) -> None:
     """Let django-celery-beat's row of the sweep be as the app's settings are: it never takes back what it once copied.
 
     Beat makes a row of our entry when it starts, without ``expires``, and leaves it when the entry is gone.
     """
     module: Any = sys.modules.get("django_celery_beat.schedulers")
     scheduler = sender.scheduler
-    app = getattr(sender.app, "_get_current_object", lambda: sender.app)()
+    app = real_app(sender.app)
     if module is None or not isinstance(scheduler, module.DatabaseScheduler):
         return
     if app not in _installed:

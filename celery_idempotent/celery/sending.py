@@ -22,7 +22,6 @@ from billiard.einfo import ExceptionInfo
 from celery.app import trace
 from celery.canvas import group, maybe_signature
 from celery.exceptions import Ignore, Reject, Retry
-from celery.signals import after_task_publish
 from celery.utils.serialization import get_pickleable_exception
 
 from celery_idempotent.celery import delivery, republish
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["answer"]
+__all__ = ["answer", "note_published"]
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +171,8 @@ def _call(publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return publish(*args, **options)
 
 
-@after_task_publish.connect(weak=False, dispatch_uid="celery_idempotent.published")
-def _note(headers: Any = None, **_: Any) -> None:
+def note_published(headers: object = None, **_: object) -> None:
+    """Note that this delivery has published a message (``after_task_publish``)."""
     published = _published.get()
     if published is not None and isinstance(headers, Mapping):
         published.add(str(headers.get("id")))

@@ -13,16 +13,16 @@ from celery.utils import uuid
 
 from celery_idempotent.celery import (
     autoretry,
-    canvas,
     delivery,
+    installation,
     operations,
     publishing,
-    reaper,
     republish,
     sending,
 )
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
+from celery_idempotent.celery.registry import real_app
 from celery_idempotent.celery.replay import replay
 from celery_idempotent.celery.typed import TaskBase
 from celery_idempotent.errors import IdempotencyError, InvalidKey, InvalidOption
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 __all__ = ["IdempotentTask"]
 
 logger = logging.getLogger(__name__)
-
-canvas.install()
 
 
 def _id_of_call(task: IdempotentTask, request: Context) -> str:
@@ -110,10 +108,10 @@ class IdempotentTask(TaskBase):
         for attribute in cls._open:
             ours = not off and not is_explicit(app, f"task_{attribute}")
             setattr(cls, attribute, True if ours else None)  # None: Celery's bind does
-        app = getattr(app, "_get_current_object", lambda: app)()  # not a proxy of it
+        app = real_app(app)
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):
-            reaper.install(app)
+            installation.install_tasks(app)
             put_claim_first(cls, vars(IdempotentTask)["__call__"], IdempotentTask._enter)
             cls._definition = define(cls, IdempotentTask, app)
         return bound

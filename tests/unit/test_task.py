@@ -33,6 +33,7 @@ from celery_idempotent import (
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
+    install,
 )
 from celery_idempotent.celery import republish
 from celery_idempotent.protocol.calls import worker_name
@@ -225,6 +226,7 @@ class TestStamp:
         assert message.id == message.stamp["id"] == "my-id"
 
     def test_a_publisher_that_does_not_know_the_class_may_send_the_key(self, app, published):
+        install(app)
         app.send_task("shop.charge", ("o-1",), idempotency_key="mine", idempotency_scope="t")
         message = published[-1]
         assert message.headers["idempotency_key"] == "mine"
