@@ -15,7 +15,7 @@ from celery import Celery
 from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import StoreFailed
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
 from tests.sql.databases import atomic_requests, execute, rows
@@ -214,11 +214,13 @@ def new_identity() -> Identity:
 
 def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> None:
     from celery_idempotent.django.http.describing import describe
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
     site, note, identity = Site(options), new_key(), new_identity()
     store = get_store(app)
-    claimed = store.claim(identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+    claimed = store.claim(
+        ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+    )
     assert isinstance(claimed, Claimed)
 
     def fail() -> bool:
@@ -234,7 +236,7 @@ def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> Non
     assert written(note) == 0
     record = store.get(identity)
     assert record is not None
-    told = describe(record, key=identity.key, task=None, options=read_options())
+    told = describe(record, key=identity.key, task=None, options=http_options())
     assert told["error"]["code"] == "failed_by_operator"
     assert told["error"]["type"] == "FailedByOperator"
     assert told["retryable"] is False
