@@ -17,7 +17,7 @@ after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -26,6 +26,7 @@ from celery import canvas as celery_canvas
 from celery.canvas import Signature, maybe_signature
 
 from celery_idempotent.celery import registry
+from celery_idempotent.identity import trees
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.identity.stamp import (
     KEY_HEADER,
@@ -38,7 +39,10 @@ from celery_idempotent.identity.stamp import (
 
 __all__ = ["install"]
 
-_CHAIN, _GROUP, _CHORD = "celery.chain", "celery.group", "celery.chord"
+_CHAIN, _CHORD = "celery.chain", "celery.chord"
+
+#: A chord counts as the chain of its header and its body.
+_OF_A_CHORD: dict[trees.Place, trees.Place] = {("header",): (0,), ("body",): (1,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +51,11 @@ class _Given:
 
     key: Any = None
     scope: Any = None
-    path: tuple[int, ...] = ()
+    path: trees.Place = ()
 
-    def at(self, index: int) -> _Given:
+    def at(self, place: trees.Place) -> _Given:
         """Return what the part at this place is given."""
-        return _Given(self.key, self.scope, (*self.path, index))
+        return _Given(self.key, self.scope, (*self.path, *place))
 
     def within(self, options: dict[str, Any]) -> _Given:
         """Return what holds below a canvas with these options, which are rid of its own key and scope."""
@@ -81,42 +85,31 @@ def _spreading(original: Callable[..., Any]) -> Callable[..., Any]:
             canvas.options = own
             _spread(canvas, given)
             if isinstance(kwargs, dict) and kwargs.get("body") is not None:  # chord(header)(body)
-                kwargs = {**kwargs, "body": _part(canvas, kwargs["body"], given.at(1))}
+                kwargs = {**kwargs, "body": _part(canvas, kwargs["body"], given.at((1,)))}
             if options.get("body") is not None:
-                options["body"] = _part(canvas, options["body"], given.at(1))
+                options["body"] = _part(canvas, options["body"], given.at((1,)))
         return original(canvas, args, kwargs, *rest, **options)
 
     return apply
 
 
-def _spread(canvas: Any, given: _Given) -> None:
+def _spread(canvas: Signature[Any], given: _Given) -> None:
     """Give a key to each task in a canvas, which is a copy."""
-    if canvas.task == _CHORD:
-        header = canvas.tasks
-        if isinstance(header, Signature):
-            canvas.tasks = _part(canvas, header, given.at(0))
-        else:
-            canvas.tasks = _parts(canvas, header, given.at(0))
-        if canvas.body is not None:
-            canvas.body = _part(canvas, canvas.body, given.at(1))
-        return
-    canvas.tasks = _parts(canvas, canvas.tasks, given, leading=canvas.task == _CHAIN)
 
+    def part(inner: object, place: trees.Place) -> object:
+        leads = canvas.task == _CHAIN and place == (0,)
+        if canvas.task == _CHORD:
+            place = _OF_A_CHORD.get(place, (0, *place))
+        return _part(canvas, inner, given.at(place), given if leads else None)
 
-def _parts(
-    canvas: Any, parts: Iterable[Any], given: _Given, *, leading: bool = False
-) -> list[Signature[Any]]:
-    return [
-        _part(canvas, part, given.at(index), given if leading and index == 0 else None)
-        for index, part in enumerate(parts)
-    ]
+    canvas["kwargs"] = trees.with_parts(canvas, part)
 
 
 def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) -> Any:
     """Return a copy of a part with its keys; ``leading`` is what it is given if it is a task."""
     part = maybe_signature(part, app=canvas._app, clone=True)  # noqa: SLF001
     options = part.options = dict(part.options)
-    if part.task in (_CHAIN, _GROUP, _CHORD):
+    if trees.is_canvas(part):
         _spread(part, given.within(options))
         return part
     given = leading or given

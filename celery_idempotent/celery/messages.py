@@ -15,6 +15,7 @@ from celery.utils import uuid
 from celery_idempotent.celery.registry import has_active_tasks, is_other_task
 from celery_idempotent.identity import stamp
 from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.identity.trees import with_last_task
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -22,17 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["prepare"]
 
 
-def prepare(app: Celery, task_id: str | None, options: dict[str, Any]) -> str | None:
-    """Complete the options of one ``app.send_task``, and return the task id that it is to have."""
-    chain = options.get("chain")
-    raw = _raw_headers(options)
+def prepare(app: Celery, options: dict[str, Any]) -> None:
+    """Complete the options of one ``app.send_task``: its headers, and the last step of its chain."""
+    raw, chain = _raw_headers(options), options.get("chain")
+    if raw or chain:
+        options["task_id"] = options.get("task_id") or uuid()
     if raw:
-        task_id = task_id or uuid()
-        options["headers"] = _stamped(raw, task_id)
+        options["headers"] = _stamped(raw, options["task_id"])
     if chain:
-        task_id = task_id or uuid()
-        options["chain"] = [_with_run(app, chain[0], task_id), *chain[1:]]
-    return task_id
+        options["chain"] = [_with_run(app, chain[0], options["task_id"]), *chain[1:]]
 
 
 def _raw_headers(options: dict[str, Any]) -> dict[str, Any] | None:
@@ -67,20 +66,16 @@ def _with_run(app: Celery, step: Any, run: str) -> Any:
     the chain's options): without this the second one would pass for a redelivery of the first. A retried or redelivered
     head carries it along.
     """
-    if not isinstance(step, Mapping):
-        return step
-    kwargs = step.get("kwargs") or {}
-    if step.get("task") == "celery.chord" and kwargs.get("body"):
-        return {**step, "kwargs": {**kwargs, "body": _with_run(app, kwargs["body"], run)}}
-    if step.get("task") == "celery.chain" and kwargs.get("tasks"):
-        *first, last = kwargs["tasks"]
-        return {**step, "kwargs": {**kwargs, "tasks": [*first, _with_run(app, last, run)]}}
-    known = step.app if isinstance(step, Signature) else app
-    if is_other_task(known, str(step.get("task"))) or not has_active_tasks(known):
-        return step
-    options = step.get("options") or {}
-    headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
-    if not task_id or stamp.RUN in stamp.said_of(headers, task_id):
-        return step
-    marked = stamp.bound(headers, task_id, more={stamp.RUN: run})
-    return {**step, "options": {**options, "headers": marked}}
+
+    def marked(task: Mapping[str, Any]) -> Mapping[str, Any]:
+        known = task.app if isinstance(task, Signature) else app
+        if is_other_task(known, str(task.get("task"))) or not has_active_tasks(known):
+            return task
+        options = task.get("options") or {}
+        headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
+        if not task_id or stamp.RUN in stamp.said_of(headers, task_id):
+            return task
+        marked = stamp.bound(headers, task_id, more={stamp.RUN: run})
+        return {**task, "options": {**options, "headers": marked}}
+
+    return with_last_task(step, marked)

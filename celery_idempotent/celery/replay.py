@@ -44,7 +44,7 @@ def replay(
     )
     own = record.task_id == request.id
     if own and record.delivered:
-        delivery.silence(request)
+        delivery.drop_callbacks(request)
     if record.state is State.FAILED:
         error = definition.codec.load_error(record.value)
         if not own:
@@ -68,12 +68,12 @@ def replay(
 
 def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> None:
     """Have sent what this message sends. A duplicate under another id marks nothing: it did not settle the record."""
-    if not delivery.sends_on(request) or (record.delivered and record.task_id == request.id):
+    if not delivery.has_callbacks(request) or (record.delivered and record.task_id == request.id):
         return
     due = _due(task, record, age_ms)
     if record.task_id != request.id:
         due = replace(due, mark=_nothing)
-    delivery.expect(request, due)
+    delivery.note_due(request, due)
 
 
 def _due(task: IdempotentTask, record: Record, age_ms: int) -> delivery.Due:

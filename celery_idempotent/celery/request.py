@@ -23,7 +23,7 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import signals
-from celery_idempotent.celery.delivery import sends_on
+from celery_idempotent.celery.delivery import has_callbacks
 from celery_idempotent.celery.registry import has_tasks
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
@@ -228,7 +228,7 @@ class Request(CeleryRequest):
         """
         task: Any = self.task
         comes_back = task.acks_late and task.reject_on_worker_lost
-        if comes_back and task.idempotency_definition() and sends_on(self._context):  # type: ignore[attr-defined]
+        if comes_back and task.idempotency_definition() and has_callbacks(self._context):  # type: ignore[attr-defined]
             return False
         return super()._success_was_stored()  # type: ignore[misc]
 

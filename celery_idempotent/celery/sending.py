@@ -27,7 +27,7 @@ from celery.utils.serialization import get_pickleable_exception
 from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.chords import Undelivered, hopeless, patient
 from celery_idempotent.celery.delivery import Due
-from celery_idempotent.identity.trees import leaves
+from celery_idempotent.identity.trees import tasks_of
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -49,7 +49,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> An
         Ignore: if that cannot be sent now: the message comes back.
         Exception: what the run raised; or what makes it hopeless to send: then the task fails, and its record stays.
     """
-    delivery.taken(request)  # some pools keep one request for all deliveries of a task
+    delivery.take_due(request)  # some pools keep one request for all deliveries of a task
     try:
         value = run()
     except delivery.Replaced as replaced:
@@ -61,7 +61,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> An
             raise error.trouble from None
         raise Ignore(str(replaced)) from None
     except Exception as error:
-        due = delivery.taken(request)
+        due = delivery.take_due(request)
         if due is not None and not isinstance(error, (Ignore, Reject, Retry)):
             left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
             with suppress(_Hopeless):
@@ -69,7 +69,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> An
             if not _is_celerys(request):
                 request.errbacks = request.chain = request.chord = None
         raise
-    due = delivery.taken(request)
+    due = delivery.take_due(request)
     if due is not None:
         left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
         try:
@@ -187,7 +187,7 @@ def _forget_published(request: Any) -> None:
 
 
 def _is_sent(callback: Any, published: set[str]) -> bool:
-    ids = [str((leaf.get("options") or {}).get("task_id")) for leaf in leaves(callback)]
+    ids = [str((task.get("options") or {}).get("task_id")) for task in tasks_of(callback)]
     if callback.get("task") == "celery.chain":
         ids = ids[:1]  # the first step carries the others
     return bool(ids) and published.issuperset(ids)
