@@ -23,9 +23,10 @@ from functools import wraps
 from typing import Any
 
 from celery import canvas as celery_canvas
-from celery.canvas import Signature, maybe_signature
+from celery.canvas import maybe_signature
 
 from celery_idempotent.celery import registry
+from celery_idempotent.celery.typed import Options, Sig
 from celery_idempotent.identity import trees
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.identity.stamp import (
@@ -49,15 +50,15 @@ _OF_A_CHORD: dict[trees.Place, trees.Place] = {("header",): (0,), ("body",): (1,
 class _Given:
     """What a canvas was given, and the way from there to the part at hand."""
 
-    key: Any = None
-    scope: Any = None
+    key: object = None
+    scope: object = None
     path: trees.Place = ()
 
     def at(self, place: trees.Place) -> _Given:
         """Return what the part at this place is given."""
         return _Given(self.key, self.scope, (*self.path, *place))
 
-    def within(self, options: dict[str, Any]) -> _Given:
+    def within(self, options: Options) -> _Given:
         """Return what holds below a canvas with these options, which are rid of its own key and scope."""
         key, scope = _take(options, KEY_HEADER, RAW_KEY), _take(options, SCOPE_HEADER, RAW_SCOPE)
         scope = self.scope if scope is None else scope
@@ -93,7 +94,7 @@ def _spreading(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _spread(canvas: Signature[Any], given: _Given) -> None:
+def _spread(canvas: Sig, given: _Given) -> None:
     """Give a key to each task in a canvas, which is a copy."""
 
     def part(inner: object, place: trees.Place) -> object:
@@ -126,7 +127,7 @@ def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) 
     return part
 
 
-def _take(options: dict[str, Any], name: str, word: str) -> Any:
+def _take(options: Options, name: str, word: str) -> object:
     """Take an option, or a header of this name; Celery's stamps are options, too, and stay."""
     if name in (options.get("stamped_headers") or ()):
         return None

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from celery.canvas import Signature, maybe_signature
+from celery.canvas import maybe_signature
 from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
+from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.identity.stamp import as_mapping, said_of
 from celery_idempotent.identity.trees import Place, with_tasks
@@ -29,6 +30,7 @@ from celery_idempotent.records import Identity, State
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.app.task import Context
 
     from celery_idempotent.stores.base import Store
 
@@ -77,14 +79,14 @@ def forgetting(store: Store, identity: Identity, token: int) -> Callable[[], Non
 class Replaced(Ignore):
     """The task is replaced: to publish ``signature``, under its task id, is due. ``free`` gives the key back."""
 
-    def __init__(self, signature: Signature[Any], due: Due, free: Callable[[], None]) -> None:
+    def __init__(self, signature: Sig, due: Due, free: Callable[[], None]) -> None:
         super().__init__("Replaced by new task")
         self.signature = signature
         self.due = due
         self.free = free
 
 
-def has_callbacks(request: Any) -> bool:
+def has_callbacks(request: Context) -> bool:
     """Does this request have anything to send when it is done, or did it, and came back for it?"""
     return bool(
         request.callbacks
@@ -95,17 +97,17 @@ def has_callbacks(request: Any) -> bool:
     )
 
 
-def drop_callbacks(request: Any) -> None:
+def drop_callbacks(request: Context) -> None:
     """Let Celery send nothing for this request: all of it was sent before."""
     request.callbacks = request.errbacks = request.chain = request.chord = None
 
 
-def note_due(request: Any, due: Due) -> None:
+def note_due(request: Context, due: Due) -> None:
     """Remember that something is to be sent."""
     setattr(request, _DUE, due)
 
 
-def take_due(request: Any) -> Due | None:
+def take_due(request: Context) -> Due | None:
     """Return what is due, once."""
     due: Due | None = vars(request).pop(_DUE, None)
     return due
@@ -128,9 +130,7 @@ def marking(store: Store, identity: Identity, token: int) -> Callable[[], None]:
     return mark
 
 
-def derive_ids(
-    app: Celery, links: Signature[Any] | Sequence[Signature[Any]], parent_id: str, kind: str
-) -> object:
+def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
     """Return ``links`` with task ids made from the parent's id where they have none.
 
     Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has

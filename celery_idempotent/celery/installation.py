@@ -15,12 +15,12 @@ from celery import signals
 from celery.app.base import Celery as CeleryApp
 
 from celery_idempotent.celery import canvas, messages, reaper, receivers, registry, request, sending
+from celery_idempotent.celery.typed import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery import Celery
-    from celery.result import AsyncResult
 
 __all__ = ["install", "install_tasks"]
 
@@ -78,18 +78,18 @@ def _connect_receivers() -> None:
         signal.connect(receiver, weak=False, dispatch_uid=uid)
 
 
-def _carrying(app: Celery) -> Callable[..., AsyncResult[Any]]:
+def _carrying(app: Celery) -> Callable[..., Result]:
     """Return a ``send_task`` for this app, around the one that it has."""
     replaced = vars(app).get("send_task")
 
     @wraps(CeleryApp.send_task)
     def send_task(
         name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
-    ) -> AsyncResult[Any]:
+    ) -> Result:
         options.update(zip(_BY_POSITION, rest, strict=False))
         messages.prepare(app, options)
         # The class's method is looked up each time: others (Sentry) replace it whenever they are set up.
-        send: Callable[..., AsyncResult[Any]] = replaced or type(app).send_task.__get__(app)
+        send: Callable[..., Result] = replaced or type(app).send_task.__get__(app)
         return send(name, args, kwargs, **options)
 
     return send_task

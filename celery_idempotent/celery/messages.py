@@ -13,6 +13,7 @@ from celery.canvas import Signature
 from celery.utils import uuid
 
 from celery_idempotent.celery.registry import has_active_tasks, is_other_task
+from celery_idempotent.celery.typed import Options
 from celery_idempotent.identity import stamp
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.identity.trees import with_last_task
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["prepare"]
 
 
-def prepare(app: Celery, options: dict[str, Any]) -> None:
+def prepare(app: Celery, options: Options) -> None:
     """Complete the options of one ``app.send_task``: its headers, and the last step of its chain."""
     raw, chain = _raw_headers(options), options.get("chain")
     if raw or chain:
@@ -34,7 +35,7 @@ def prepare(app: Celery, options: dict[str, Any]) -> None:
         options["chain"] = [_with_run(app, chain[0], options["task_id"]), *chain[1:]]
 
 
-def _raw_headers(options: dict[str, Any]) -> dict[str, Any] | None:
+def _raw_headers(options: Options) -> dict[str, Any] | None:
     """Return the headers, with a key and a scope given as options, if a publisher set any of ours in them.
 
     Celery would make an option that it does not know a message property, which RabbitMQ drops. What Celery stamps are
@@ -59,7 +60,7 @@ def _stamped(headers: dict[str, Any], task_id: str) -> dict[str, Any]:
     return {**rest, stamp.STAMP_HEADER: own}
 
 
-def _with_run(app: Celery, step: Any, run: str) -> Any:
+def _with_run(app: Celery, step: object, run: str) -> object:
     """Return a copy of a chain's last step that says to which application of the chain it belongs.
 
     A chain object that is applied twice gives its last step the same task id both times (``prepare_steps`` leaves it in

@@ -23,6 +23,7 @@ from celery.utils import uuid
 from celery_idempotent.celery import delivery
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.reserving import lost_after_ms, reserve_and_send
+from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import (
@@ -39,8 +40,6 @@ from celery_idempotent.identity.stamp import (
 from celery_idempotent.protocol.claim import Claim, current_claim
 
 if TYPE_CHECKING:
-    from celery.result import AsyncResult
-
     from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = [
@@ -56,7 +55,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 #: Celery's ``apply_async`` behind ours: ``send(args, kwargs, **options)``.
-Send = Callable[..., "AsyncResult[Any]"]
+Send = Callable[..., Result]
 Args = Sequence[object] | None
 Kwargs = Mapping[str, object] | None
 
@@ -70,7 +69,7 @@ class DeferredCall:
 
     args: Args
     kwargs: Kwargs
-    options: dict[str, Any]
+    options: Options
     reserve: bool = False
 
 
@@ -89,8 +88,8 @@ def publish(
     send: Send,
     args: Args,
     kwargs: Kwargs,
-    options: dict[str, Any],
-) -> AsyncResult[Any]:
+    options: Options,
+) -> Result:
     """Publish one call through ``send(args, kwargs, **options)``, ``options`` being all of ``apply_async``'s.
 
     Raises:
@@ -105,7 +104,7 @@ def publish(
     reserve = may_reserve and identified is not None and not identified.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
-        deferred: AsyncResult[Any] = intercept(task, call)
+        deferred: Result = intercept(task, call)
         return deferred
     if retrying is not None:
         return _send_retry(task, definition, retrying, partial(send, args, kwargs), options)
@@ -118,7 +117,7 @@ def stamp_call(
     definition: Definition,
     args: Args,
     kwargs: Kwargs,
-    options: dict[str, Any],
+    options: Options,
     retrying: Claim | None = None,
     *,
     eager: bool = False,
@@ -158,7 +157,7 @@ def stamp_call(
     return identified
 
 
-def take_key(options: dict[str, Any]) -> tuple[object, object]:
+def take_key(options: Options) -> tuple[object, object]:
     """Take key and scope out of the options of a call; what Celery stamps are options, too, and stay."""
     stamped = options.get("stamped_headers") or ()
     key = None if KEY_HEADER in stamped else options.pop(KEY_HEADER, None)
@@ -166,7 +165,7 @@ def take_key(options: dict[str, Any]) -> tuple[object, object]:
     return key, scope
 
 
-def _give_ids_to_callbacks(task: IdempotentTask, options: dict[str, Any]) -> None:
+def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
     """Give callbacks ids that follow from the call's own: sent twice, they are the same calls."""
     for kind in ("link", "link_error"):
         if options.get(kind):
@@ -177,7 +176,7 @@ def _give_ids_to_callbacks(task: IdempotentTask, options: dict[str, Any]) -> Non
 # -- reserved before it is sent ----------------------------------------------------------------------------------------
 
 
-def _may_reserve(task: IdempotentTask, definition: Definition, options: dict[str, Any]) -> bool:
+def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
     """May a second call be answered by the first one's id? Not where its own id is expected somewhere."""
     return (
         definition.policy.publish_once
@@ -201,7 +200,7 @@ def take_interceptor() -> Callable[[IdempotentTask, DeferredCall], Any] | None:
 
 def send_deferred(
     task: IdempotentTask, definition: Definition | None, send: Send, call: DeferredCall
-) -> AsyncResult[Any]:
+) -> Result:
     """Send a call that was deferred, as often as it takes: what it is about was stamped on it when it was made."""
     options = dict(call.options)
     again = partial(send, call.args, call.kwargs)
@@ -223,9 +222,7 @@ def send_deferred(
 # -- a run publishes its own retry -------------------------------------------------------------------------------------
 
 
-def _retrying_run(
-    task: IdempotentTask, definition: Definition, options: Mapping[str, Any]
-) -> Claim | None:
+def _retrying_run(task: IdempotentTask, definition: Definition, options: Options) -> Claim | None:
     """Return the claim of the run that publishes its own retry with this call."""
     claim = current_claim()
     if (
@@ -250,8 +247,8 @@ def _send_retry(
     definition: Definition,
     run: Claim,
     send: Send,
-    options: dict[str, Any],
-) -> AsyncResult[Any]:
+    options: Options,
+) -> Result:
     """Free the key of a run, then publish its retry, which thus never meets its predecessor's claim."""
     release = partial(definition.runner.release, run, requeue_ms=lost_after_ms(options))
     if run.transaction is None:

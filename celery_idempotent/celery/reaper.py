@@ -58,7 +58,7 @@ _installed: weakref.WeakSet[Celery] = weakref.WeakSet()
 _installing = threading.Lock()
 
 
-def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str, Any]:
+def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str, object]:
     """Interrupt stale claims and prune what is past its retention; return the counts.
 
     Safe to run on any number of machines at once: whether a claim is stale is decided by the store at the moment of the
@@ -220,7 +220,7 @@ def _register(app: Celery, interval: float | None) -> None:
     # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and mixins do
     # to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
     @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
-    def sweep_task(self: Any, limit: int = LIMIT) -> dict[str, Any]:
+    def sweep_task(self: Any, limit: int = LIMIT) -> dict[str, object]:
         return sweep(self.app, limit=limit, sender=self)
 
     if interval is None or SWEEP in app.conf.beat_schedule:

@@ -19,6 +19,7 @@ from celery.exceptions import Ignore
 from celery_idempotent.celery import delivery
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.reserving import lost_after_ms
+from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.identity.stamp import (
     KEY_HEADER,
@@ -33,8 +34,6 @@ from celery_idempotent.protocol.claim import Claim, current_claim
 from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:
-    from celery.canvas import Signature
-
     from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = ["publish_after_settle", "replace"]
@@ -43,8 +42,8 @@ __all__ = ["publish_after_settle", "replace"]
 def replace(
     task: IdempotentTask,
     definition: Definition,
-    sig: Signature[Any],
-    celery_replace: Callable[[Signature[Any]], object],
+    sig: Sig,
+    celery_replace: Callable[[Sig], object],
 ) -> object:
     """Replace the task by Celery's own ``replace``, after what its claim needs."""
     claim = current_claim()
@@ -74,7 +73,7 @@ def replace(
 
 
 def publish_after_settle(
-    task: IdempotentTask, definition: Definition, sig: Signature[Any], claim: Claim | None
+    task: IdempotentTask, definition: Definition, sig: Sig, claim: Claim | None
 ) -> None:
     """Leave a replacement with the claim, to be published once the record has it; return if Celery is to publish it.
 

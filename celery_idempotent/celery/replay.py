@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def replay(
     task: IdempotentTask, definition: Definition, request: Context, record: Record, age_ms: int
-) -> Any:
+) -> object:
     """Answer from the record: return its value or raise its exception.
 
     A redelivery of the very message that settled it sends on what the first delivery did not; any other
@@ -85,7 +85,7 @@ def _nothing() -> None:
     pass
 
 
-def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> Any:
+def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> object:
     """Look for a result that is not in the record where its task left it."""
     if isinstance(task.backend, DisabledBackend):
         state, value = "", None

@@ -13,12 +13,13 @@ sends under the same task id. Where the store fails the call is sent unreserved:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
 from celery_idempotent.celery.definition import Definition
+from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import bound, said_of
@@ -30,8 +31,6 @@ from celery_idempotent.stores import Store, get_store
 from celery_idempotent.stores.base import forget_mark
 
 if TYPE_CHECKING:
-    from celery.result import AsyncResult
-
     from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = ["RESERVED_MS", "lost_after_ms", "reserve_and_send"]
@@ -46,9 +45,9 @@ def reserve_and_send(
     task: IdempotentTask,
     definition: Definition,
     identified: Identified,
-    send: Callable[..., AsyncResult[Any]],
-    options: dict[str, Any],
-) -> AsyncResult[Any]:
+    send: Callable[..., Result],
+    options: Options,
+) -> Result:
     """Reserve the key of a call and send it by ``send(**options)``; return the first call's result if there was one.
 
     Raises:
@@ -94,7 +93,7 @@ def reserve_and_send(
 
 
 def _reserve(
-    store: Store, definition: Definition, identified: Identified, options: Mapping[str, Any]
+    store: Store, definition: Definition, identified: Identified, options: Options
 ) -> Reservation:
     """Reserve the key; a mark that a retention of 0 left is forgotten first, if it is no answer for this call."""
     policy = definition.policy
@@ -111,7 +110,7 @@ def _reserve(
         forget_mark(store, answer.record.identity, token=answer.record.token)
 
 
-def _use_task_id(options: dict[str, Any], task_id: str) -> None:
+def _use_task_id(options: Options, task_id: str) -> None:
     """Let a call go out under the task id that its key has already."""
     said = said_of(options["headers"], options["task_id"])
     options["task_id"] = task_id
@@ -124,7 +123,7 @@ def _event(
     return Event(task=task.name, task_id=task_id, identity=identified.identity, error=error)
 
 
-def lost_after_ms(options: Mapping[str, Any]) -> int:
+def lost_after_ms(options: Options) -> int:
     """Return in how many milliseconds a message that is published now with these options counts as lost."""
     wait = 0.0
     eta = options.get("eta")

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
@@ -109,7 +109,7 @@ def call_of(
 
 def identify_delivery(
     definition: Definition,
-    headers: Mapping[str, Any],
+    headers: Mapping[str, object],
     args: Sequence[object],
     kwargs: Mapping[str, object],
     *,

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _published: ContextVar[set[str] | None] = ContextVar("idempotency_published", default=None)
 
 
-def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> Any:
+def answer(task: IdempotentTask, request: Context, run: Callable[[], object]) -> object:
     """Run, or answer from the record; then send what the request has to send, if a record says that this is due.
 
     Raises:
@@ -117,14 +117,14 @@ def _deliver(
     due.mark()
 
 
-def _is_celerys(request: Any) -> bool:
+def _is_celerys(request: Context) -> bool:
     """Can this not come back (an eager call, or one without an id)? Then Celery sends, here and now."""
     return bool(request.is_eager or not request.id)
 
 
-def _succeed(task: IdempotentTask, request: Any, value: Any) -> None:
+def _succeed(task: IdempotentTask, request: Any, value: object) -> None:
     """Send what follows a success, as Celery's tracer does."""
-    app: Any = task.app
+    app = task.app
     inherited = app.conf.task_inherit_parent_priority
     options = {
         "parent_id": request.id,
@@ -162,12 +162,12 @@ def _fail(task: IdempotentTask, request: Any, error: Exception) -> None:
     )
 
 
-def _ignores_result(task: Any, request: Any) -> bool:
+def _ignores_result(task: IdempotentTask, request: Context) -> bool:
     actual = getattr(trace, "get_actual_ignore_result", None)  # Celery >= 5.6
     return bool(actual(task, request) if actual else task.ignore_result)
 
 
-def _call(publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _call(publish: Callable[..., object], *args: object, **options: object) -> object:
     return publish(*args, **options)
 
 
@@ -178,7 +178,7 @@ def note_published(headers: object = None, **_: object) -> None:
         published.add(str(headers.get("id")))
 
 
-def _forget_published(request: Any) -> None:
+def _forget_published(request: Context) -> None:
     """Leave in the request, and so in the message that comes back, only the callbacks that are not sent yet."""
     published = _published.get() or set()
     for name in ("callbacks", "errbacks"):

@@ -19,7 +19,7 @@ from celery_idempotent.celery import (
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
 from celery_idempotent.celery.registry import real_app
-from celery_idempotent.celery.typed import TaskBase
+from celery_idempotent.celery.typed import Result, Sig, TaskBase
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.protocol.calls import worker_name
@@ -30,8 +30,7 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.canvas import Signature
-    from celery.result import AsyncResult
+    from celery.app.task import Context
 
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
@@ -171,7 +170,7 @@ class IdempotentTask(TaskBase):
             return intercept(self, call)
         return send(args, kwargs, **options)
 
-    def send_deferred(self, call: publishing.DeferredCall) -> AsyncResult[Any]:
+    def send_deferred(self, call: publishing.DeferredCall) -> Result:
         """Send a call that an outbox deferred: this went through every ``apply_async`` above when it was made."""
         definition = self.idempotency_definition()
         return publishing.send_deferred(self, definition, super().apply_async, call)
@@ -194,9 +193,14 @@ class IdempotentTask(TaskBase):
         way = super().__call__ if entry.arrived else self._last_step(entry)
         return way(*args, **kwargs)
 
-    def _enter(self, way: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    def _enter(
+        self,
+        way: Callable[..., object] | None,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> object:
         """Go ``way`` to ``run`` (``None``: no base is in front of this one), under a claim if this is a delivery."""
-        request: Any = self.request
+        request: Context = self.request
         definition = self.idempotency_definition()
         if definition is None or request.called_directly or entry_of(request):
             return (way or super().__call__)(*args, **kwargs)
@@ -211,7 +215,7 @@ class IdempotentTask(TaskBase):
                 except republish.StaysError:  # noqa: PERF203  after a pause; what ran is recorded
                     continue
 
-    def _last_step(self, entry: Entry) -> Callable[..., Any]:
+    def _last_step(self, entry: Entry) -> Callable[..., object]:
         """Return what is behind this class: ``run``, or another base on the way to it."""
         entry.arrived = True
         if self._ours().overridden:
@@ -222,9 +226,9 @@ class IdempotentTask(TaskBase):
 
     def identify_delivery(
         self,
-        headers: Mapping[str, Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        headers: Mapping[str, object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         *,
         task_id: str,
         nesting: int = 0,
@@ -242,14 +246,14 @@ class IdempotentTask(TaskBase):
         """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
         return ()
 
-    def replace(self, sig: Signature[Any]) -> Any:
+    def replace(self, sig: Sig) -> Any:
         """Replace this task with another, as Celery does; the record is completed as *replaced*."""
         definition = self._defined()
         if definition is None:
             return super().replace(sig)
         return replacing.replace(self, definition, sig, super().replace)
 
-    def on_replace(self, sig: Signature[Any]) -> Any:
+    def on_replace(self, sig: Sig) -> Any:
         """Let the replacement be published once the record has it: it is never lost, and run() is not repeated."""
         definition = self._defined()
         if definition is not None:

@@ -45,7 +45,7 @@ RAW_KEY, RAW_SCOPE, KEEP_FAILURE = "raw_key", "raw_scope", "keep_failure"
 RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_FAILURE}
 
 
-def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
+def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
     """Return the stamp of the message with this task id, or ``None``.
 
     A task that hands its own headers on to another call (tracing does) hands on a stamp that is not the other's.
@@ -56,7 +56,7 @@ def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
     return found
 
 
-def said_of(headers: Mapping[str, Any], task_id: str | None) -> dict[str, Any]:
+def said_of(headers: Mapping[str, object], task_id: str | None) -> dict[str, object]:
     """Return all that headers say about the message with this task id: its stamp, and what a publisher set beside it.
 
     What is repeated from the stamp of another message was handed on with it, and says nothing about this one.
@@ -72,7 +72,7 @@ def said_of(headers: Mapping[str, Any], task_id: str | None) -> dict[str, Any]:
 
 
 def bound(
-    headers: Mapping[str, Any],
+    headers: Mapping[str, object],
     task_id: str,
     identified: Identified | None = None,
     more: Mapping[str, object] | None = None,
@@ -90,7 +90,7 @@ def bound(
     return {**rest, STAMP_HEADER: {**said, **(more or {}), "id": task_id}}
 
 
-def own_id(headers: Mapping[str, Any], task_id: str) -> str:
+def own_id(headers: Mapping[str, object], task_id: str) -> str:
     """Return what tells this message from all that are not redeliveries of it: its task id, and its run of a chain."""
     run = said_of(headers, task_id).get(RUN)
     return f"{task_id}/{run}" if isinstance(run, str) else task_id
