@@ -2,8 +2,8 @@
 
 Celery hands an option of a group to every member as it is, that of a chain to the first step, in eager mode to all, and
 that of an eager chord to the body alone. As it is, then, two tasks would share one key and only one of them would run,
-and others would have none. Nothing that a member is told says which of several it is (members of nested groups have the
-same ``group_index``), so the key is spread where the tree is still whole, before the canvas is applied::
+and others would have none. Nothing in its message tells a member which of several it is (members of nested groups have
+the same ``group_index``), so the key is spread where the tree is still whole, before the canvas is applied::
 
     K ─ chain ─┬─ a                     K            the first step, if it is a task
                ├─ b                     (K, 1)       else: the key and the way down the tree

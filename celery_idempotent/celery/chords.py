@@ -120,7 +120,7 @@ class PatientBackend(Base):
         while True:
             try:
                 return type(body).delay(body, result)
-            except Exception as error:  # noqa: PERF203  tries that are to be told apart
+            except Exception as error:  # noqa: PERF203  each try fails for a reason of its own
                 if hopeless(error):
                     raise
                 if _is_redis(self.whole):

@@ -136,9 +136,9 @@ class TaskCodec:
                 f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
             )
         backend: Any = self._app.backend  # its stubs are narrower than it is
-        told = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+        written = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
         try:
-            error = backend.exception_to_python(told)
+            error = backend.exception_to_python(written)
         except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
             return ResultUnavailable(
                 f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."

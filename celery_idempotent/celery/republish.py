@@ -1,4 +1,4 @@
-"""Sending a message round again, when it may not run yet: after a conflict, or when the store failed."""
+"""Republishing a message with a countdown, when it may not run yet: after a conflict, or when the store failed."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: In a stamp: own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
+#: In a stamp: how often a message was republished, and why, so that the user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
-#: In a stamp: attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under
-#: nobody.
+#: In a stamp: all attempts to claim that no store answered, in hexadecimal: the store may hold one of them, and nobody
+#: runs for it.
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
@@ -70,16 +70,16 @@ class StaysError(Exception):
 
 
 class Dropped(Ignore):
-    """A duplicate is dropped, and whoever watches events shall see it: the worker's main process tells them."""
+    """A duplicate is dropped: the worker's main process sends an event, so that monitors see it."""
 
 
 def conflict(
     task: IdempotentTask, request: Context, record: Record, left_ms: int, *, other: bool = False
 ) -> NoReturn:
-    """Somebody holds the key: send this copy round again, or say so, as the task's policy wants.
+    """Another run holds the key: republish this copy, or say so, as the task's policy wants.
 
     A redelivery (the holder's own task id) may be the broker's only copy, and failing it would fail
-    the original's chord and chain: it always goes round again, and leaves the result alone. So does a call that is no
+    the original's chord and chain: it is always republished, and its result is left alone. So is a call that is no
     duplicate of what the holder does (``other``).
     """
     policy = task.idempotency_policy
@@ -195,7 +195,7 @@ def _again(
     options: Options,
     known: Mapping[str, Any],
 ) -> tuple[int, float, Sig]:
-    """Return how often this message went round, in how many seconds it comes back, and itself.
+    """Return how often this message was republished, in how many seconds it is due, and itself.
 
     The countdown stays well under the visibility timeout: while it lasts, the broker counts the
     message as delivered and not acknowledged.

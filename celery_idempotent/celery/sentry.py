@@ -1,4 +1,4 @@
-"""What Sentry's Celery integration is not to be told a second time; nothing where that is not in use."""
+"""What Sentry's Celery integration must not report a second time; does nothing where Sentry is not in use."""
 
 from __future__ import annotations
 
