@@ -69,7 +69,7 @@ def _connect_receivers() -> None:
         (signals.worker_init, receivers.open_store),
         (signals.worker_ready, receivers.check_setup),
         (signals.worker_ready, request.watch_children),
-        (signals.worker_process_shutdown, receivers.write_tally),
+        (signals.worker_process_shutdown, receivers.write_counters),
         (signals.worker_shutdown, receivers.end_heartbeat),
         (signals.after_task_publish, sending.note_published),
         (signals.beat_init, reaper.mend_row),

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks import insist, worker
 from celery_idempotent.celery.registry import has_tasks
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 
 if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
-__all__ = ["check_setup", "end_heartbeat", "open_store", "write_tally"]
+__all__ = ["check_setup", "end_heartbeat", "open_store", "write_counters"]
 
 
 def open_store(sender: WorkController, **_: object) -> None:
@@ -34,9 +34,9 @@ def check_setup(sender: Consumer, **_: object) -> None:
         worker.begin(sender.app)
 
 
-def write_tally(**_: object) -> None:
+def write_counters(**_: object) -> None:
     """Write what a process of the pool counted before it ends; nothing if no idempotent task ran in it."""
-    tally.write()
+    counters.write()
 
 
 def end_heartbeat(sender: WorkController, **_: object) -> None:

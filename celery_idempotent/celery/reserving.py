@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
@@ -24,9 +25,8 @@ from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import bound, said_of
 from celery_idempotent.protocol import key_change
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Held, Mismatched, Reservation, Reserved, Settled, State
-from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import Store, get_store
 from celery_idempotent.stores.base import forget_mark
 
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 __all__ = ["RESERVED_MS", "lost_after_ms", "reserve_and_send"]
 
 logger = logging.getLogger(__name__)
+
+_PUBLISHED_BEFORE = Line(
+    logging.DEBUG, "%(task)s is not published again: %(identity)s belongs to task %(first)s"
+)
+_UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
 RESERVED_MS = 60_000
@@ -54,15 +59,17 @@ def reserve_and_send(
         FingerprintMismatch: if the key was reserved or used with other arguments.
     """
     store = get_store(task.app)
+    identity, task_id = identified.identity, options["task_id"]
+    report = partial(definition.runner.reporter.report, store=store)
     try:
         answer = _reserve(store, definition, identified, options)
     except IdempotencyError as error:
         # The claim still guards the run: one message too many harms nobody.
-        logger.warning("idempotency: %s is published unreserved: %s", task.name, error)
-        emit(signals.store_failed, task, _event(task, identified, options["task_id"], error))
+        report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
         return send(**options)
     match answer:
         case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
+            report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
             return task.AsyncResult(record.task_id)
         case Held(record, _):
             # Its worker never came back, and with early acks its message is gone, too.
@@ -70,9 +77,11 @@ def reserve_and_send(
             return send(**options)
         case Settled(record, _):
             if record.state is State.COMPLETED:
+                report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
                 return task.AsyncResult(record.task_id)
             return send(**options)
         case Mismatched(record):
+            report(signals.mismatched, identity, task_id, record)
             raise FingerprintMismatch(
                 f"{record.identity} belongs to task {record.task_id}, which was called with other arguments: a key "
                 "stands for one intention."
@@ -87,8 +96,7 @@ def reserve_and_send(
                 except IdempotencyError as error:
                     logger.warning("idempotency: a reservation is left to its deadline: %s", error)
                 raise
-            tally.count(store, task.name, "reserved")
-            emit(signals.reserved, task, _event(task, identified, record.task_id, None))
+            report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
             return sent
 
 
@@ -115,12 +123,6 @@ def _use_task_id(options: Options, task_id: str) -> None:
     said = said_of(options["headers"], options["task_id"])
     options["task_id"] = task_id
     options["headers"] = bound(options["headers"], task_id, more=said)
-
-
-def _event(
-    task: IdempotentTask, identified: Identified, task_id: str, error: Exception | None
-) -> Event:
-    return Event(task=task.name, task_id=task_id, identity=identified.identity, error=error)
 
 
 def lost_after_ms(options: Options) -> int:
