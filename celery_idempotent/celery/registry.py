@@ -26,7 +26,6 @@ __all__ = [
     "namespaces",
     "note_installed",
     "real_app",
-    "task_name_of",
 ]
 
 #: The apps whose ``send_task`` carries keys.
@@ -96,12 +95,6 @@ def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definit
     """Return the definition of the task that :func:`find_task` finds, also if it is switched off."""
     task = find_task(app, namespace, load=load)
     return None if task is None else task._definition  # noqa: SLF001  it is found by it
-
-
-def task_name_of(app: Celery, namespace: str) -> str:
-    """Return the registered name of the task that :func:`find_task` finds; else the namespace, which is its default."""
-    task = find_task(app, namespace)
-    return namespace if task is None else task.name
 
 
 def real_app(app: Celery) -> Celery:
