@@ -13,10 +13,10 @@ __all__ = [
     "ALL_ARGUMENTS",
     "AllArguments",
     "Bound",
-    "Call",
-    "Names",
+    "CallRule",
+    "NamesRule",
     "Parameters",
-    "Path",
+    "PathRule",
     "Rule",
     "compile_rule",
     "type_name",
@@ -111,7 +111,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class PathRule:
     """``"event.id"``: the argument ``event``, then its item (of a mapping) or attribute ``id``."""
 
     text: str
@@ -126,10 +126,10 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class NamesRule:
     """``("order_id", "kind")``: several paths, all of which must lead somewhere."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[PathRule, ...]
 
     def read(self, bound: Bound) -> object:
         """Return the values in the order of the option, or None if one is missing."""
@@ -138,7 +138,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallRule:
     """A function of the arguments."""
 
     function: Callable[..., object]
@@ -148,7 +148,7 @@ class Call:
         return bound.call(self.function)
 
 
-Rule = Path | Names | Call | AllArguments | None
+Rule = PathRule | NamesRule | CallRule | AllArguments | None
 
 
 def compile_rule(option: object, parameters: Parameters, *, what: str, task: str) -> Rule:
@@ -163,26 +163,26 @@ def compile_rule(option: object, parameters: Parameters, *, what: str, task: str
     if isinstance(option, str):
         return _compile_path(option, parameters, what=what, task=task)
     if isinstance(option, (tuple, list)) and option and all(isinstance(n, str) for n in option):
-        return Names(
+        return NamesRule(
             tuple([_compile_path(name, parameters, what=what, task=task) for name in option])
         )
     if callable(option):
         _check_call(option, parameters, what=what, task=task)
-        return Call(option)
+        return CallRule(option)
     raise InvalidOption(
         f"{what} of task {task} is the name of an argument, a tuple of names, a function of the "
         f"arguments, ALL_ARGUMENTS or None, not {type_name(option)}."
     )
 
 
-def _compile_path(text: str, parameters: Parameters, *, what: str, task: str) -> Path:
+def _compile_path(text: str, parameters: Parameters, *, what: str, task: str) -> PathRule:
     steps = tuple(text.split("."))
     if "" in steps:
         raise InvalidOption(f"{what} of task {task}: {text!r} is not a name or a dotted path.")
     if steps[0] in parameters.names:
-        return Path(text, steps)
+        return PathRule(text, steps)
     if parameters.var_keyword:
-        return Path(text, (parameters.var_keyword, *steps))
+        return PathRule(text, (parameters.var_keyword, *steps))
     raise InvalidOption(
         f"{what} of task {task}: the task has no argument {steps[0]!r}. "
         f"It has: {', '.join(parameters.names) or 'none'}."

@@ -22,18 +22,16 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.identity.arguments import (
     ALL_ARGUMENTS,
     AllArguments,
     Bound,
-    Call,
-    Names,
+    CallRule,
+    NamesRule,
     Parameters,
-    Path,
+    PathRule,
     compile_rule,
     type_name,
 )
@@ -41,7 +39,7 @@ from celery_idempotent.identity.fingerprints import NoFormError, default_form, d
 from celery_idempotent.identity.identified import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
-__all__ = ["ALL_ARGUMENTS", "Identifier", "canonical", "excess", "task_id_key"]
+__all__ = ["KeyRules", "canonical", "excess", "task_id_key"]
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
@@ -125,11 +123,11 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-class Identifier:
-    """Says which operation a call of a task is; compiled once per task from its options.
+class KeyRules:
+    """One set of rules by which a task's calls have their keys, scopes and fingerprints, compiled once.
 
-    ``signature`` is the task's, without ``self``; the keyword arguments are the values of the
-    options ``idempotency_key`` and so on.
+    ``signature`` is the task's, without ``self``; the keyword arguments are the values of the options
+    ``idempotency_key`` and so on, or with the suffix ``_before`` those of ``idempotency_key_before`` and so on.
 
     Raises:
         InvalidOption: if one of them cannot be used with this task.
@@ -146,19 +144,7 @@ class Identifier:
         fingerprint: object = ALL_ARGUMENTS,
         require_key: bool = False,
         suffix: str = "",
-        **before: Any,
     ) -> None:
-        #: The rules of before a deploy that changed some of them, as ``idempotency_key_before`` and so on say.
-        self.before: Identifier | None = None
-        if before:
-            was: dict[str, Any] = {
-                "key": key,
-                "scope": scope,
-                "namespace": namespace,
-                "fingerprint": fingerprint,
-            }
-            was |= {name.removesuffix("_before"): rule for name, rule in before.items()}
-            self.before = Identifier(task_name, signature, **was, suffix="_before")
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self.require_key = require_key
@@ -208,92 +194,6 @@ class Identifier:
             KeyMissing: if the task requires a key and there is none.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
-        about: dict[str, Any] = {"task_id": task_id, "nesting": nesting, "key": key, "scope": scope}
-        identified = self._identify(args, kwargs, **about)
-        if self.before is None:
-            return identified
-        try:
-            before = self.before.identify(args, kwargs, **about)
-        except InvalidKey:
-            return identified  # then it was no operation
-        same = before.identity == identified.identity
-        return identified if same else replace(identified, before=before)
-
-    def stamped(
-        self,
-        header: object,
-        args: Sequence[object] | None,
-        kwargs: Mapping[str, object] | None,
-        **about: Any,
-    ) -> Identified | None:
-        """Return what a message's stamp says to this task, ``None`` if it says nothing about the key.
-
-        A publisher of another version may have made it, by the rules of before or by those to come: which they were is
-        told by the arguments. ``about`` is what :meth:`identify` takes.
-
-        Raises:
-            InvalidKey: if it is malformed. It came over the network: anything may be in it.
-        """
-        stamped = Identified.from_header(header, self.namespace)
-        following = header.get("next") if isinstance(header, Mapping) else None
-        if stamped is None or (self.before is None and following is None):
-            return stamped
-        coming = Identified.from_header(following, self.namespace)
-        try:
-            computed = self.identify(args, kwargs, **about)
-        except InvalidKey:
-            computed = stamped
-        if coming is not None and self._follows(computed, coming, stamped):
-            if computed.same_key(coming):
-                return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
-            return (
-                coming if self.before is None else replace(coming, before=self._of_before(stamped))
-            )
-        if self.before is None:
-            return stamped
-        if computed.same_key(stamped):
-            return _as_stamped(computed, stamped.fingerprint, stamped.fingerprint)
-        if computed.before is not None and computed.before.same_key(stamped):
-            known = stamped.fingerprint
-            return _as_stamped(computed, computed.fingerprint if known is None else known, known)
-        # A key that was given with the call, or a retry's with other arguments.
-        return self.renamed(stamped)
-
-    def renamed(self, identified: Identified) -> Identified:
-        """Return the same key with that of the namespace of before, if that was another."""
-        if self.before is None or self.before.namespace == self.namespace:
-            return identified
-        return replace(identified, before=self._of_before(identified))
-
-    def _of_before(self, identified: Identified) -> Identified:
-        """Return the same key in the namespace of before."""
-        assert self.before is not None
-        old = replace(identified.identity, namespace=self.before.namespace)
-        return Identified(old, identified.fingerprint)
-
-    def _follows(self, computed: Identified, coming: Identified, stamped: Identified) -> bool:
-        """Are the rules that this task knows those to come, to the publisher of a message?
-
-        Key or scope may have been given with the call, which is the same in both, or be of a retry's first message.
-        """
-        ours, new, old = (
-            (each.identity.key, each.identity.scope) for each in (computed, coming, stamped)
-        )
-        changed = [n for n in range(2) if new[n] != old[n]]
-        if all(ours[n] == new[n] for n in changed):
-            return True
-        return self.before is not None and any(ours[n] != old[n] for n in changed)
-
-    def _identify(
-        self,
-        args: Sequence[object] | None,
-        kwargs: Mapping[str, object] | None,
-        *,
-        task_id: str,
-        nesting: int,
-        key: object,
-        scope: object,
-    ) -> Identified:
         bound = self.parameters.bind(args, kwargs)
         rule = self._key
         if scope is None and bound is not None and self._scope is not None:
@@ -335,12 +235,12 @@ class Identifier:
         match rule:
             case AllArguments():
                 return digest(self._all(bound, what))
-            case Call():
+            case CallRule():
                 value = rule.read(bound)
                 return None if value is None else digest(self._one("(the result)", value, what))
-            case Path():
+            case PathRule():
                 return digest(self._one(rule.text, rule.read(bound), what))
-            case Names(paths):
+            case NamesRule(paths):
                 forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
                 return digest(form(forms))
 
@@ -372,13 +272,3 @@ class Identifier:
             f"Set {what} to the names of the arguments that count, or to a function of them"
             + (", or to None." if what == "idempotency_fingerprint" else ".")
         )
-
-
-def _as_stamped(
-    computed: Identified, fingerprint: bytes | None, fingerprint_before: bytes | None
-) -> Identified:
-    """Return what was computed with the fingerprints of the first message: a retry may have other arguments."""
-    before = computed.before
-    if before is not None:
-        before = replace(before, fingerprint=fingerprint_before)
-    return replace(computed, fingerprint=fingerprint, before=before)

@@ -34,7 +34,7 @@ Mode = Literal["enforce", "observe", "off"]
 
 PREFIX: Final = "idempotency_"
 
-#: Options that say what a call is about; :class:`~celery_idempotent.identity.keys.Identifier` reads them.
+#: Options that say what a call is about; :class:`~celery_idempotent.identity.identifier.Identifier` reads them.
 KEY_OPTIONS: Final = (
     "key",
     "scope",
