@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from celery_idempotent import signals
-from celery_idempotent.celery.reaper import REQUEUE_MS, definition_of, event_of, send_again, task_of
+from celery_idempotent.celery.reaper import REQUEUE_MS, event_of, send_again
+from celery_idempotent.celery.registry import definition_of, task_name_of
 from celery_idempotent.errors import FailedByOperator, InProgress, InvalidOption
 from celery_idempotent.protocol.counters import tally
 from celery_idempotent.protocol.policy import Policy
@@ -180,7 +181,7 @@ class _Operator:
         """Send the event, and count it."""
         event = event_of(record, error)
         emit(signal, None, replace(event, who=self.who, reason=self.reason))
-        tally.count(self.store, task_of(self.app, record), outcome)
+        tally.count(self.store, task_name_of(self.app, record.identity.namespace), outcome)
 
 
 def _forget(by: _Operator, record: Record) -> Outcome:
@@ -210,7 +211,7 @@ def _requeue(by: _Operator, record: Record) -> Outcome:
 def _fail(by: _Operator, record: Record) -> Outcome:
     app, store = by.app, by.store
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
-    definition = definition_of(app, record)
+    definition = definition_of(app, record.identity.namespace)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
     value = _told(app, error) if definition is None else definition.codec.dump_error(error)
     # One write, to the record with this token and to no other. Not restored: a key that was claimed and released a

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from celery.signals import beat_init
 
 from celery_idempotent import signals
-from celery_idempotent.celery.definition import Definition
+from celery_idempotent.celery.registry import definition_of, task_name_of
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import tally
 from celery_idempotent.protocol.lease import heartbeat
@@ -34,14 +34,12 @@ if TYPE_CHECKING:
 __all__ = [
     "REQUEUE_MS",
     "SWEEP",
-    "definition_of",
     "event_of",
     "install",
     "mend_row",
     "send_again",
     "sweep",
     "sweep_interval",
-    "task_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,7 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
             record.crashes,
         )
         emit(signals.interrupted, sender, event_of(record))
-        tally.add(store, task_of(app, record), "interrupted")
+        tally.add(store, task_name_of(app, record.identity.namespace), "interrupted")
         if record.on_stale == "fail":
             failed += _fail(app, store, record, sender)
     requeued = sum(send_again(app, record, sender) for record in report.requeued)
@@ -122,7 +120,7 @@ def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
-    definition = definition_of(app, record)
+    definition = definition_of(app, record.identity.namespace)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
     value = None if definition is None else definition.codec.dump_error(error)
     # Nor if it was claimed and released, and has no record any more.
@@ -130,7 +128,7 @@ def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
         return False
     logger.error("idempotency: %s", error)
     emit(signals.settled, sender, event_of(record, error))
-    tally.add(store, task_of(app, record), "settled")
+    tally.add(store, task_name_of(app, record.identity.namespace), "settled")
     return True
 
 
@@ -138,7 +136,7 @@ def send_again(
     app: Celery, record: Record, sender: object, *, who: str = "", reason: str = ""
 ) -> bool:
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
-    definition = definition_of(app, record)
+    definition = definition_of(app, record.identity.namespace)
     if definition is None or record.message is None:
         logger.error(
             "idempotency: %s cannot be requeued: no task of this app has that namespace",
@@ -155,32 +153,8 @@ def send_again(
         "idempotency: %s was stale and is queued again (crash %d)", record.identity, record.crashes
     )
     emit(signals.requeued, sender, replace(event_of(record), who=who, reason=reason))
-    tally.add(get_store(app), task_of(app, record), "requeued")
+    tally.add(get_store(app), task_name_of(app, record.identity.namespace), "requeued")
     return True
-
-
-def task_of(app: Celery, record: Record) -> str:
-    """Return the name of the task that a record is about, its namespace if no task of this app has that."""
-    definition = definition_of(app, record)
-    return record.identity.namespace if definition is None else definition.runner.name
-
-
-def definition_of(app: Celery, record: Record) -> Definition | None:
-    """Return what the app knows about the task that a record is about, ``None`` if no task of it has that namespace.
-
-    Or had it before a deploy.
-    """
-    namespace, found = record.identity.namespace, None
-    for task in app.tasks.values():
-        definition: Definition | None = getattr(task, "_definition", None)
-        if definition is None:
-            continue
-        identifier = definition.identifier
-        if identifier.namespace == namespace:
-            return definition
-        if identifier.before is not None and identifier.before.namespace == namespace:
-            found = definition
-    return found
 
 
 def event_of(record: Record, error: BaseException | None = None) -> Event:

@@ -11,13 +11,10 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 
-from celery_idempotent.celery.checks.loading import load_tasks
-from celery_idempotent.celery.definition import Definition
-
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["SETTING", "celery_app", "definitions", "has_app"]
+__all__ = ["SETTING", "celery_app", "has_app"]
 
 #: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the one of the views, or the project's.
 SETTING = "CELERY_IDEMPOTENT_APP"
@@ -73,14 +70,3 @@ def has_app() -> bool:
     made: Any = getattr(_state, "_tls", None)
     current: Any = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
     return bool(_named() or current)
-
-
-def definitions(app: Celery) -> dict[str, Definition]:
-    """Return the app's idempotent tasks by namespace."""
-    load_tasks(app)
-    found = {}
-    for task in app.tasks.values():
-        definition: Definition | None = getattr(task, "_definition", None)
-        if definition is not None:
-            found[definition.identifier.namespace] = definition
-    return dict(sorted(found.items()))

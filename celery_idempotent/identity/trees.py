@@ -25,7 +25,7 @@ def canvas_tasks(signature: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def unstamp(signature: Any, task_id: str | None) -> None:
-    """Remove the stamp of the message with this task id from a canvas that replaces it, and got a copy of its headers."""
+    """Remove the stamp of the message with this task id from the canvas that replaces it and copied its headers."""
     for task in canvas_tasks(signature):
         options = task.get("options") or {}
         headers = as_mapping(options.get("headers"))

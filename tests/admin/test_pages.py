@@ -338,8 +338,8 @@ def _nothing() -> None:
 def test_a_search_asks_only_so_many_tasks(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from celery_idempotent.celery.registry import namespaces
     from celery_idempotent.django.admin import listing
-    from celery_idempotent.django.applications import definitions
     from celery_idempotent.django.http.namespaces import view_namespaces
 
     app = serve(memory)
@@ -348,7 +348,7 @@ def test_a_search_asks_only_so_many_tasks(
     monkeypatch.setattr(listing, "SEARCHED", 2)
     answer = operator.get(LIST, {"key": "a"})
     # Every app has the shared tasks of the test project, too, and every process its views.
-    left = len(definitions(app)) + len(view_namespaces()) - 2
+    left = len(namespaces(app)) + len(view_namespaces()) - 2
     assert left >= 2
     assert f"{left} tasks of this app were not searched: name one." in text(answer)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.checks import broker, formats, servers
 from celery_idempotent.celery.checks.finding import Finding, Tasks
-from celery_idempotent.celery.checks.loading import load_tasks
+from celery_idempotent.celery.registry import load_tasks
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.protocol.atomic import transactional
 from celery_idempotent.stores import get_store

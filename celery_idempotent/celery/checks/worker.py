@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks import check_settings, check_store
-from celery_idempotent.celery.checks.loading import have_tasks
+from celery_idempotent.celery.registry import has_loaded_tasks
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -24,7 +24,7 @@ def begin(app: Celery) -> None:
 
     In a thread: a server that does not answer would keep the worker from its messages.
     """
-    have_tasks(app)
+    has_loaded_tasks(app)
     if app.conf.get("idempotency_check_at_start", True):
         name = "celery-idempotent-checks"
         threading.Thread(target=_report, args=(app,), name=name, daemon=True).start()

@@ -10,6 +10,7 @@ from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
 from celery_idempotent.celery.operations import OPERATIONS, clock_ms
+from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.bulk import BulkPages, Mark
@@ -21,7 +22,7 @@ from celery_idempotent.django.admin.operating import OperationPages
 from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown
 from celery_idempotent.django.admin.wording import WORDINGS
-from celery_idempotent.django.applications import celery_app, definitions
+from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.namespaces import view_namespaces
 from celery_idempotent.django.outbox.interceptor import pending
 from celery_idempotent.stores import get_store
@@ -133,7 +134,7 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
         if record is None:
             return self.gone(request, identity)
         about = detail(record, clock_ms(store))
-        definition = definitions(app).get(identity.namespace)
+        definition = definition_of(app, identity.namespace, load=True)
         may_see = self.may(request, "view_result")
         buttons = [
             (WORDINGS[each].button, self.address_of(identity, each), each)
@@ -196,7 +197,7 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
             "form": form,
             "board": about,
             "oldest_url": oldest,
-            "tasks": list(definitions(app))[:_SUGGESTED],
+            "tasks": namespaces(app)[:_SUGGESTED],
         }
         return self.render(request, "dashboard", context, status=200 if valid else 400)
 
@@ -231,7 +232,7 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
 
 def _namespaces(app: Celery) -> list[str]:
     """Return what keys may be for: views, of which there are few, and tasks."""
-    return list(dict.fromkeys([*view_namespaces(), *definitions(app)]))
+    return list(dict.fromkeys([*view_namespaces(), *namespaces(app)]))
 
 
 def _outbox_alias() -> str | None:

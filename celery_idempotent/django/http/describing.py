@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
-from celery_idempotent.celery.checks.loading import load_tasks
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
 from celery_idempotent.django.http.options import HttpOptions, ShowErrors
 from celery_idempotent.django.http.problems import Refusal
@@ -25,12 +24,9 @@ from celery_idempotent.errors import (
 from celery_idempotent.records import Record, State
 
 if TYPE_CHECKING:
-    from celery import Celery
-
-    from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["Failure", "describe", "failure_of", "least_shown", "note_shown", "task_of"]
+__all__ = ["Failure", "describe", "failure_of", "least_shown", "note_shown"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,27 +61,6 @@ class Failure:
     detail: str
     retryable: bool
     error: dict[str, str]
-
-
-def task_of(app: Celery, namespace: str) -> IdempotentTask | None:
-    """Return the task whose records have this namespace, ``None`` if there is none.
-
-    A web process knows those tasks that its modules import; the others are looked for when somebody asks for them.
-    """
-    found = _task_of(app, namespace)
-    if found is None:
-        load_tasks(app)
-        found = _task_of(app, namespace)
-    return found
-
-
-def _task_of(app: Celery, namespace: str) -> IdempotentTask | None:
-    for task in app.tasks.values():
-        found = getattr(task, "idempotency_definition", None)
-        definition: Definition | None = found() if found is not None else None
-        if definition is not None and definition.identifier.namespace == namespace:
-            return task  # type: ignore[return-value]  # only ours have a definition
-    return None
 
 
 def describe(

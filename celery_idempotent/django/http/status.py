@@ -14,8 +14,9 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
+from celery_idempotent.celery.registry import definition_of, find_task
 from celery_idempotent.django.http.current import celery_app
-from celery_idempotent.django.http.describing import describe, least_shown, task_of
+from celery_idempotent.django.http.describing import describe, least_shown
 from celery_idempotent.django.http.guards import http_identity
 from celery_idempotent.django.http.options import HttpOptions, read_options
 from celery_idempotent.django.http.pages import (
@@ -114,12 +115,11 @@ def _found(app: Celery, identity: Identity) -> Record | None:
     """Return the record of a key, be it that of before a deploy that changed its namespace."""
     store = get_store(app)
     record = store.get(identity)
-    task = task_of(app, identity.namespace) if record is None else None
-    if task is None:
+    if record is not None:
         return record
-    definition = task.idempotency_definition()
-    renamed = definition and definition.identifier.renamed(Identified(identity))
-    return store.get(renamed.before.identity) if renamed and renamed.before else None
+    definition = definition_of(app, identity.namespace, load=True)
+    before = definition and definition.identifier.renamed(Identified(identity)).before
+    return store.get(before.identity) if before else None
 
 
 def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> dict[str, Any]:
@@ -137,4 +137,4 @@ def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> di
     if record is None:
         # The same words for a key that never was, is forgotten, or is somebody else's.
         raise Refusal("unknown_key", "You have no such key here, or it was too long ago.")
-    return describe(record, key=key, task=task_of(app, namespace), options=options)
+    return describe(record, key=key, task=find_task(app, namespace, load=True), options=options)

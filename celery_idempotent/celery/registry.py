@@ -1,0 +1,103 @@
+"""The registry: which idempotent tasks an app has, and to which of them the records of a namespace belong."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idempotent.celery.definition import Definition
+    from celery_idempotent.celery.task import IdempotentTask
+
+__all__ = [
+    "definition_of",
+    "find_task",
+    "has_loaded_tasks",
+    "idempotent_tasks",
+    "load_tasks",
+    "namespaces",
+    "task_name_of",
+]
+
+#: The apps whose task modules are imported, or are being imported.
+_loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
+
+#: With this set, Celery does not have Django check itself before it imports tasks: we may be one of those checks.
+_SKIP = "CELERY_SKIP_CHECKS"
+
+
+def idempotent_tasks(app: Celery) -> Iterator[tuple[IdempotentTask, Definition]]:
+    """Yield the app's idempotent tasks with their definitions; those that are switched off are among them."""
+    for task in list(app.tasks.values()):
+        definition: Definition | None = getattr(task, "_definition", None)
+        if definition is not None:
+            yield task, definition  # type: ignore[misc]  # only an IdempotentTask has a definition
+
+
+def namespaces(app: Celery) -> list[str]:
+    """Return the namespaces of all the tasks that a worker of this app would have."""
+    load_tasks(app)
+    return sorted({definition.identifier.namespace for _, definition in idempotent_tasks(app)})
+
+
+def find_task(app: Celery, namespace: str, *, load: bool = False) -> IdempotentTask | None:
+    """Return the task that the records of a namespace belong to, ``None`` if no task of this process has it.
+
+    ``load``: import the app's tasks if it is none of those that this process knows already. While a deploy renames a
+    namespace, the old one belongs to the task that has it as ``idempotency_namespace_before``, unless another task has
+    taken the name over.
+    """
+    renamed = None
+    for task, definition in idempotent_tasks(app):
+        identifier = definition.identifier
+        if identifier.namespace == namespace:
+            return task
+        if identifier.before is not None and identifier.before.namespace == namespace:
+            renamed = task
+    if renamed is None and load:
+        load_tasks(app)
+        return find_task(app, namespace)
+    return renamed
+
+
+def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definition | None:
+    """Return the definition of the task that :func:`find_task` finds, also if it is switched off."""
+    task = find_task(app, namespace, load=load)
+    return None if task is None else task._definition  # noqa: SLF001  it is found by it
+
+
+def task_name_of(app: Celery, namespace: str) -> str:
+    """Return the registered name of the task that :func:`find_task` finds; else the namespace, which is its default."""
+    task = find_task(app, namespace)
+    return namespace if task is None else task.name
+
+
+def load_tasks(app: Celery) -> None:
+    """Import the modules with the app's tasks, as a worker does, once: other processes know only those that they use.
+
+    Raises whatever one of these modules raises.
+    """
+    if app in _loaded:
+        return
+    _loaded.add(app)  # already now: the modules may ask for tasks themselves
+    skip = os.environ.get(_SKIP)
+    os.environ[_SKIP] = "1"
+    try:
+        app.loader.import_default_modules()
+    except BaseException:
+        _loaded.discard(app)
+        raise
+    finally:
+        if skip is None:
+            os.environ.pop(_SKIP, None)
+        else:
+            os.environ[_SKIP] = skip
+
+
+def has_loaded_tasks(app: Celery) -> None:
+    """Note that a worker has imported the app's tasks."""
+    _loaded.add(app)

@@ -1,0 +1,72 @@
+"""The registry: to which task of an app the records of a namespace belong."""
+
+from __future__ import annotations
+
+import pytest
+from celery import Celery
+
+from celery_idempotent.celery import registry
+from celery_idempotent.celery.task import IdempotentTask
+
+
+@pytest.fixture
+def app():
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.idempotency_store = "memory://"
+    yield app
+    app.close()
+
+
+def run():
+    pass
+
+
+def task(app, name, **options):
+    return app.task(base=IdempotentTask, name=name, **options)(run)
+
+
+def test_a_namespace_belongs_to_the_task_that_has_it(app):
+    pay = task(app, "shop.pay", idempotency_namespace="payments")
+    assert registry.find_task(app, "payments") is pay._get_current_object()
+    assert registry.definition_of(app, "payments") is pay.idempotency_definition()
+    assert registry.task_name_of(app, "payments") == "shop.pay"
+
+
+def test_a_namespace_without_a_task_is_its_own_name(app):
+    task(app, "shop.pay", idempotency_namespace="payments")
+    assert registry.find_task(app, "shop.pay") is None
+    assert registry.definition_of(app, "shop.pay") is None
+    assert registry.task_name_of(app, "shop.pay") == "shop.pay"
+
+
+def test_a_namespace_of_before_a_deploy_belongs_to_the_task_that_had_it(app):
+    task(app, "shop.pay", idempotency_namespace="new", idempotency_namespace_before="old")
+    assert registry.task_name_of(app, "old") == "shop.pay"
+    task(app, "shop.other", idempotency_namespace="old")
+    assert registry.task_name_of(app, "old") == "shop.other"
+
+
+def test_tasks_that_are_switched_off_are_known_and_celerys_own_are_not(app):
+    task(app, "shop.off", idempotency_mode="off")
+    app.task(name="shop.plain")(run)
+    names = {each.name for each, _ in registry.idempotent_tasks(app)}
+    assert names == {"shop.off"}
+    assert registry.definition_of(app, "shop.off").policy.mode == "off"
+
+
+def test_tasks_that_this_process_does_not_know_are_imported_when_they_are_looked_for(app):
+    imported = []
+
+    def import_default_modules():
+        imported.append(True)
+        task(app, "shop.late")
+
+    app.loader.import_default_modules = import_default_modules
+    task(app, "shop.pay")
+    assert registry.find_task(app, "shop.pay", load=True) is not None
+    assert registry.find_task(app, "shop.late") is None
+    assert not imported
+    assert registry.task_name_of(app, "shop.late") == "shop.late"
+    assert registry.find_task(app, "shop.late", load=True).name == "shop.late"
+    assert registry.namespaces(app) == ["shop.late", "shop.pay"]
+    assert len(imported) == 1
