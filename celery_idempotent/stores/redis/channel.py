@@ -17,17 +17,31 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from redis import exceptions
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores.redis.scripts import Command
 
-__all__ = ["Address", "Channel", "Link", "Server", "exchange", "passing", "trouble"]
+__all__ = [
+    "Address",
+    "Channel",
+    "Connection",
+    "Link",
+    "Reply",
+    "Server",
+    "exchange",
+    "passing",
+    "trouble",
+]
 
 #: Host and port.
-Address = tuple[str, int]
+Address: TypeAlias = tuple[str, int]
+
+#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``. Which of them
+#: the caller knows by the command, and mypy does not.
+Reply: TypeAlias = Any
 
 #: A server closes what it does not want; this only bounds what a burst of threads or greenlets
 #: leaves behind.
@@ -52,12 +66,28 @@ _PASSING = re.compile(
 _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 
 
+class Connection(Protocol):
+    """What we use of redis-py's connections."""
+
+    def send_packed_command(self, command: list[bytes]) -> None:
+        """Connect if need be, and send."""
+        ...
+
+    def read_response(self) -> Reply:
+        """Return the next reply, or raise its ``ResponseError``."""
+        ...
+
+    def disconnect(self) -> None:
+        """Close the socket; the next command opens another."""
+        ...
+
+
 class Link(Protocol):
     """The way to a server, or to all servers of a cluster."""
 
     where: str
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command: a ``ResponseError`` where the server refused it."""
         ...
 
@@ -73,12 +103,12 @@ class Link(Protocol):
 class Channel:
     """The idle connections to one server, last in, first out."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
+    def __init__(self, connect: Callable[[], Connection]) -> None:
         self._connect = connect
-        self._idle: list[Any] = []
+        self._idle: list[Connection] = []
         self._pid = os.getpid()
 
-    def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Any]:
+    def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Reply]:
         """Send the packed commands at once and read as many answers."""
         connection = self._connect() if fresh else self._take()
         try:
@@ -101,7 +131,7 @@ class Channel:
             while True:
                 self._idle.pop().disconnect()
 
-    def _take(self) -> Any:
+    def _take(self) -> Connection:
         self._forget_after_fork()
         try:
             return self._idle.pop()
@@ -119,11 +149,11 @@ class Channel:
 class Server:
     """One server: by address, by unix socket, or the master that Sentinel names."""
 
-    def __init__(self, connect: Callable[[], Any], *, where: str) -> None:
+    def __init__(self, connect: Callable[[], Connection], *, where: str) -> None:
         self.where = where
         self._channel = Channel(connect)
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command, from another connection if the first was dead."""
         packed = [command.packed() for command in commands]
         try:
@@ -147,12 +177,12 @@ class Server:
         """Close the idle connections."""
         self._channel.close()
 
-    def _again(self, packed: Sequence[bytes]) -> list[Any]:
+    def _again(self, packed: Sequence[bytes]) -> list[Reply]:
         self._channel.close()
         return self._channel.exchange(packed, fresh=True)
 
 
-def exchange(link: Link, commands: Sequence[Command]) -> list[Any]:
+def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
     """Return the answer to each command, giving the server the scripts that it does not know.
 
     Raises :exc:`StoreUnavailable` or :exc:`StoreMisconfigured` for whatever else goes wrong.
@@ -207,7 +237,7 @@ def _text(error: Exception) -> str:
     return str(error).rstrip(".")
 
 
-def _read(connection: Any) -> Any:
+def _read(connection: Connection) -> Reply:
     try:
         return connection.read_response()
     except exceptions.ResponseError as error:

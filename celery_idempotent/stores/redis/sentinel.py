@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from redis import exceptions
 
-from celery_idempotent.stores.redis.channel import Address
+from celery_idempotent.stores.redis.channel import Address, Connection, Reply
 from celery_idempotent.stores.redis.scripts import plain
 
 __all__ = ["Sentinels"]
@@ -22,7 +21,7 @@ class Sentinels:
     """
 
     def __init__(
-        self, connect: Callable[[Address], Any], addresses: Sequence[Address], name: str
+        self, connect: Callable[[Address], Connection], addresses: Sequence[Address], name: str
     ) -> None:
         self._connect = connect
         self._addresses = tuple(addresses)
@@ -43,7 +42,7 @@ class Sentinels:
                 return found[0].decode(), int(found[1])
         raise reason
 
-    def _ask(self, address: Address) -> Any:
+    def _ask(self, address: Address) -> Reply:
         question = plain(0, b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._name.encode())
         connection = self._connect(address)
         try:

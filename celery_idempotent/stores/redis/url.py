@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.stores.redis.channel import Address, Link, Server
+from celery_idempotent.stores.redis.channel import Address, Connection, Link, Server
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.sentinel import Sentinels
 
@@ -21,7 +21,7 @@ DEFAULT_PREFIX = "idem"
 
 #: A task would rather hear that the store is away than hang; a URL's query may say otherwise.
 DEFAULT_SOCKET_TIMEOUT = 5.0
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, object] = {
     "socket_timeout": DEFAULT_SOCKET_TIMEOUT,
     "socket_connect_timeout": 2.0,
     "protocol": 2,
@@ -31,7 +31,7 @@ _CERT_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED":
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 
 
-def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
+def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]:
     """Return the link that ``url`` describes, not yet connected, and the prefix it names.
 
     ``options`` are further arguments of redis-py's connections; the URL's query wins over them.
@@ -68,7 +68,7 @@ class _IncompleteError(ValueError):
     """A part of the URL is missing; says which, and nothing secret."""
 
 
-def _server(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, Any]) -> Server:
+def _server(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
     pool = _pool(scheme, rest, query, options)
     kwargs = pool.connection_kwargs
     if scheme == "unix":
@@ -78,14 +78,14 @@ def _server(scheme: str, rest: str, query: dict[str, str], options: Mapping[str,
     return Server(functools.partial(pool.connection_class, **kwargs), where=where)
 
 
-def _cluster(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
+def _cluster(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Link:
     user, hosts, path = _authority(rest)
     seeds = [_address(host, _REDIS_PORT) for host in hosts]
     pool = _pool(scheme, f"{user}{hosts[0]}{path}", query, options)
     return Cluster(_connector(pool), seeds, where=f"Redis Cluster at {','.join(hosts)}")
 
 
-def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, Any]) -> Server:
+def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
     user, hosts, path = _authority(rest)
     name, _, db = path.strip("/").partition("/")
     if not name:
@@ -104,7 +104,8 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, Any]) -> S
     shared = {
         k: v for k, v in masters.connection_kwargs.items() if k.startswith(("socket_", "ssl_"))
     }
-    given = {k: v for k, v in (options.get("sentinel_kwargs") or {}).items() if k != "ssl"}
+    own = cast("Mapping[str, object]", options.get("sentinel_kwargs") or {})
+    given = {k: v for k, v in own.items() if k != "ssl"}
     watchers = _pool(scheme, "localhost", for_sentinels, {**shared, **given})
     sentinels = Sentinels(_connector(watchers), addresses, name)
     to_master = _connector(masters)
@@ -115,7 +116,7 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, Any]) -> S
 
 
 def _pool(
-    scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, Any]
+    scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, object]
 ) -> ConnectionPool:
     """Let redis-py read a URL: of its pool we use the connections' class and arguments only."""
     url = f"{scheme}://{rest}"
@@ -128,10 +129,12 @@ def _pool(
     return pool
 
 
-def _connector(pool: ConnectionPool) -> Callable[[Address], Any]:
-    def connect(address: Address) -> Any:
+def _connector(pool: ConnectionPool) -> Callable[[Address], Connection]:
+    def connect(address: Address) -> Connection:
         host, port = address
-        return pool.connection_class(**{**pool.connection_kwargs, "host": host, "port": port})
+        where = {"host": host, "port": port}
+        connection: Connection = pool.connection_class(**{**pool.connection_kwargs, **where})
+        return connection
 
     return connect
 
