@@ -17,7 +17,7 @@ from kombu.utils.json import JSONEncoder
 from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import FINGERPRINT_BYTES
 
-__all__ = ["MAX_DEPTH", "NoFormError", "Written", "default_form", "digest", "form", "quote"]
+__all__ = ["MAX_DEPTH", "NoFormError", "Written", "default_form", "fingerprint_of", "form", "quote"]
 
 #: A value that is nested deeper has no form. Half of what Python's stack bears: JSON is read by recursion.
 MAX_DEPTH: Final = 500
@@ -129,7 +129,7 @@ def _native_parts(value: object) -> _Parts:
     return iter(((f"<{quote(type(value).__qualname__)} ", content),)), ">"
 
 
-def digest(text: str) -> bytes:
+def fingerprint_of(text: str) -> bytes:
     """Return the fingerprint of a canonical form."""
     return hashlib.sha256(text.encode("ascii")).digest()[:FINGERPRINT_BYTES]
 

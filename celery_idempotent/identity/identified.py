@@ -15,7 +15,7 @@ __all__ = ["MAX_CHARS", "Identified", "is_text"]
 #: The longest canonical key, scope or namespace, in characters.
 MAX_CHARS: Final = 255
 
-_FINGERPRINT = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+_FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Identified:
         fingerprint = header.get("fingerprint")
         if fingerprint is None:
             return cls(identity)
-        if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint):
+        if isinstance(fingerprint, str) and _FINGERPRINT_HEX.fullmatch(fingerprint):
             return cls(identity, bytes.fromhex(fingerprint))
         raise InvalidKey(f"A message of {namespace} has a stamp without a usable fingerprint.")
 

@@ -35,7 +35,13 @@ from celery_idempotent.identity.arguments import (
     compile_rule,
     type_name,
 )
-from celery_idempotent.identity.fingerprints import NoFormError, default_form, digest, form, quote
+from celery_idempotent.identity.fingerprints import (
+    NoFormError,
+    default_form,
+    fingerprint_of,
+    form,
+    quote,
+)
 from celery_idempotent.identity.identified import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
@@ -62,7 +68,7 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
             the form that the record has it in. The message tells types and lengths, never the value.
     """
     try:
-        plain = _plain(value)
+        plain = _json_form(value)
         if plain in ("", []):
             raise _RefusedError("is empty")
         bare = isinstance(plain, str) and not _MISTAKABLE.match(plain)
@@ -92,7 +98,7 @@ def excess(plain: str | int | list[object]) -> str:
     return f"has {length} characters{written}, and {MAX_CHARS} are allowed"
 
 
-def _plain(value: object) -> str | int | list[object]:
+def _json_form(value: object) -> str | int | list[object]:
     """Return what JSON makes of a raw key."""
     if isinstance(value, str):
         if not value.isprintable():
@@ -105,7 +111,7 @@ def _plain(value: object) -> str | int | list[object]:
     if isinstance(value, uuid.UUID):
         return str(value)
     if isinstance(value, (tuple, list)):
-        return [_plain(part) for part in value]
+        return [_json_form(part) for part in value]
     raise _RefusedError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
 
 
@@ -200,7 +206,7 @@ class KeyRules:
             scope = self._scope.read(bound)
         if key is None and bound is not None and rule is not None:
             if isinstance(rule, AllArguments):
-                every = digest(self._all(bound, "idempotency_key")).hex()
+                every = fingerprint_of(self._all(bound, "idempotency_key")).hex()
                 return Identified(self._identity(f"*{every}", scope))
             key = rule.read(bound)
         if key is not None:
@@ -231,18 +237,22 @@ class KeyRules:
         if rule is None:
             return None
         if bound is None:  # unlike that of any call which fits
-            return digest(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
+            return fingerprint_of(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
         match rule:
             case AllArguments():
-                return digest(self._all(bound, what))
+                return fingerprint_of(self._all(bound, what))
             case CallRule():
                 value = rule.read(bound)
-                return None if value is None else digest(self._one("(the result)", value, what))
+                return (
+                    None
+                    if value is None
+                    else fingerprint_of(self._one("(the result)", value, what))
+                )
             case PathRule():
-                return digest(self._one(rule.text, rule.read(bound), what))
+                return fingerprint_of(self._one(rule.text, rule.read(bound), what))
             case NamesRule(paths):
                 forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
-                return digest(form(forms))
+                return fingerprint_of(form(forms))
 
     def _all(self, bound: Bound, what: str) -> str:
         """Return the form of the arguments, without those equal to their default.

@@ -62,14 +62,14 @@ def check_settings(app: Celery) -> list[Finding]:
         return []
     try:
         store = get_store(app)
-        unbounded = list(servers.unbounded(store))  # reads the settings of a database
+        unbounded = list(servers.unbounded_waits(store))  # reads the settings of a database
     except IdempotencyError as error:
         hint = "Set idempotency_store to a URL or a store; a worker does not start like this."
         return _heard([Finding(id="E001", problem=str(error), hint=hint)], silenced)
     found: list[Finding] = []
     for each in _OF_SETTINGS:
         found.extend(each(app, tasks))
-    found.extend(servers.memory(store))
+    found.extend(servers.in_memory(store))
     found.extend(unbounded)
     return _heard(found, silenced)
 
@@ -81,7 +81,7 @@ def check_store(app: Celery) -> list[Finding]:
         if not _tasks(app):
             return []
         store, silenced = get_store(app), _silenced(app)
-        list(servers.unbounded(store))
+        list(servers.unbounded_waits(store))
     except Exception:  # noqa: BLE001  # E001, E013 and E021 say it
         return []
     return _heard(servers.answers(store), silenced)
@@ -117,7 +117,7 @@ def insist(app: Celery) -> None:
         return
     _silenced(app)
     store = get_store(app)
-    list(servers.unbounded(store))
+    list(servers.unbounded_waits(store))
     for name, (_, definition) in tasks.items():
         if definition.policy.atomic:
             transactional(store, name)

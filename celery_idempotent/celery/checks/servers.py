@@ -12,7 +12,7 @@ from celery_idempotent.records import Identity
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
 
-__all__ = ["answers", "memory", "unbounded"]
+__all__ = ["answers", "in_memory", "unbounded_waits"]
 
 #: The oldest releases that can keep records.
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
@@ -24,7 +24,7 @@ _APART_MS = 5_000
 _NOBODY = Identity(namespace="celery_idempotent:check", key="-")
 
 
-def memory(store: Store) -> Iterator[Finding]:
+def in_memory(store: Store) -> Iterator[Finding]:
     """Find out whether the store is one for tests."""
     if type(store).__name__ == "MemoryStore":
         yield Finding(
@@ -34,7 +34,7 @@ def memory(store: Store) -> Iterator[Finding]:
         )
 
 
-def unbounded(store: Any) -> Iterator[Finding]:
+def unbounded_waits(store: Any) -> Iterator[Finding]:
     """Find out whether a database that stays silent would be waited for without end."""
     if hasattr(store, "missing_bounds") and (missing := store.missing_bounds()):
         yield Finding(
@@ -65,10 +65,10 @@ def answers(store: Store) -> list[Finding]:
                 hint="Set it up as docs/running.md says, or let idempotency_store name another.",
             )
         ]
-    return [*_facts(store), *_clock(store)]
+    return [*_check_facts(store), *_check_clock(store)]
 
 
-def _facts(store: Any) -> Iterable[Finding]:
+def _check_facts(store: Any) -> Iterable[Finding]:
     if not hasattr(store, "facts"):
         return []
     try:
@@ -83,10 +83,12 @@ def _facts(store: Any) -> Iterable[Finding]:
         ]
     waits = bool(getattr(store, "replicas", 0))
     # Of the servers of a cluster, each finding once.
-    return {each.id: each for server in servers for each in _server(server, waits=waits)}.values()
+    return {
+        each.id: each for server in servers for each in _check_server(server, waits=waits)
+    }.values()
 
 
-def _clock(store: Any) -> Iterator[Finding]:
+def _check_clock(store: Any) -> Iterator[Finding]:
     if not hasattr(store, "skews_ms"):
         return
     try:
@@ -104,7 +106,7 @@ def _clock(store: Any) -> Iterator[Finding]:
         )
 
 
-def _server(server: Any, *, waits: bool) -> Iterator[Finding]:
+def _check_server(server: Any, *, waits: bool) -> Iterator[Finding]:
     name = f"{server.kind} {server.version}"
     oldest = _OLDEST[server.kind]
     if server.release < oldest:

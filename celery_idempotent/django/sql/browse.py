@@ -12,7 +12,7 @@ from celery_idempotent.records import Counted, Page, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
 
-__all__ = ["browse", "clock_ms", "count", "counts", "note_sweep", "stats"]
+__all__ = ["browse", "count", "counts", "database_ms", "note_sweep", "stats"]
 
 #: Letters of the states that no lease runs in, and what they are counted as.
 _COUNTED_AS = {"F": "failed", "I": "interrupted"}
@@ -26,7 +26,7 @@ def browse(
     session: Session, selection: Selection, *, cursor: str, limit: int, look_at: int
 ) -> Page:
     """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""
-    now_ms = clock_ms(session)
+    now_ms = database_ms(session)
     walk = _walk(selection, cursor, look_at)
     condition, params = _condition(selection, now_ms)
     place = ", ".join(f"w.{column}" for column in walk.columns)
@@ -104,7 +104,7 @@ def _ended(letter: str) -> str:
 
 def count(session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
     """Add to the counters of this hour, and drop those of the hour that is too long ago."""
-    hour = clock_ms(session) // HOUR_MS
+    hour = database_ms(session) // HOUR_MS
     with session.transaction():
         # In one order: two processes that count the same outcomes in different orders would deadlock.
         for (task, outcome), number in sorted(outcomes.items()):
@@ -128,7 +128,7 @@ def note_sweep(session: Session) -> None:
 
 def counts(session: Session, *, hours: int) -> Sequence[Counted]:
     """Return the counters of the last hours."""
-    first = clock_ms(session) // HOUR_MS - min(hours, COUNTED_HOURS) + 1
+    first = database_ms(session) // HOUR_MS - min(hours, COUNTED_HOURS) + 1
     found = session.rows(
         f"SELECT hour, task, outcome, count FROM {_COUNTER} WHERE hour >= %s ORDER BY 1, 2, 3",
         (first,),
@@ -233,7 +233,7 @@ class _Walk:
         ]
 
 
-def clock_ms(session: Session) -> int:
+def database_ms(session: Session) -> int:
     """Return the time by the database's clock."""
     ((now_ms,),) = session.rows(f"SELECT {session.words.now_ms}")
     return int(now_ms)

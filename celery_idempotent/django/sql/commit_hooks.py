@@ -32,13 +32,13 @@ def make_robust(own: BaseDatabaseWrapper, record: Record | None) -> list[Callabl
     waiting: list[Any] = own.run_on_commit
     uncalled: list[Callable[[], None]] = []
     waiting[:] = [
-        (entry[0], partial(_call, entry[1], record, uncalled), False) for entry in waiting
+        (entry[0], partial(_call_hook, entry[1], record, uncalled), False) for entry in waiting
     ]
     uncalled += [entry[1] for entry in waiting]
     return uncalled
 
 
-def _call(
+def _call_hook(
     function: Callable[[], object], record: Record | None, uncalled: list[Callable[[], None]]
 ) -> None:
     uncalled.clear()  # the commit is known
@@ -49,7 +49,7 @@ def _call(
         logger.exception(
             "idempotency: %s is committed, but %s, which it wanted done after that, failed%s",
             _task(record),
-            _name(function),
+            _name_of_hook(function),
             ", and what was to follow is left out: its time is over" if over else "",
             extra={
                 "event": "on_commit_failed",
@@ -68,7 +68,7 @@ def _task(record: Record | None) -> str:
     return "" if record is None else record.identity.namespace
 
 
-def _name(function: object) -> str:
+def _name_of_hook(function: object) -> str:
     """Return what the function is called, without the arguments that it was given beforehand."""
     while isinstance(function, partial):
         function = function.func

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["Surroundings", "watch"]
 
 #: Statements that leave nothing behind; comments and brackets may come first.
-_READS = re.compile(
+_READ_ONLY = re.compile(
     r"(?:\s|\(|--[^\n]*\n|/\*.*?\*/)*"
     r"(?:(?:SELECT|SHOW|EXPLAIN|DESC|DESCRIBE|VALUES|TABLE|PRAGMA|SET|SAVEPOINT|RELEASE|ROLLBACK)\b"
     r"|WITH\b(?!.*\b(?:INSERT|UPDATE|DELETE|MERGE)\b))",
     re.IGNORECASE | re.DOTALL,
 )
 #: What the store's own verbs write, each a transaction of its own wherever it is called.
-_OURS = re.compile(r"\bcelery_idempotent_(?:record|lease|refusals|highwatermark|counter)\b")
+_STORE_TABLES = re.compile(r"\bcelery_idempotent_(?:record|lease|refusals|highwatermark|counter)\b")
 
 
 class Surroundings:
@@ -85,8 +85,8 @@ def _refuse_elsewhere(
     claim = running.get()
     around = None if claim is None else getattr(claim.transaction, "surroundings", None)
     if around is not None and around.guards(context["connection"]):
-        text = _text(sql)
-        if not _READS.match(text) and not _OURS.search(text):
+        text = _statement_text(sql)
+        if not _READ_ONLY.match(text) and not _STORE_TABLES.search(text):
             raise IdempotencyError(
                 "a statement would write outside of the transaction of its idempotency_atomic task, and stay if that is"
                 " rolled back: Django's connections belong to threads, and this is not the thread of the task's body"
@@ -100,7 +100,7 @@ def _refuse_in_step(
     execute: Callable[..., Any], sql: Any, params: Any, many: bool, context: Mapping[str, Any]
 ) -> Any:
     """Refuse what writes: a step is not run again, and what it wrote would be rolled back by a later failure."""
-    if not _READS.match(_text(sql)):
+    if not _READ_ONLY.match(_statement_text(sql)):
         raise IdempotencyError(
             "a step of an idempotency_atomic task may not write to the database of its transaction: a failure after it"
             " would roll the write back and keep the step. Write outside of the step, with what it returned"
@@ -108,5 +108,5 @@ def _refuse_in_step(
     return execute(sql, params, many, context)
 
 
-def _text(sql: Any) -> str:
+def _statement_text(sql: Any) -> str:
     return sql if isinstance(sql, str) else str(sql.as_string(None))  # psycopg composes statements

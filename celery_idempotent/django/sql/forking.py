@@ -17,8 +17,8 @@ from contextlib import contextmanager
 __all__ = ["unforked"]
 
 #: A fork, or a verb, waits no longer than that, in seconds.
-_PATIENCE = 5.0
-_PAUSE = 0.001
+_MAX_WAIT_SECONDS = 5.0
+_POLL_SECONDS = 0.001
 
 #: The threads inside. All that is done to it is one instruction: an exception may strike anywhere.
 _inside: dict[int, None] = {}
@@ -42,11 +42,11 @@ def unforked() -> Iterator[None]:
 
 def _enter(me: int) -> None:
     while True:
-        while _forking and time.monotonic() - _forking[-1] < _PATIENCE:
-            time.sleep(_PAUSE)
+        while _forking and time.monotonic() - _forking[-1] < _MAX_WAIT_SECONDS:
+            time.sleep(_POLL_SECONDS)
         _inside[me] = None
         # A fork may have begun between the two.
-        if not _forking or time.monotonic() - _forking[-1] >= _PATIENCE:
+        if not _forking or time.monotonic() - _forking[-1] >= _MAX_WAIT_SECONDS:
             return
         _inside.pop(me, None)
 
@@ -55,9 +55,9 @@ def _before() -> None:
     me, began = threading.get_ident(), time.monotonic()
     _forking.append(began)
     while any(thread != me for thread in tuple(_inside)):
-        if time.monotonic() - began > _PATIENCE:
+        if time.monotonic() - began > _MAX_WAIT_SECONDS:
             return
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_SECONDS)
 
 
 def _after_in_parent() -> None:

@@ -34,7 +34,7 @@ class Browsing(Servers):
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> Page:
         """Return about ``limit`` of the selected records."""
-        walk = _Walk(self._link, self._keys, selection, limit)
+        walk = _Search(self._link, self._keys, selection, limit)
         if State.COMPLETED in selection.wanted:
             return walk.scan(cursor, look_at)
         if selection.newest_first:
@@ -93,7 +93,7 @@ class Browsing(Servers):
         return sorted(found, key=lambda each: (each.hour, each.task, each.outcome))
 
 
-class _Walk:
+class _Search:
     """One page on its way: the records found so far, and how many keys that took."""
 
     def __init__(self, link: Link, keys: Keyspace, selection: Selection, limit: int) -> None:

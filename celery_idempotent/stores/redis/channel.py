@@ -45,7 +45,7 @@ Reply: TypeAlias = Any
 
 #: A server closes what it does not want; this only bounds what a burst of threads or greenlets
 #: leaves behind.
-MAX_IDLE = 64
+_MAX_IDLE = 64
 
 #: Answers that another try may better. redis-py knows some of them by class, and not in all of its
 #: parsers.
@@ -63,7 +63,7 @@ _PASSING = re.compile(
     r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
     r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
 )
-_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+_LOGIN_ERRORS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
 
 
 class Connection(Protocol):
@@ -113,11 +113,11 @@ class Channel:
         connection = self._connect() if fresh else self._take()
         try:
             connection.send_packed_command([b"".join(packed)])
-            answers = [_read(connection) for _ in packed]
+            answers = [_read_reply(connection) for _ in packed]
         except BaseException:
             connection.disconnect()
             raise
-        if len(self._idle) < MAX_IDLE:
+        if len(self._idle) < _MAX_IDLE:
             self._idle.append(connection)
         else:
             connection.disconnect()
@@ -159,7 +159,7 @@ class Server:
         try:
             answers = self._channel.exchange(packed)
         except exceptions.ConnectionError as error:
-            if isinstance(error, _REFUSED):
+            if isinstance(error, _LOGIN_ERRORS):
                 raise
             # An idle connection that the server had closed, or a failover. Every verb may be
             # repeated.
@@ -222,22 +222,26 @@ def passing(answer: object) -> str:
 
 def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
     """Return our error for what redis-py raised: by whether trying again may help."""
-    if isinstance(error, _REFUSED):
-        return StoreMisconfigured(f"{where} refused us: {_text(error)}. Check user and password.")
+    if isinstance(error, _LOGIN_ERRORS):
+        return StoreMisconfigured(
+            f"{where} refused us: {_sentence(error)}. Check user and password."
+        )
     if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError)):
         return StoreUnavailable(f"{where} did not answer: {error}")
     if isinstance(error, exceptions.NoPermissionError):
-        return StoreMisconfigured(f"{where} refused us: {_text(error)}. Give the user the rights.")
+        return StoreMisconfigured(
+            f"{where} refused us: {_sentence(error)}. Give the user the rights."
+        )
     if passing(error):
         return StoreUnavailable(f"{where} cannot serve us at the moment: {error}")
     return StoreMisconfigured(f"{where} answered: {error}")
 
 
-def _text(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     return str(error).rstrip(".")
 
 
-def _read(connection: Connection) -> Reply:
+def _read_reply(connection: Connection) -> Reply:
     try:
         return connection.read_response()
     except exceptions.ResponseError as error:

@@ -59,25 +59,25 @@ __all__ = [
     "unreadable",
 ]
 
-_STATES = {
+_STATE_OF_LETTER = {
     ord("C"): State.COMPLETED,
     ord("F"): State.FAILED,
     ord("I"): State.INTERRUPTED,
     ord("P"): State.PROCESSING,
     ord("Q"): State.QUEUED,
 }
-_LETTERS = {state: letter for letter, state in _STATES.items()}
+_LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
 
-_FINGERPRINT = 1
+_HAS_FINGERPRINT = 1
 _UUID, _VALUE, _REPLACED, _DELIVERED, _REFUSED = 2, 4, 8, 16, 32
 _RESERVED, _FAIL, _REQUEUE = 16, 32, 64
-_SETTLED_FLAGS = _FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
-_LIVE_FLAGS = _FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
+_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
+_LIVE_FLAGS = _HAS_FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
 #: What a claim says about its end, as flags.
 ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
-_ON_STALE = {flags: word for word, flags in ON_STALE_FLAGS.items()}
+_ON_STALE_WORDS = {flags: word for word, flags in ON_STALE_FLAGS.items()}
 
-_HEAD_BYTES = 23
+_COMMON_HEAD_BYTES = 23
 _LIVE_HEAD_BYTES = 37
 _ITEM_HEAD_BYTES = 5
 _MESSAGE, _STEP, _REFUSALS = ord("M"), ord("S"), ord("X")
@@ -87,7 +87,7 @@ _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 def pack_state(state: State) -> bytes:
     """Return the letter that a record in this state begins with."""
-    return bytes((_LETTERS[state],))
+    return bytes((_LETTER_OF_STATE[state],))
 
 
 def pack_token(token: int) -> bytes:
@@ -117,7 +117,7 @@ def pack_settled(
     flags = 0
     parts = []
     if record.fingerprint is not None:
-        flags |= _FINGERPRINT
+        flags |= _HAS_FINGERPRINT
         parts.append(record.fingerprint)
     if _CANONICAL_UUID.fullmatch(record.task_id):
         flags |= _UUID
@@ -132,7 +132,7 @@ def pack_settled(
     if delivered:
         flags |= _DELIVERED
     head = (
-        bytes((_LETTERS[state], flags))
+        bytes((_LETTER_OF_STATE[state], flags))
         + pack_token(record.token)
         + record.created_ms.to_bytes(6, "big")
         + record.updated_ms.to_bytes(6, "big")
@@ -154,13 +154,13 @@ def unpack(identity: Identity, packed: bytes, *, summary: bool = False) -> Recor
 
 
 def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
-    state = _STATES.get(packed[0]) if len(packed) >= _HEAD_BYTES else None
+    state = _STATE_OF_LETTER.get(packed[0]) if len(packed) >= _COMMON_HEAD_BYTES else None
     if state is None or packed[1] & ~(_SETTLED_FLAGS if state.settled else _LIVE_FLAGS):
         raise unreadable(identity)
     flags = packed[1]
-    at = _HEAD_BYTES if state.settled else _LIVE_HEAD_BYTES
+    at = _COMMON_HEAD_BYTES if state.settled else _LIVE_HEAD_BYTES
     fingerprint = None
-    if flags & _FINGERPRINT:
+    if flags & _HAS_FINGERPRINT:
         fingerprint = packed[at : at + FINGERPRINT_BYTES]
         at += FINGERPRINT_BYTES
     worker, value, deadline_ms = "", None, None
@@ -198,7 +198,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         replaced=bool(flags & _REPLACED),
         delivered=state.settled and bool(flags & _DELIVERED),
         reserved=bool(live & _RESERVED),
-        on_stale=_ON_STALE.get(live & (_FAIL | _REQUEUE), "interrupt"),
+        on_stale=_ON_STALE_WORDS.get(live & (_FAIL | _REQUEUE), "interrupt"),
         message=message,
         steps=steps,
         refusals=refusals,
@@ -207,7 +207,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
 
 def state_of(packed: bytes) -> State | None:
     """Return the state of a packed record without taking the rest apart, ``None`` if it is not known here."""
-    return _STATES.get(packed[0])
+    return _STATE_OF_LETTER.get(packed[0])
 
 
 def unreadable(identity: Identity) -> StoreMisconfigured:

@@ -87,14 +87,14 @@ def plain(bucket: int, *words: bytes) -> Command:
 @functools.cache
 def script(verb: str) -> Script:
     """Return the script of a verb."""
-    source = _read(verb)
+    source = _read_source(verb)
     if verb in _ON_REFUSALS:
-        source = _read("live") + _read("refusals") + source
+        source = _read_source("live") + _read_source("refusals") + source
     elif verb in _ON_LIVE_RECORDS:
-        source = _read("live") + source
+        source = _read_source("live") + source
     # The digest is Redis' name for the script, not a matter of security.
     return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
 
 
-def _read(name: str) -> bytes:
+def _read_source(name: str) -> bytes:
     return (files("celery_idempotent.stores.redis") / "lua" / f"{name}.lua").read_bytes()

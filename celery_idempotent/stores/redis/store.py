@@ -46,7 +46,7 @@ from celery_idempotent.stores.values import pack_text, pack_value
 
 __all__ = ["RedisStore"]
 
-_ON_STALE = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
+_ON_STALE_ARGUMENT = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
 
 
 class RedisStore(Browsing, Upkeep):
@@ -130,7 +130,7 @@ class RedisStore(Browsing, Upkeep):
                 b"%d" % (lease_ms + keep_ms),
                 _checked(fingerprint),
                 pack_claimant(task_id, worker, message),
-                _ON_STALE[on_stale],
+                _ON_STALE_ARGUMENT[on_stale],
                 b"".join(unanswered),
             )
         )

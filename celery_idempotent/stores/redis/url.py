@@ -49,7 +49,7 @@ def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]
             return _sentinel(rest, query, options), prefix
         if scheme.endswith("+cluster"):
             return _cluster(scheme.removesuffix("+cluster"), rest, query, options), prefix
-        return _server(scheme, rest, query, options), prefix
+        return _single_server(scheme, rest, query, options), prefix
     except (TypeError, RedisError) as error:
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
@@ -68,7 +68,9 @@ class _IncompleteError(ValueError):
     """A part of the URL is missing; says which, and nothing secret."""
 
 
-def _server(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
+def _single_server(
+    scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]
+) -> Server:
     pool = _pool(scheme, rest, query, options)
     kwargs = pool.connection_kwargs
     if scheme == "unix":
