@@ -17,11 +17,10 @@ from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.identifier import Identifier
 from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.policy import (
-    KEY_OPTIONS,
     Policy,
-    check_settings,
     own_settings,
-    read_options,
+    read_task_options,
+    refuse_unknown_settings,
     snapshot,
 )
 from celery_idempotent.protocol.runner import Runner
@@ -87,10 +86,8 @@ def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
     """
     name = str(task.name)
     settings = snapshot(app)
-    check_settings(own_settings(app))
-    options = read_options(task, app.conf.get)
-    policy = Policy.from_options(options, task=name)
-    about: dict[str, Any] = {key: options[key] for key in KEY_OPTIONS if key in options}
+    refuse_unknown_settings(own_settings(app))
+    policy, about = read_task_options(task, name, app.conf.get)
     codec = TaskCodec(app, name, policy)
     if policy.mode != "off":
         _check_body(task, base, observed=policy.mode == "observe")

@@ -243,11 +243,9 @@ class KeyRules:
                 return fingerprint_of(self._all(bound, what))
             case CallRule():
                 value = rule.read(bound)
-                return (
-                    None
-                    if value is None
-                    else fingerprint_of(self._one("(the result)", value, what))
-                )
+                if value is None:
+                    return None
+                return fingerprint_of(self._one("(the result)", value, what))
             case PathRule():
                 return fingerprint_of(self._one(rule.text, rule.read(bound), what))
             case NamesRule(paths):

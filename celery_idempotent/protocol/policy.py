@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.protocol.options import (
+    Guarding,
+    duration,
+    fitting,
+    flag,
+    one_of,
+    option,
+    optional,
+    read_table,
+    table_of,
+    unknown,
+    whole_number,
+)
 from celery_idempotent.records import OnStale, Record, State
-from celery_idempotent.settings import Snapshot, loaded, milliseconds
+from celery_idempotent.settings import Snapshot, loaded
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -18,19 +31,15 @@ __all__ = [
     "PREFIX",
     "SETTINGS",
     "ConflictPolicy",
-    "Mode",
     "Policy",
-    "StoreErrorPolicy",
-    "check_settings",
     "is_explicit",
     "own_settings",
-    "read_options",
+    "read_task_options",
+    "refuse_unknown_settings",
     "snapshot",
 ]
 
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
-StoreErrorPolicy = Literal["closed", "open"]
-Mode = Literal["enforce", "observe", "off"]
 
 PREFIX: Final = "idempotency_"
 
@@ -61,28 +70,32 @@ _METHODS: Final = ("definition", "policy", "record", "forget")
 
 _UNSET: Final = object()
 
+_kombu_name = optional(
+    fitting(lambda value: isinstance(value, str), "takes a name of kombu's registry")
+)
+
+
+def _exceptions(value: object) -> tuple[type[Exception], ...]:
+    types = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(each, type) and issubclass(each, Exception) for each in types):
+        raise ValueError("takes a tuple of exception types")
+    return types
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """How one task is handled. Times are milliseconds; each field is the option ``idempotency_<field without _ms>``."""
+class Policy(Guarding):
+    """How one task is handled: the table of the options ``idempotency_<name>``, beside those that views have, too."""
 
-    lease_ms: int = 60_000
-    retention_ms: int = 24 * 3_600_000
-    failure_retention_ms: int | None = None
-    on_conflict: ConflictPolicy = "retry"
-    wait_ms: int = 10_000
-    conflict_backoff_max_ms: int = 60_000
-    permanent_errors: tuple[type[Exception], ...] = ()
-    max_crashes: int = 3
-    store_result: bool = True
-    max_result_bytes: int = 1024 * 1024
-    serializer: str | None = None
-    compression: str | None = None
-    on_store_error: StoreErrorPolicy = "closed"
-    on_stale: OnStale = "interrupt"
-    atomic: bool = False
-    publish_once: bool = False
-    mode: Mode = "enforce"
+    failure_retention_ms: int | None = option(None, optional(duration()))
+    on_conflict: ConflictPolicy = option("retry", one_of(ConflictPolicy))
+    conflict_backoff_max_ms: int = option(60_000, duration(at_least_ms=100))
+    permanent_errors: tuple[type[Exception], ...] = option((), _exceptions)
+    store_result: bool = option(True, flag)
+    max_result_bytes: int = option(1024 * 1024, whole_number)
+    serializer: str | None = option(None, _kombu_name)
+    compression: str | None = option(None, _kombu_name)
+    on_stale: OnStale = option("interrupt", one_of(OnStale))
+    publish_once: bool = option(False, flag)
 
     @property
     def keep_ms(self) -> int:
@@ -107,157 +120,57 @@ class Policy:
             return not (self.retention_ms if kept is None else kept)
         return record.state.settled and not self.retention_ms and not record.replaced
 
-    @classmethod
-    def from_options(cls, options: Mapping[str, object], *, task: str) -> Policy:
-        """Check the values that :func:`read_options` found.
 
-        Raises:
-            InvalidOption: for a bad value, saying what is allowed.
-        """
-        values: dict[str, object] = {}
-        for name, check in _CHECKS.items():
-            if name in options:
-                try:
-                    field, value = check(name, options[name])
-                except ValueError as error:
-                    raise InvalidOption(f"{PREFIX}{name} of task {task} {error}.") from None
-                values[field] = value
-        if values.get("atomic") and values.get("on_store_error") == "open":
-            raise InvalidOption(
-                f"{PREFIX}atomic of task {task} excludes {PREFIX}on_store_error='open': there is no transaction "
-                "without the store's database."
-            )
-        return cls(**values)  # type: ignore[arg-type]  # each check returns its field's type
+_TASK_OPTIONS: Final = (*KEY_OPTIONS, *table_of(Policy))
+_KNOWN: Final = (*_TASK_OPTIONS, *SETTINGS)
 
 
-def read_options(task: type, setting: Callable[[str, object], object]) -> dict[str, object]:
-    """Collect a task's options by their short names: the attribute wins over the app's setting.
+def read_task_options(
+    task: type, name: str, setting: Callable[[str, object], object]
+) -> tuple[Policy, dict[str, Any]]:
+    """Return the policy of a task, and those of :data:`KEY_OPTIONS` that are given: an attribute wins over a setting.
 
     Functions are taken from the class as they were given: read through the instance they would be bound methods.
     ``setting(name, default)`` reads one setting of the app.
 
     Raises:
-        InvalidOption: for an ``idempotency_*`` attribute that is no option.
+        InvalidOption: for an ``idempotency_*`` attribute that is no option, or a bad value.
     """
-    options: dict[str, object] = {}
-    for name in (*KEY_OPTIONS, *_CHECKS):
-        value = inspect.getattr_static(task, PREFIX + name, _UNSET)
+    where, given = f"task {name}", dict[str, object]()
+    for each in _TASK_OPTIONS:
+        value = inspect.getattr_static(task, PREFIX + each, _UNSET)
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         if value is _UNSET:
-            value = setting(PREFIX + name, _UNSET)
+            value = setting(PREFIX + each, _UNSET)
         if value is not _UNSET:
-            options[name] = value
-    own = {PREFIX + name for name in (*KEY_OPTIONS, *_CHECKS, *_METHODS)}
+            given[each] = value
+    own = {PREFIX + each for each in (*_TASK_OPTIONS, *_METHODS)}
     for found in dir(task):
         if found.startswith(PREFIX) and found not in own:
-            raise InvalidOption(_unknown(found, f"task {getattr(task, 'name', task.__name__)}"))
-    return options
+            if (each := found.removeprefix(PREFIX)) in SETTINGS:
+                raise InvalidOption(
+                    f"{found} is a setting of the app, not an attribute of {where}."
+                )
+            raise unknown(each, _KNOWN, where=where, prefix=PREFIX)
+    about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
+    return read_table(Policy, [(where, given)], prefix=PREFIX), about
 
 
-def check_settings(names: list[str]) -> None:
+def refuse_unknown_settings(names: list[str]) -> None:
     """Refuse settings with our prefix (lower case) that mean nothing.
 
     Raises:
         InvalidOption: naming the setting, and the one that was probably meant.
     """
-    known = {PREFIX + name for name in (*KEY_OPTIONS, *_CHECKS, *SETTINGS)}
     for name in names:
-        if name.startswith(PREFIX) and name not in known:
-            raise InvalidOption(_unknown(name, "the app"))
-
-
-def _unknown(name: str, where: str) -> str:
-    from difflib import get_close_matches
-
-    if name[len(PREFIX) :] in SETTINGS:
-        return f"{name} is a setting of the app, not an attribute of {where}."
-    known = [*KEY_OPTIONS, *_CHECKS, *SETTINGS]
-    close = get_close_matches(name[len(PREFIX) :], known, n=1)
-    if close:
-        hint = f"did you mean {PREFIX}{close[0]}?"
-    else:
-        hint = "known are " + ", ".join(PREFIX + each for each in sorted(known)) + "."
-    return f"{name} of {where} is not an option: {hint}"
-
-
-def _duration(name: str, value: object) -> tuple[str, int]:
-    return f"{name}_ms", milliseconds(value)
-
-
-def _positive_duration(name: str, value: object) -> tuple[str, int]:
-    duration = milliseconds(value)
-    if duration < 100:
-        raise ValueError("takes at least 0.1 seconds")
-    return f"{name}_ms", duration
-
-
-def _optional_duration(name: str, value: object) -> tuple[str, int | None]:
-    return f"{name}_ms", None if value is None else milliseconds(value)
-
-
-def _one_of(choices: object) -> Callable[[str, object], tuple[str, object]]:
-    words = get_args(choices)
-
-    def check(name: str, value: object) -> tuple[str, object]:
-        if value not in words:
-            raise ValueError(f"is one of {', '.join(map(repr, words))}")
-        return name, value
-
-    return check
-
-
-def _errors(name: str, value: object) -> tuple[str, object]:
-    types = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if not all(isinstance(each, type) and issubclass(each, Exception) for each in types):
-        raise ValueError("takes a tuple of exception types")
-    return name, types
-
-
-def _count(name: str, value: object) -> tuple[str, int]:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("takes a whole number from 0")
-    return name, value
-
-
-def _flag(name: str, value: object) -> tuple[str, bool]:
-    if not isinstance(value, bool):
-        raise ValueError("is True or False")
-    return name, value
-
-
-def _name(name: str, value: object) -> tuple[str, str | None]:
-    if value is not None and not isinstance(value, str):
-        raise ValueError("takes a name of kombu's registry")
-    return name, value
-
-
-_CHECKS: Final[dict[str, Callable[[str, object], tuple[str, object]]]] = {
-    "lease": _positive_duration,
-    "retention": _duration,
-    "failure_retention": _optional_duration,
-    "on_conflict": _one_of(ConflictPolicy),
-    "wait": _duration,
-    "conflict_backoff_max": _positive_duration,
-    "permanent_errors": _errors,
-    "max_crashes": _count,
-    "store_result": _flag,
-    "max_result_bytes": _count,
-    "serializer": _name,
-    "compression": _name,
-    "on_store_error": _one_of(StoreErrorPolicy),
-    "on_stale": _one_of(OnStale),
-    "atomic": _flag,
-    "publish_once": _flag,
-    "mode": _one_of(Mode),
-}
-
-assert {name.removesuffix("_ms") for name in (f.name for f in fields(Policy))} == set(_CHECKS)
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _KNOWN:
+            raise unknown(name.removeprefix(PREFIX), _KNOWN, where="the app", prefix=PREFIX)
 
 
 def snapshot(app: Celery) -> Snapshot:
     """Return the settings that the options of the app's tasks are made of."""
-    return Snapshot(app, [PREFIX + name for name in (*KEY_OPTIONS, *_CHECKS)])
+    return Snapshot(app, [PREFIX + name for name in _TASK_OPTIONS])
 
 
 def own_settings(app: Celery) -> list[str]:

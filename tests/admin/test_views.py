@@ -97,11 +97,11 @@ def test_an_answer_that_is_no_text_is_told(
 
 def test_the_error_of_a_view_is_shown(memory: Store, serve: Serve, operator: Client) -> None:
     from celery_idempotent.django.http.guards import _ResponseCodec
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
     serve(memory)
     about = of_user("a", 17)
-    error = _ResponseCodec(read_options(), "view").dump_error(FailedByOperator("given up"))
+    error = _ResponseCodec(http_options(), "view").dump_error(FailedByOperator("given up"))
     settle(memory, claim(memory, about), State.FAILED, error)
     assert "FailedByOperator: given up" in text(operator.get(address(about)))
 

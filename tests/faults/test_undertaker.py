@@ -32,7 +32,7 @@ _PROGRAM = """
 import subprocess, sys, threading, time
 
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
-from celery_idempotent import request
+from celery_idempotent.celery import request
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Identity
 from celery_idempotent.stores import get_store

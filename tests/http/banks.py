@@ -27,7 +27,7 @@ _SERVER = os.environ.get("CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postg
 _SWEEP = """
 import django
 django.setup()
-from celery_idempotent.django.outbox import sweep
+from celery_idempotent.django.outbox.interceptor import sweep
 from testproject.celery import app
 app.loader.import_default_modules()
 sweep(app)

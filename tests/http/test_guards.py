@@ -214,7 +214,7 @@ def new_identity() -> Identity:
 
 def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> None:
     from celery_idempotent.django.http.describing import describe
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
     site, note, identity = Site(options), new_key(), new_identity()
     store = get_store(app)
@@ -234,7 +234,7 @@ def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> Non
     assert written(note) == 0
     record = store.get(identity)
     assert record is not None
-    told = describe(record, key=identity.key, task=None, options=read_options())
+    told = describe(record, key=identity.key, task=None, options=http_options())
     assert told["error"]["code"] == "failed_by_operator"
     assert told["error"]["type"] == "FailedByOperator"
     assert told["retryable"] is False

@@ -15,7 +15,8 @@ from tests.http.sites import ORDER, Site, Web, new_key
 _SWEEP = """
 import django
 django.setup()
-from celery_idempotent import get_store, reaper
+from celery_idempotent import get_store
+from celery_idempotent.celery import reaper
 from testproject.celery import app
 from tests.stores.shifted import Shift
 app.loader.import_default_modules()

@@ -85,14 +85,14 @@ def test_an_option_that_would_do_nothing_is_refused() -> None:
 def test_the_setting_is_read_and_the_view_wins() -> None:
     from django.test import override_settings
 
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
     with override_settings(IDEMPOTENCY_HTTP={"lease": 7, "required": False}):
-        assert (read_options().lease, read_options({"lease": 9}).lease) == (7, 9)
-        assert read_options({"lease": 9}).required is False
+        assert (http_options().lease_ms, http_options({"lease": 9}).lease_ms) == (7000, 9000)
+        assert http_options({"lease": 9}).required is False
     for wrong in ({"leese": 1}, "lease", {"lease": None}):
         with override_settings(IDEMPOTENCY_HTTP=wrong), pytest.raises(InvalidOption):
-            read_options()
+            http_options()
 
 
 def test_a_decorated_view_follows_the_setting() -> None:
@@ -103,10 +103,10 @@ def test_a_decorated_view_follows_the_setting() -> None:
 
     marks = marks_of(idempotent_view(view))
     assert marks is not None
-    assert marks.options.lease == 30
+    assert marks.options.lease_ms == 30_000
     with override_settings(IDEMPOTENCY_HTTP={"lease": 7}):
-        assert marks.options.lease == 7
-    assert marks.options.lease == 30
+        assert marks.options.lease_ms == 7000
+    assert marks.options.lease_ms == 30_000
 
 
 def test_a_class_that_is_no_view_is_refused() -> None:
@@ -192,9 +192,9 @@ def test_a_key_that_is_too_long_is_told_why(factory: Any, value: str, told: str)
 
 def fingerprint(request: Any, **options: Any) -> bytes:
     from celery_idempotent.django.http.fingerprints import request_fingerprint
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
-    return request_fingerprint(request, request, read_options(options))
+    return request_fingerprint(request, request, http_options(options))
 
 
 def test_json_that_says_the_same_is_the_same(factory: Any) -> None:
@@ -304,11 +304,11 @@ def test_a_large_upload_is_received_in_a_file_that_ends_with_the_request(factory
     from django.core.files.uploadedfile import SimpleUploadedFile
 
     from celery_idempotent.django.http.bodies import receive
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
     content = b"content" * 500_000
     request = factory.post("/", {"file": SimpleUploadedFile("a.txt", content)})
-    receive(request, read_options())
+    receive(request, http_options())
     file = request._stream
     assert file.fileno()
     fingerprint(request)
@@ -360,7 +360,7 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
     from django.http import HttpResponse
 
     from celery_idempotent.django.http.messages import pack_response, read_response
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
     headers = {
         "Content-Type": "x/y; charset=é",
@@ -371,7 +371,7 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
         "X-Two": "2",
     }
     made = HttpResponse(body, status=status, reason="All Is Well", headers=headers)
-    again = read_response(pack_response(made, read_options({"headers": ["X-Own"]}), name="v"))
+    again = read_response(pack_response(made, http_options({"headers": ["X-Own"]}), name="v"))
     assert (again.status_code, again.content, again.reason_phrase) == (status, body, "All Is Well")
     assert dict(again.headers) == {
         **{name: headers[name] for name in headers if name != "X-Two"},
@@ -390,11 +390,11 @@ def test_headers_without_measure_are_not_kept() -> None:
     from django.http import HttpResponse
 
     from celery_idempotent.django.http.messages import pack_response
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
 
     made = HttpResponse(headers={"Link": "x" * 40_000})
     with pytest.raises(ValueError, match="headers"):
-        pack_response(made, read_options(), name="v")
+        pack_response(made, http_options(), name="v")
 
 
 # Callers -------------------------------------------------------------------------------------------------------------
@@ -406,14 +406,14 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
     from django.contrib.auth.models import Group, User
 
     from celery_idempotent.django.http.guards import http_identity
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
     from celery_idempotent.django.http.problems import Refusal
     from celery_idempotent.django.http.scopes import caller_scope
 
     class Customer(SimpleNamespace):
         """Another kind of user."""
 
-    request, options = factory.post("/"), read_options()
+    request, options = factory.post("/"), http_options()
     scopes = []
     kinds: list[Any] = [SimpleNamespace, Customer, Group]
     for kind in kinds:
@@ -431,9 +431,9 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
     with pytest.raises(Refusal):
         caller_scope(request, options)
     with pytest.raises(Refusal):
-        caller_scope(request, read_options({"scope": lambda _: None}))
+        caller_scope(request, http_options({"scope": lambda _: None}))
     with pytest.raises(Refusal):
-        caller_scope(request, read_options({"anonymous": "session"}))
+        caller_scope(request, http_options({"anonymous": "session"}))
 
 
 def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
@@ -443,7 +443,7 @@ def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
     from django.contrib.auth.models import User
 
     from celery_idempotent.django.http import user_scope
-    from celery_idempotent.django.http.options import read_options
+    from celery_idempotent.django.http.options import http_options
     from celery_idempotent.django.http.problems import Refusal
     from celery_idempotent.django.http.scopes import caller_scope
 
@@ -452,7 +452,7 @@ def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
     for user in (User(username="robot"), *others):
         request.user = user
         with pytest.raises(Refusal) as refused:
-            caller_scope(request, read_options())
+            caller_scope(request, http_options())
         assert refused.value.code == "caller_unknown"
         with pytest.raises(InvalidKey, match="primary key"):
             user_scope(user)

@@ -137,7 +137,7 @@ class TestNothingLeaks:
         program = """
             import os
             from celery.signals import before_task_publish
-            from celery_idempotent import publishing
+            from celery_idempotent.celery import publishing
             from tests.policies import app as app_module
 
             publishing.RESERVED_MS = 6000

@@ -143,7 +143,7 @@ class TestRequeue:
         program = """
             import os
             from celery.signals import before_task_publish
-            from celery_idempotent import reaper
+            from celery_idempotent.celery import reaper
             from tests.policies import app as app_module
 
             reaper.REQUEUE_MS = 6000

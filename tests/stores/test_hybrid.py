@@ -39,6 +39,8 @@ LEASE_MS, KEEP_MS = 60_000, 120_000
 
 
 class HybridContract(StoreContract):
+    brief = True
+
     @pytest.fixture
     def cached(self, redis_url: str, prefix: str) -> Iterator[RedisCache]:
         cached = RedisCache(redis_url, prefix=prefix, options={"socket_timeout": 5})

@@ -504,7 +504,6 @@ class TestApps:
     def run(code: str) -> str:
         """Run a program that has an app, in a process of its own, in which no other app is the current one."""
         environment = child_environment()
-        environment.pop("DJANGO_SETTINGS_MODULE", None)  # whoever imports the test project sets it
         ended = subprocess.run(
             [sys.executable, "-c", APP + code],
             env=environment,

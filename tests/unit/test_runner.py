@@ -29,8 +29,8 @@ from celery_idempotent.errors import (
     StoreUnavailable,
     TooManyCrashes,
 )
+from celery_idempotent.protocol import backoff, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
-from celery_idempotent.protocol import endings, lease, runner
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.runner import Runner
@@ -133,7 +133,7 @@ def store(memory: MemoryStore) -> FlakyStore:
 @pytest.fixture
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    for module in (runner, endings):
+    for module in (runner, endings, backoff):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -1018,7 +1018,7 @@ class End:
 def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
     """Run one body once for every place at which a signal can strike."""
     with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
-        for module in (runner, endings):
+        for module in (runner, endings, backoff):
             monkeypatch.setattr(module, "time", FakeTime())
         heartbeat = None
         at = 0

@@ -18,7 +18,7 @@ from celery_idempotent.django.http.describing import note_shown
 from celery_idempotent.django.http.ending import to_the_end
 from celery_idempotent.django.http.guards import Guard, Guarded
 from celery_idempotent.django.http.headers import read_key
-from celery_idempotent.django.http.options import SETTING, HttpOptions, read_options
+from celery_idempotent.django.http.options import SETTING, HttpOptions, http_options, refuse_idle
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.django.http.transactions import (
     atomic_requests,
@@ -47,7 +47,7 @@ class Marks:
         self._lock = threading.Lock()
         self._guard: Guard | None = None
         # What does not depend on settings is checked now, with the view.
-        read_options(given)
+        http_options(given)
         if "show_errors" in given:
             note_shown(given["show_errors"])
         if guards:
@@ -64,7 +64,7 @@ class Marks:
         guard = self._guard
         if guard is None:
             with self._lock:
-                guard = self._guard = Guard(self.name, self, read_options(self._given))
+                guard = self._guard = Guard(self.name, self, http_options(self._given))
         return guard
 
     @property
@@ -104,26 +104,8 @@ def keyed_view(view: Any = None, /, **options: Any) -> Any:
     return _decorator(view, options, guards=False)
 
 
-#: Options of the answers of ``enqueue()``, and all that it heeds.
-_QUEUEING = frozenset(("on_pending", "show_errors"))
-_KEYED = _QUEUEING | {
-    *("anonymous", "docs_url", "max_request_bytes", "methods", "required", "retry_after"),
-    *("scope", "strict"),
-}
-
-
 def _decorator(view: Any, options: dict[str, Any], *, guards: bool) -> Any:
-    if "namespaces" in options:
-        raise InvalidOption(
-            f"namespaces is for the status resource, which all views share: put it into {SETTING}."
-        )
-    idle = options.keys() & _QUEUEING if guards else options.keys() - _KEYED
-    if idle & HttpOptions.__dataclass_fields__.keys():
-        kind, other = ("idempotent", "keyed") if guards else ("keyed", "idempotent")
-        raise InvalidOption(
-            f"{', '.join(sorted(idle))} does nothing for {kind}_view: it is for {other}_view"
-            + ("." if guards else ", or an option of the task.")
-        )
+    refuse_idle(options, "idempotent" if guards else "keyed")
 
     def decorate(target: View) -> View:
         name = f"{target.__module__}.{target.__qualname__}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from celery_idempotent.django.http.options import read_options
+from celery_idempotent.django.http.options import http_options
 
 __all__ = ["note", "view_namespaces"]
 
@@ -20,4 +20,4 @@ def note(given: Mapping[str, Any]) -> None:
 
 def view_namespaces() -> list[str]:
     """Return the namespaces of all views that were guarded so far; none in a project that guards none."""
-    return sorted({name or read_options().namespace for name in _given})
+    return sorted({name or http_options().namespace for name in _given})

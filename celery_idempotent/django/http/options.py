@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
@@ -14,8 +13,19 @@ from django.utils.module_loading import import_string
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import MAX_CHARS
-from celery_idempotent.protocol.policy import Mode, Policy, StoreErrorPolicy
-from celery_idempotent.settings import milliseconds
+from celery_idempotent.protocol.options import (
+    Guarding,
+    duration,
+    fitting,
+    flag,
+    one_of,
+    option,
+    optional,
+    read_table,
+    table_of,
+    whole_number,
+)
+from celery_idempotent.protocol.policy import Policy
 
 if TYPE_CHECKING:
     from django.http import HttpResponseBase
@@ -27,7 +37,8 @@ __all__ = [
     "SETTING",
     "Check",
     "HttpOptions",
-    "read_options",
+    "http_options",
+    "refuse_idle",
 ]
 
 #: The one setting: a dict with any of the options of :class:`HttpOptions`.
@@ -98,53 +109,116 @@ OnConflict = Literal["refuse", "wait"]
 OnPending = Literal["accept", "refuse"]
 ShowErrors = Literal["none", "permanent", "all"]
 
+_SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
+
+_text = fitting(lambda value: isinstance(value, str), "takes a text")
+_number = fitting(
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
+    "takes a number from 0",
+)
+_namespace = fitting(
+    lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARS,
+    f"is 1 to {MAX_CHARS} printable characters",
+)
+
+
+def _imported(value: object) -> object:
+    return import_string(value) if isinstance(value, str) else value
+
+
+def _function(value: object) -> Callable[[Any], object]:
+    found = _imported(value)
+    if not callable(found) or iscoroutinefunction(found):
+        raise ValueError("takes a function of the request, no coroutine, or its dotted path")
+    return found
+
+
+def _items(
+    fits: Callable[[Any], bool], allowed: str, read: Callable[[Any], Any] = lambda item: item
+) -> Callable[[object], tuple[Any, ...]]:
+    """Take a sequence whose items all fit, once they are read."""
+
+    def read_all(value: object) -> tuple[Any, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError("takes a sequence")
+        found = tuple(map(read, value))
+        if not all(map(fits, found)):
+            raise ValueError(allowed)
+        return found
+
+    return read_all
+
+
+_methods = _items(
+    lambda item: isinstance(item, str) and item not in _SAFE,
+    f"takes methods other than {', '.join(_SAFE)}, which are never guarded",
+    read=lambda item: item.upper() if isinstance(item, str) else item,
+)
+_checks = _items(
+    lambda item: callable(item) and not iscoroutinefunction(item),
+    "takes functions of the request, none of them a coroutine",
+    read=_imported,
+)
+_headers = _items(
+    lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
+    f"takes names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
+)
+_attributes = _items(
+    lambda item: (
+        isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
+    ),
+    "takes names of attributes that are not a response's own",
+)
+_namespaces = _items(
+    lambda item: isinstance(item, str),
+    "takes names of tasks, or what else is their idempotency_namespace",
+)
+_statuses = _items(
+    lambda item: isinstance(item, int) and 100 <= item < 500,
+    "takes statuses below 500; those from 500 are never stored",
+)
+
+#: For both decorators of views; an option without a word about it is for ``idempotent_view`` alone.
+_BOTH: Final = "idempotent keyed"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpOptions:
-    """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take. Times are seconds or timedeltas."""
+class HttpOptions(Guarding):
+    """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, beside what tasks take, too."""
 
-    scope: Callable[[Any], object] | None = None
-    anonymous: Anonymous = "refuse"
-    required: bool = True
-    strict: bool = False
-    namespace: str = "http"
-    methods: tuple[str, ...] = ("POST", "PUT", "PATCH", "DELETE")
-    checks: tuple[Check, ...] = ()
-    authorize: Callable[..., object] | None = None
-    fingerprint: Callable[[Any], object] | None = None
-    lease: Any = 30
-    retention: Any = 24 * 3600
-    max_crashes: int = 3
-    on_conflict: OnConflict = "refuse"
-    wait: Any = 10
-    on_pending: OnPending = "accept"
-    on_store_error: StoreErrorPolicy = "closed"
-    retry_after: float = 1
-    headers: tuple[str, ...] = ()
-    attributes: tuple[str, ...] = ()
-    unstored: tuple[int, ...] = (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429)
-    max_request_bytes: int = 10 * 1024 * 1024
-    max_response_bytes: int = 1024 * 1024
-    show_errors: ShowErrors = "permanent"
-    docs_url: str | None = None
-    app: str | None = None
-    namespaces: tuple[str, ...] | None = None
-    atomic: bool = False
-    mode: Mode = "enforce"
+    lease_ms: int = option(30_000, duration(at_least_ms=100))
+    scope: Callable[[Any], object] | None = option(None, optional(_function), views=_BOTH)
+    anonymous: Anonymous = option("refuse", one_of(Anonymous), views=_BOTH)
+    required: bool = option(True, flag, views=_BOTH)
+    strict: bool = option(False, flag, views=_BOTH)
+    namespace: str = option("http", _namespace)
+    methods: tuple[str, ...] = option(("POST", "PUT", "PATCH", "DELETE"), _methods, views=_BOTH)
+    checks: tuple[Check, ...] = option((), _checks)
+    authorize: Callable[..., object] | None = option(None, optional(_function))
+    fingerprint: Callable[[Any], object] | None = option(None, optional(_function))
+    on_conflict: OnConflict = option("refuse", one_of(OnConflict))
+    on_pending: OnPending = option("accept", one_of(OnPending), views="keyed")
+    retry_after: float = option(1, _number, views=_BOTH)
+    headers: tuple[str, ...] = option((), _headers)
+    attributes: tuple[str, ...] = option((), _attributes)
+    unstored: tuple[int, ...] = option(
+        (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429), _statuses
+    )
+    max_request_bytes: int = option(10 * 1024 * 1024, whole_number, views=_BOTH)
+    max_response_bytes: int = option(1024 * 1024, whole_number)
+    show_errors: ShowErrors = option("permanent", one_of(ShowErrors), views="keyed")
+    docs_url: str | None = option(None, optional(_text), views=_BOTH)
+    app: str | None = option(None, optional(_text))
+    namespaces: tuple[str, ...] | None = option(None, optional(_namespaces), views="")
 
     @property
     def policy(self) -> Policy:
         """The policy of the runner that guards the view."""
+        shared = {line.name: getattr(self, line.name) for line in fields(Guarding)}
         return Policy(
-            lease_ms=milliseconds(self.lease),
-            retention_ms=milliseconds(self.retention),
+            **shared,
             on_conflict="wait" if self.on_conflict == "wait" else "raise",
-            wait_ms=milliseconds(self.wait),
-            max_crashes=self.max_crashes,
             max_result_bytes=self.max_response_bytes,
-            on_store_error=self.on_store_error,
-            atomic=self.atomic,
-            mode=self.mode,
         )
 
     def shows(self, namespace: str) -> bool:
@@ -156,102 +230,38 @@ class HttpOptions:
         return status < 500 and status not in self.unstored
 
 
-def read_options(given: Mapping[str, Any] | None = None) -> HttpOptions:
+def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
     """Return the options of a view: what is ``given`` wins over the setting.
 
     Raises:
         InvalidOption: for an unknown name or a bad value, saying what is allowed.
     """
-    values: dict[str, Any] = {}
-    found = getattr(settings, SETTING, None) or {}
-    if not isinstance(found, Mapping):
+    setting = getattr(settings, SETTING, None) or {}
+    if not isinstance(setting, Mapping):
         raise InvalidOption(f"the setting {SETTING} is a dict of options.")
-    for source, where in ((found, f"the setting {SETTING}"), (given or {}, "this view")):
-        for name, value in source.items():
-            if name not in _KNOWN:
-                raise InvalidOption(_unknown(str(name), where))
-            try:
-                values[name] = _checked(name, value)
-            except ValueError as error:
-                raise InvalidOption(f"{name} of {where} {error}.") from None
-    options = HttpOptions(**values)
-    if options.atomic and options.on_store_error == "open":
+    return read_table(
+        HttpOptions, [(f"the setting {SETTING}", setting), ("this view", given or {})]
+    )
+
+
+def refuse_idle(given: Mapping[str, object], kind: Literal["idempotent", "keyed"]) -> None:
+    """Refuse options of a decorator that do nothing for its ``kind`` of views.
+
+    Raises:
+        InvalidOption: naming them, and where they belong.
+    """
+    table = table_of(HttpOptions)
+    if "namespaces" in given:
         raise InvalidOption(
-            'atomic excludes on_store_error="open": there is no transaction when there is no store.'
+            f"namespaces is for the status resource, which all views share: put it into {SETTING}."
         )
-    return options
-
-
-def _unknown(name: str, where: str) -> str:
-    close = get_close_matches(name, _KNOWN, n=1)
-    hint = f"did you mean {close[0]}?" if close else "known are " + ", ".join(sorted(_KNOWN)) + "."
-    return f"{name} of {where} is not an option: {hint}"
-
-
-def _checked(name: str, value: Any) -> Any:
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise ValueError(f"is one of {', '.join(map(repr, _CHOICES[name]))}")
-    elif name in ("atomic", "required", "strict"):
-        if not isinstance(value, bool):
-            raise ValueError("is True or False")
-    elif name in ("lease", "retention", "wait"):
-        if milliseconds(value) < (100 if name == "lease" else 0):
-            raise ValueError("takes at least 0.1 seconds")
-    elif name in ("max_crashes", "max_request_bytes", "max_response_bytes", "retry_after"):
-        number = isinstance(value, int) or (name == "retry_after" and isinstance(value, float))
-        if not number or isinstance(value, bool) or value < 0:
-            raise ValueError("takes a number from 0")
-    elif name == "namespace":
-        if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_CHARS:
-            raise ValueError(f"is 1 to {MAX_CHARS} printable characters")
-    elif name in _SEQUENCES and not (name == "namespaces" and value is None):
-        return _sequence(name, value)
-    elif name in ("authorize", "scope", "fingerprint"):
-        value = import_string(value) if isinstance(value, str) else value
-        if value is not None and (not callable(value) or iscoroutinefunction(value)):
-            raise ValueError("takes a function of the request, no coroutine, or its dotted path")
-    elif value is not None and not isinstance(value, str):
-        raise ValueError("takes a text")
-    return value
-
-
-def _sequence(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str) or not hasattr(value, "__iter__"):
-        raise ValueError("takes a sequence")
-    items = tuple(value)
-    if name == "checks":
-        items = tuple(import_string(item) if isinstance(item, str) else item for item in items)
-    if not all(_SEQUENCES[name](item) for item in items):
-        raise ValueError(_ALLOWED[name])
-    return tuple(item.upper() for item in items) if name == "methods" else items
-
-
-_KNOWN: Final = {field.name for field in fields(HttpOptions)}
-_CHOICES: Final[dict[str, tuple[str, ...]]] = {
-    "anonymous": get_args(Anonymous),
-    "on_conflict": get_args(OnConflict),
-    "on_pending": get_args(OnPending),
-    "on_store_error": get_args(StoreErrorPolicy),
-    "show_errors": get_args(ShowErrors),
-    "mode": get_args(Mode),
-}
-_SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
-_SEQUENCES: Final[dict[str, Callable[[Any], bool]]] = {
-    "methods": lambda item: isinstance(item, str) and item.upper() not in _SAFE,
-    "checks": lambda item: callable(item) and not iscoroutinefunction(item),
-    "namespaces": lambda item: isinstance(item, str),
-    "headers": lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
-    "attributes": lambda item: (
-        isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
-    ),
-    "unstored": lambda item: isinstance(item, int) and 100 <= item < 500,
-}
-_ALLOWED: Final = {
-    "methods": f"takes methods other than {', '.join(_SAFE)}, which are never guarded",
-    "checks": "takes functions of the request, none of them a coroutine",
-    "namespaces": "takes names of tasks, or what else is their idempotency_namespace",
-    "headers": f"takes names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
-    "attributes": "takes names of attributes that are not a response's own",
-    "unstored": "takes statuses below 500; those from 500 are never stored",
-}
+    idle = [name for name in given if name in table and kind not in table[name].metadata["views"]]
+    if idle:
+        other, end = (
+            ("keyed", ".")
+            if kind == "idempotent"
+            else ("idempotent", ", or an option of the task.")
+        )
+        raise InvalidOption(
+            f"{', '.join(sorted(idle))} does nothing for {kind}_view: it is for {other}_view{end}"
+        )

@@ -14,7 +14,7 @@ from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.decorators import require_key
 from celery_idempotent.django.http.guards import http_identity
-from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import Refusal
 from celery_idempotent.django.http.scopes import caller_scope
 from celery_idempotent.django.outbox.payload import MEANS, absolute
@@ -165,7 +165,7 @@ def read_order(
 
 def _is_shown(request: Any, task: IdempotentTask, identity: Identity, key: str) -> bool:
     """Does the status resource, which knows the setting alone, look for this key of this caller in this very place?"""
-    general = read_options()
+    general = http_options()
     if celery_app(general.app) is not task.app or not general.shows(identity.namespace):
         return False
     try:

@@ -34,13 +34,13 @@ from kombu.exceptions import OperationalError
 from celery_idempotent.celery.publishing import RESERVED_MS
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
-from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.orders import Order, read_order
 from celery_idempotent.django.http.problems import Refusal, problem
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import key_change
+from celery_idempotent.protocol import backoff, key_change
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
 from celery_idempotent.stores.base import joined
 
@@ -87,7 +87,7 @@ def enqueue(
         SynchronousOnlyOperation: in a coroutine, which has :func:`aenqueue`.
     """
     _refuse_event_loop()
-    options: HttpOptions = getattr(request, "idempotency_options", None) or read_options()
+    options: HttpOptions = getattr(request, "idempotency_options", None) or http_options()
     try:
         order = read_order(
             request,
@@ -126,7 +126,7 @@ def _refuse_event_loop() -> None:
 def _answer(order: Order) -> HttpResponse:
     within = transaction.get_connection(order.using).in_atomic_block
     task_id = str(uuid.uuid4())
-    give_up, delay = time.monotonic() + PATIENCE, 0.02
+    give_up, looks = time.monotonic() + PATIENCE, 0
     while True:
         match _reserve(order, task_id, promised=not within and order.outbox is None):
             case Reserved(record) if record.task_id != task_id:
@@ -140,10 +140,9 @@ def _answer(order: Order) -> HttpResponse:
                     raise _in_progress(order, "Ask its status resource, or again later.")
                 if not _uncommitted(record) or in_testcase(transaction.get_connection(order.using)):
                     return _pending(order, record, replayed=True)
-                if time.monotonic() + delay > give_up:
+                looks += 1
+                if not backoff.pause(looks, until=give_up, first=0.02):
                     raise _in_progress(order, "It is not queued yet. Ask again later.")
-                time.sleep(delay)
-                delay *= 2
             case Settled(record, _):
                 answer = _settled(order, record)
                 if answer is not None:
@@ -196,20 +195,15 @@ def _forget(order: Order, record: Record) -> bool:
 
 def _patiently(order: Order, verb: Callable[[], Any]) -> Any:
     """Ask the store, again and again for a while: each verb may be repeated."""
-    give_up, delay = time.monotonic() + PATIENCE, 0.05
-    while True:
-        try:
-            return verb()
-        except (StoreUnavailable, StoreMisconfigured) as error:
-            if isinstance(error, StoreMisconfigured) or time.monotonic() + delay > give_up:
-                logger.warning("idempotency: a request is not queued: %s", error)
-                raise Refusal(
-                    "store_unavailable",
-                    _UNSURE,
-                    retry_after=order.options.retry_after,
-                ) from error
-        time.sleep(delay)
-        delay *= 2
+    try:
+        return backoff.persist(verb, until=time.monotonic() + PATIENCE)
+    except (StoreUnavailable, StoreMisconfigured) as error:
+        logger.warning("idempotency: a request is not queued: %s", error)
+        raise Refusal(
+            "store_unavailable",
+            _UNSURE,
+            retry_after=order.options.retry_after,
+        ) from error
 
 
 def _queue(order: Order, record: Record, *, within: bool) -> None:

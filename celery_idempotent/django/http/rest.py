@@ -10,7 +10,7 @@ from rest_framework.permissions import IsAuthenticated
 from rest_framework.renderers import JSONRenderer
 from rest_framework.views import APIView
 
-from celery_idempotent.django.http.options import read_options
+from celery_idempotent.django.http.options import http_options
 from celery_idempotent.django.http.pages import for_people, login_redirect
 from celery_idempotent.django.http.status import respond
 
@@ -47,7 +47,7 @@ class StatusView(APIView):
 
     def get_permissions(self) -> Any:
         """Callers are known by the project's own rule, or else are to log in."""
-        options = read_options()
+        options = http_options()
         known = options.scope is not None or options.anonymous == "session"
         return super().get_permissions() if known else [IsAuthenticated()]
 

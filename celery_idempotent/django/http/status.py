@@ -18,7 +18,7 @@ from celery_idempotent.celery.registry import definition_of, find_task
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.describing import describe, least_shown
 from celery_idempotent.django.http.guards import http_identity
-from celery_idempotent.django.http.options import HttpOptions, read_options
+from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.pages import (
     for_people,
     login_redirect,
@@ -73,7 +73,7 @@ def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
 
 def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
     """Answer a request for a status; ``request`` may be one of Django REST framework, which knows who asks."""
-    options = read_options()
+    options = http_options()
     options = replace(options, show_errors=least_shown(options.show_errors))
     plain: HttpRequest = getattr(request, "_request", request)
     people = for_people(plain)

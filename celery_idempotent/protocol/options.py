@@ -1,0 +1,144 @@
+"""What an option is: a field of a table, with its default and the function that reads its value.
+
+A table is a frozen dataclass with a line for each option. ::
+
+    lease_ms: int = option(60_000, duration(at_least_ms=100))
+
+is the option ``lease``: given in seconds or as a timedelta, read as milliseconds. Tasks and views share the lines of
+:class:`Guarding`; each of them has a table with the lines of its own::
+
+    Guarding ─┬─ Policy       a task: its attribute idempotency_<name>, or that setting of the app
+              └─ HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
+
+A value that is not allowed is refused in one sentence, "<option> of <where> <what is allowed>", of which the function
+that reads it raises the end as a ``ValueError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_args
+
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.settings import milliseconds
+
+__all__ = ["Guarding", "Mode", "StoreErrorPolicy", "option", "read_table", "table_of", "unknown"]
+
+StoreErrorPolicy = Literal["closed", "open"]
+Mode = Literal["enforce", "observe", "off"]
+
+T = TypeVar("T")
+
+
+def option(default: T, read: Callable[[object], T], *, views: str = "idempotent") -> T:
+    """Return a line of a table. ``views``: which decorators of views take the option, ``"idempotent"``, ``"keyed"``."""
+    line: T = field(default=default, metadata={"read": read, "views": views.split()})
+    return line
+
+
+# -- what reads a value ------------------------------------------------------------------------------------------------
+
+
+def fitting(fits: Callable[[Any], bool], allowed: str) -> Callable[[object], Any]:
+    """Take a value that ``fits``, as it is; ``allowed`` tells what that is."""
+
+    def read(value: object) -> object:
+        if not fits(value):
+            raise ValueError(allowed)
+        return value
+
+    return read
+
+
+def one_of(literal: object) -> Callable[[object], Any]:
+    """Take one of the words of a ``Literal``."""
+    words = get_args(literal)
+    return fitting(lambda value: value in words, f"is one of {', '.join(map(repr, words))}")
+
+
+def optional(read: Callable[[object], T]) -> Callable[[object], T | None]:
+    """Take ``None`` as well."""
+    return lambda value: None if value is None else read(value)
+
+
+def duration(*, at_least_ms: int = 0) -> Callable[[object], int]:
+    """Take seconds or a timedelta, and make milliseconds of them."""
+
+    def read(value: object) -> int:
+        found = milliseconds(value)
+        if found < at_least_ms:
+            raise ValueError(f"takes at least {at_least_ms / 1000} seconds")
+        return found
+
+    return read
+
+
+flag = fitting(lambda value: isinstance(value, bool), "is True or False")
+whole_number = fitting(
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+    "takes a whole number from 0",
+)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarding:
+    """The options that tasks and views share: how a claim is held, and what is done in trouble."""
+
+    lease_ms: int = option(60_000, duration(at_least_ms=100))
+    retention_ms: int = option(24 * 3_600_000, duration())
+    wait_ms: int = option(10_000, duration())
+    max_crashes: int = option(3, whole_number)
+    on_store_error: StoreErrorPolicy = option("closed", one_of(StoreErrorPolicy))
+    atomic: bool = option(False, flag)
+    mode: Mode = option("enforce", one_of(Mode))
+
+
+Table = TypeVar("Table", bound=Guarding)
+
+
+def table_of(kind: type) -> dict[str, Field[Any]]:
+    """Return the lines of a table by the names of their options."""
+    return {line.name.removesuffix("_ms"): line for line in fields(kind)}
+
+
+def read_table(
+    kind: type[Table], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
+) -> Table:
+    """Return the options that are given; of two sources, each a place and what is given there, the later one wins.
+
+    Raises:
+        InvalidOption: for an unknown name or a bad value, saying where it is and what is allowed.
+    """
+    table, values, where = table_of(kind), dict[str, Any](), ""
+    for where, given in sources:
+        for name, value in given.items():
+            if name not in table:
+                raise unknown(str(name), table, where=where, prefix=prefix)
+            line = table[name]
+            try:
+                values[line.name] = line.metadata["read"](value)
+            except ValueError as error:
+                raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
+    options = kind(**values)
+    if options.atomic and options.on_store_error == "open":
+        raise InvalidOption(
+            f"{prefix}atomic of {where} excludes {prefix}on_store_error='open': there is no transaction without the "
+            "store's database."
+        )
+    return options
+
+
+def unknown(name: str, known: Collection[str], *, where: str, prefix: str = "") -> InvalidOption:
+    """Return the refusal of a name that is no option, with the one that was probably meant."""
+    from difflib import get_close_matches  # seldom needed, and slow to import
+
+    close = get_close_matches(name, known, n=1)
+    if close:
+        hint = f"did you mean {prefix}{close[0]}?"
+    else:
+        hint = "known are " + ", ".join(prefix + each for each in sorted(known)) + "."
+    return InvalidOption(f"{prefix}{name} of {where} is not an option: {hint}")
