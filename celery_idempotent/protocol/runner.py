@@ -52,11 +52,12 @@ from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import (
     Answer,
     Claimed,
+    ClaimRequest,
     Held,
     Identity,
-    Lease,
     Mismatched,
     Record,
+    Renewal,
     Settled,
     State,
 )
@@ -280,9 +281,9 @@ class Runner:
         self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any
     ) -> tuple[Answer, float]:
         """Return the answer, and when it was asked for (``time.monotonic``)."""
-        claim = partial(
-            self._store().claim,
-            identity,
+        store = self._store()
+        request = ClaimRequest(
+            identity=identity,
             attempt=attempt,
             lease_ms=self.policy.lease_ms,
             keep_ms=self.policy.keep_ms,
@@ -293,12 +294,12 @@ class Runner:
             **how,
         )
         sent = time.monotonic()
-        while isinstance(answer := claim(), (Settled, Mismatched)):
+        while isinstance(answer := store.claim(request), (Settled, Mismatched)):
             over = answer.record
             if over.task_id == call.task_id or not self.policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
-            forget_mark(self._store(), identity, token=over.token)
+            forget_mark(store, identity, token=over.token)
             sent = time.monotonic()
         return answer, sent
 
@@ -350,8 +351,8 @@ class Runner:
         claim.old = old
         return claim
 
-    def _lease(self, record: Record) -> Lease:
-        return Lease(
+    def _lease(self, record: Record) -> Renewal:
+        return Renewal(
             identity=record.identity,
             token=record.token,
             lease_ms=self.policy.lease_ms,
