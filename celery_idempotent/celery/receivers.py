@@ -48,7 +48,7 @@ def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
             headers.setdefault(name, value)
     raw = RAW.keys() & headers.keys()
     if raw and headers.get("id"):
-        headers[STAMP_HEADER] = said = with_stamp(headers, headers["id"])[STAMP_HEADER]
+        headers[STAMP_HEADER] = said = as_mapping(with_stamp(headers, headers["id"])[STAMP_HEADER])
         for name in raw:
             if RAW[name] not in said:
                 del headers[name]

@@ -21,8 +21,6 @@ from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.keys import KeyRules
 
-__all__ = ["Identifier"]
-
 
 class Identifier(KeyRules):
     """The rules of a task and, in ``before``, the old rules while a deploy changes some of them.

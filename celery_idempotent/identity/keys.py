@@ -45,8 +45,6 @@ from celery_idempotent.identity.fingerprints import (
 from celery_idempotent.identity.identified import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
 
-__all__ = ["KeyRules", "canonical", "excess", "task_id_key"]
-
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -83,7 +81,7 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
 
 
 def excess(plain: str | int | list[object]) -> str:
-    """Return what is to be said of a key that is too long, as the end of a sentence.
+    """Return the message about a key that is too long, as the end of a sentence.
 
     A text that could be taken for a number or a list is quoted in its record, and a list is written as JSON.
     """
@@ -116,7 +114,7 @@ def _json_form(value: object) -> str | int | list[object]:
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
-    """Return the key of a call without one: its task id, and how often a replacement took it on.
+    """Return the key of a call without one: its task id, and how often the task was replaced (``self.replace``).
 
     Celery takes any str for an id, so every id has a key; one that a record could not show is
     digested.
@@ -220,7 +218,7 @@ class KeyRules:
         return Identified(self._identity(task_id_key(task_id, nesting), scope))
 
     def by_task_id(self, task_id: str) -> Identified:
-        """Return what a call is about whose key and scope cannot be used."""
+        """Return the identity of a call whose key or scope cannot be used, and which runs nevertheless."""
         return Identified(self._identity(task_id_key(task_id), None))
 
     def _identity(self, key: str, scope: object) -> Identity:
@@ -236,7 +234,7 @@ class KeyRules:
         rule, what = self._fingerprint, "idempotency_fingerprint"
         if rule is None:
             return None
-        if bound is None:  # unlike that of any call which fits
+        if bound is None:  # never equal to the fingerprint of a call that fits the signature
             return fingerprint_of(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
         match rule:
             case AllArguments():

@@ -12,26 +12,8 @@ is such a copy, and says nothing about the message that carries it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from celery_idempotent.identity.identified import Identified
-
-__all__ = [
-    "KEEP_FAILURE",
-    "KEEP_FAILURE_HEADER",
-    "KEY_HEADER",
-    "RAW",
-    "RAW_KEY",
-    "RAW_SCOPE",
-    "RUN",
-    "SCOPE_HEADER",
-    "STAMP_HEADER",
-    "as_mapping",
-    "message_id",
-    "read_stamp",
-    "stamp_of",
-    "with_stamp",
-]
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER = "idempotency_key"
@@ -54,7 +36,7 @@ RAW_KEY, RAW_SCOPE, KEEP_FAILURE = "raw_key", "raw_scope", "keep_failure"
 RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_FAILURE}
 
 
-def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
+def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
     """Return the stamp of the message with this task id, or ``None``: one with another id was copied along."""
     found = headers.get(STAMP_HEADER)
     if isinstance(found, Mapping) and found.get("id") != task_id:
@@ -62,7 +44,7 @@ def stamp_of(headers: Mapping[str, Any], task_id: str | None) -> object:
     return found
 
 
-def read_stamp(headers: Mapping[str, Any], task_id: str | None) -> dict[str, Any]:
+def read_stamp(headers: Mapping[str, object], task_id: str | None) -> dict[str, object]:
     """Return all that headers say about the message with this task id: its stamp, and what a publisher set beside it.
 
     A raw header that equals the one in another message's stamp was copied along with that stamp, and does not count.
@@ -78,11 +60,11 @@ def read_stamp(headers: Mapping[str, Any], task_id: str | None) -> dict[str, Any
 
 
 def with_stamp(
-    headers: Mapping[str, Any],
+    headers: Mapping[str, object],
     task_id: str,
     identified: Identified | None = None,
     more: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the headers with a stamp for the message with this task id.
 
     The stamp takes in what publishers set in headers of their own, the identity, and ``more``. The raw headers are
@@ -97,7 +79,7 @@ def with_stamp(
     return {**rest, STAMP_HEADER: {**said, **(more or {}), "id": task_id}}
 
 
-def message_id(headers: Mapping[str, Any], task_id: str) -> str:
+def message_id(headers: Mapping[str, object], task_id: str) -> str:
     """Return the message's own task id, with the run of the chain where it is the last step of one.
 
     Two deliveries of one message share it, two messages never do.
@@ -106,6 +88,6 @@ def message_id(headers: Mapping[str, Any], task_id: str) -> str:
     return f"{task_id}/{run}" if isinstance(run, str) else task_id
 
 
-def as_mapping(headers: object) -> dict[str, Any]:
+def as_mapping(headers: object) -> dict[str, object]:
     """Return a copy of headers, empty where they are no mapping: Celery does not check what callers pass."""
     return dict(headers) if isinstance(headers, Mapping) else {}

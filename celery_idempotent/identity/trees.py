@@ -7,10 +7,8 @@ from typing import Any
 
 from celery_idempotent.identity.stamp import STAMP_HEADER, as_mapping, stamp_of
 
-__all__ = ["canvas_tasks", "unstamp"]
 
-
-def canvas_tasks(signature: Any) -> Iterator[Mapping[str, Any]]:
+def canvas_tasks(signature: object) -> Iterator[Mapping[str, Any]]:
     """Yield the signatures of single tasks in a canvas."""
     if not isinstance(signature, Mapping):
         return
@@ -24,10 +22,10 @@ def canvas_tasks(signature: Any) -> Iterator[Mapping[str, Any]]:
             yield from canvas_tasks(each)
 
 
-def unstamp(signature: Any, task_id: str | None) -> None:
+def unstamp(signature: object, task_id: str | None) -> None:
     """Remove the stamp of the message with this task id from the canvas that replaces it and copied its headers."""
     for task in canvas_tasks(signature):
-        options = task.get("options") or {}
+        options = as_mapping(task.get("options"))
         headers = as_mapping(options.get("headers"))
         if isinstance(task, dict) and stamp_of(headers, task_id) is not None:
             del headers[STAMP_HEADER]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["HOUR_MS", "read_cursor", "write_cursor"]
-
 HOUR_MS = 3_600_000
 
 

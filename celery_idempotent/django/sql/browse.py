@@ -12,8 +12,6 @@ from celery_idempotent.records import Counted, Page, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
 
-__all__ = ["browse", "count", "counts", "database_ms", "note_sweep", "stats"]
-
 #: Letters of the states that no lease runs in, and what they are counted as.
 _COUNTED_AS = {"F": "failed", "I": "interrupted"}
 #: How many leases of a kind are counted: joining more of them with their records takes seconds.

@@ -1,4 +1,4 @@
-"""What a task wants done once its transaction is committed: all of it is tried, and what fails is told."""
+"""The ``on_commit`` functions of a task: each of them is called, and one that fails is logged."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
 
     from celery_idempotent.records import Record
 
-__all__ = ["make_robust"]
-
 logger = logging.getLogger("celery_idempotent.django.commit_hooks")  # the docs name it
 
 
 def make_robust(own: BaseDatabaseWrapper, record: Record | None) -> list[Callable[[], None]]:
-    """Let the functions that wait for this connection's commit fail each for itself.
+    """Wrap the functions that wait for this connection's commit, so that one that fails does not stop the others.
 
-    Django gives the first one's exception to the caller and drops the others. Here that would be a task that fails
-    although it is committed, and whose duplicates succeed; so the caller is given nothing, and the log is.
+    Django raises the first one's exception and drops the rest. The record is committed by then, so the task would fail
+    while its duplicates get its result. Therefore the exception is logged and not raised::
 
-    Returned are those that nobody called yet: Django calls none where the answer to the COMMIT is lost.
+        Django   COMMIT ─ send receipt ✗ ───────────────────────── task fails, the ledger is never informed
+        here     COMMIT ─ send receipt ✗ (logged) ─ inform ledger ─ task succeeds
+
+    Returns the functions that were not called yet: Django calls none of them if the answer to the COMMIT is lost.
     """
-    waiting: list[Any] = own.run_on_commit
+    waiting: list[Any] = own.run_on_commit  # the stubs know entries of two parts only
     uncalled: list[Callable[[], None]] = []
     waiting[:] = [
         (entry[0], partial(_call_hook, entry[1], record, uncalled), False) for entry in waiting
@@ -41,7 +42,7 @@ def make_robust(own: BaseDatabaseWrapper, record: Record | None) -> list[Callabl
 def _call_hook(
     function: Callable[[], object], record: Record | None, uncalled: list[Callable[[], None]]
 ) -> None:
-    uncalled.clear()  # the commit is known
+    uncalled.clear()  # the COMMIT was answered, and Django calls them all
     try:
         function()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""What operators see of Redis: live and failed records through indexes, others in steps of a scan, and counters."""
+"""What operators see of Redis: lists of records, by the indexes or by a scan, and counters by the hour."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.redis.packed import state_of, unpack
 from celery_idempotent.stores.redis.scripts import Command, plain, script
-
-__all__ = ["Browsing"]
 
 #: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
 _HEAD = b"2047"
@@ -94,7 +92,7 @@ class Browsing(Servers):
 
 
 class _Search:
-    """One page on its way: the records found so far, and how many keys that took."""
+    """The search for one page: the records found so far, and how many keys it has looked at."""
 
     def __init__(self, link: Link, keys: Keyspace, selection: Selection, limit: int) -> None:
         self._link = link
@@ -107,7 +105,9 @@ class _Search:
         self._looked_at = 0
 
     def through(self, cursor: str, look_at: int) -> Page:
-        """Walk through the indexes, bucket by bucket; the cursor counts the buckets, and says where in one."""
+        """Walk through the indexes, bucket by bucket; the cursor is the number of the bucket, and the position in
+        it.
+        """
         start, skip = read_cursor(cursor, "l", 2)
         for place, first, names in self._of_indexes(start, skip):
             bucket = place % BUCKETS
@@ -121,13 +121,16 @@ class _Search:
         return self._page()
 
     def newest(self, cursor: str, look_at: int) -> Page:
-        """Merge the buckets of an index, from its end; the cursor is a score, and how many of that score were seen."""
+        """Merge the buckets of an index, highest scores first; the cursor is a score, and how many of it were seen.
+
+        The score is when the record expires; those of one millisecond share it.
+        """
         highest, skip = read_cursor(cursor, "n", 2)
         merged = heapq.merge(*self._downwards(highest), key=lambda entry: -entry[0])
         entries = itertools.islice(merged, skip, None)
         score, same = highest, skip
         while self._looked_at < look_at:
-            # Mostly the first ones fill the page; of a task that has few of many, it takes larger steps.
+            # Usually the first ones fill the page. If a filter leaves few of them, the steps get larger.
             most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
             records = self._records([each[1] for each in step], [each[2] for each in step])
@@ -142,7 +145,9 @@ class _Search:
         return self._page("n", score, same)
 
     def scan(self, cursor: str, look_at: int) -> Page:
-        """Go on with a scan; the cursor names the node, where its scan is, and how much of that step is done."""
+        """Scan all keys; the cursor is the node, the cursor of its ``SCAN``, and how much of that step was looked
+        at.
+        """
         node, at, skip = read_cursor(cursor, "s", 3)
         nodes = self._link.nodes()
         while node < len(nodes):
@@ -167,7 +172,7 @@ class _Search:
     def _of_indexes(self, start: int, skip: int) -> Iterator[tuple[int, int, Sequence[bytes]]]:
         """Yield each place (a bucket of one index after the other), from which position on, and the names there."""
         indexes = self._indexes()
-        # Of no bucket more than a page can look at, and of few buckets at once: most are empty.
+        # No more of a bucket than a page can look at, and 128 buckets at a time: most are empty.
         for low in range(start, len(indexes) * BUCKETS, 128):
             places = range(low, min(low + 128, len(indexes) * BUCKETS))
             commands, firsts = [], [skip if place == start else 0 for place in places]
@@ -223,7 +228,7 @@ class _Search:
             yield self._record(name, packed) if packed else None
 
     def _record(self, name: bytes, packed: bytes) -> Record | None:
-        """Take apart only what may be selected: of thousands that a step looks at, often none is."""
+        """Unpack a record only if its name and state are wanted: of thousands in a step, often none is."""
         identity, wanted = self._keys.identity(name), self._selection
         if wanted.namespace not in (None, identity.namespace):
             return None

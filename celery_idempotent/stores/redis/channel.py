@@ -1,14 +1,13 @@
 """Connections to one Redis server, each put back only after a complete answer.
 
-Why not ``redis.Redis``? Two thirds of its cost is its pool and retry shell. And
-an exception that a signal handler raises (``SoftTimeLimitExceeded``, ``SystemExit``) may land
-between any two instructions::
+Why not ``redis.Redis``? Two thirds of its time per command goes to its pool and its retries. And an exception out of a
+signal handler (``SoftTimeLimitExceeded``, ``SystemExit``) may strike between any two instructions::
 
     task     takes connection 1 ── sends claim ── SoftTimeLimitExceeded
     pool     takes connection 1 back, its answer unread
     other    takes connection 1 ── sends settle ── reads the answer to the claim
 
-Here a connection that did not finish its exchange is never seen again.
+Here a connection that did not finish its exchange is closed, and never used again.
 """
 
 from __future__ import annotations
@@ -24,18 +23,6 @@ from redis import exceptions
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores.redis.scripts import Command
 
-__all__ = [
-    "Address",
-    "Channel",
-    "Connection",
-    "Link",
-    "Reply",
-    "Server",
-    "exchange",
-    "passing",
-    "trouble",
-]
-
 #: Host and port.
 Address: TypeAlias = tuple[str, int]
 
@@ -43,12 +30,11 @@ Address: TypeAlias = tuple[str, int]
 #: the caller knows by the command, and mypy does not.
 Reply: TypeAlias = Any
 
-#: A server closes what it does not want; this only bounds what a burst of threads or greenlets
-#: leaves behind.
+#: How many idle connections stay open after a burst of threads or greenlets.
 _MAX_IDLE = 64
 
-#: Answers that another try may better. redis-py knows some of them by class, and not in all of its
-#: parsers.
+#: Errors that may be gone at the next try: a failover, a full memory. redis-py has classes for some of them, but not
+#: all of its parsers raise these.
 _PASSING_ERRORS = {
     exceptions.MovedError: "MOVED",
     exceptions.AskError: "ASK",
@@ -58,7 +44,7 @@ _PASSING_ERRORS = {
     exceptions.ReadOnlyError: "READONLY",
     exceptions.OutOfMemoryError: "OOM",
 }
-#: Their text, at the start or, before Redis 7, wrapped in what a script says.
+#: Their word: at the start of the message or, before Redis 7, in the middle of a script's error.
 _PASSING = re.compile(
     r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
     r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
@@ -92,7 +78,7 @@ class Link(Protocol):
         ...
 
     def nodes(self) -> list[int]:
-        """Return one bucket of each node that keeps records."""
+        """Return one bucket of each node: commands about that bucket go to this node."""
         ...
 
     def close(self) -> None:
@@ -139,8 +125,8 @@ class Channel:
             return self._connect()
 
     def _forget_after_fork(self) -> None:
-        # A child shares its parent's sockets: redis-py closes its copy of them without a word to
-        # the server.
+        # A child has copies of its parent's sockets. redis-py closes them without shutting down the connection, which
+        # stays the parent's.
         if self._pid != os.getpid():
             self._idle = []
             self._pid = os.getpid()
@@ -161,8 +147,8 @@ class Server:
         except exceptions.ConnectionError as error:
             if isinstance(error, _LOGIN_ERRORS):
                 raise
-            # An idle connection that the server had closed, or a failover. Every verb may be
-            # repeated.
+            # The server had closed an idle connection, or there was a failover. Every verb may be sent twice: a claim
+            # names its attempt, and all others a token.
             return self._again(packed)
         if any(passing(answer) == "READONLY" for answer in answers):
             # A replica answered: it is no longer the master.
@@ -191,7 +177,7 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
         answers = link.exchange(commands)
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
-            # A WAIT waited for nothing yet.
+            # The WAIT after such a script had nothing to wait for, so it is repeated as well.
             waits = [n for n, c in enumerate(commands) if c.words[0] == b"WAIT"]
             again = sorted(unknown + waits)
             repeated = link.exchange([commands[n].with_source() for n in again])
@@ -221,7 +207,7 @@ def passing(answer: object) -> str:
 
 
 def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
-    """Return our error for what redis-py raised: by whether trying again may help."""
+    """Return the store's error for one of redis-py: StoreUnavailable if another try may help."""
     if isinstance(error, _LOGIN_ERRORS):
         return StoreMisconfigured(
             f"{where} refused us: {_sentence(error)}. Check user and password."

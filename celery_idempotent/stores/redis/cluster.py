@@ -14,10 +14,8 @@ from celery_idempotent.stores.redis.channel import Address, Channel, Connection,
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.scripts import Command, plain
 
-__all__ = ["Cluster"]
-
-#: How often an exchange follows the cluster's changes before it gives up: in a failover, the
-#: caller's backoff is better.
+#: How often an exchange follows the cluster's changes, in 0.3 s altogether. A failover takes seconds: then the caller's
+#: backoff has to do.
 _ROUNDS = 4
 _PAUSE = 0.05
 _TRY_AGAIN = {"MOVED", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "READONLY"}
@@ -35,7 +33,7 @@ class Cluster:
         self._connect = connect
         self._seeds = tuple(seeds)
         self._channels: dict[Address, Channel] = {}
-        #: Who serves each slot, replaced as a whole.
+        #: The node that serves each slot. Replaced as a whole, so that threads never see half of a change.
         self._masters: dict[int, Address] = {}
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
@@ -101,13 +99,13 @@ class Cluster:
             return [error] * len(commands)
 
     def _redirected(self, ask: Reply, command: Command) -> Reply:
-        """Follow ASK: the slot is on its way to another node."""
+        """Follow ASK: the slot is being moved, and the other node has this key already."""
         host, _, port = str(ask).rpartition(" ")[2].rpartition(":")
         channel = self._channel((host, int(port)))
         return channel.exchange([_ASKING, command.packed()])[1]
 
     def _refresh(self) -> None:
-        """Ask any node who serves what."""
+        """Ask any node which node serves which slots."""
         known = list(self._channels)
         random.shuffle(known)
         error: Exception | None = None
@@ -134,14 +132,14 @@ class Cluster:
 
 @functools.cache
 def slot_of(bucket: int) -> int:
-    """Return the slot of a bucket: its number is the hash tag of all its keys."""
+    """Return the slot of a bucket, whose number is the hash tag in the names of all its keys."""
     return int(key_slot(b"%d" % bucket))
 
 
 def _masters(ranges: Sequence[Reply], *, asked: Address) -> dict[int, Address]:
     masters = {}
     for first, last, master, *_ in ranges:
-        # A node that does not know its own name gives none: it is the one that we asked.
+        # A node that does not know its own address leaves it empty: it is the one that was asked.
         host = master[0].decode() if master[0] else asked[0]
         for slot in range(first, last + 1):
             masters[slot] = (host, int(master[1]))

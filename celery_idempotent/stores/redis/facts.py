@@ -14,8 +14,6 @@ from celery_idempotent.stores.redis.channel import Link, Reply, exchange
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.scripts import Command, plain
 
-__all__ = ["ServerFacts", "Servers", "now_ms"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:

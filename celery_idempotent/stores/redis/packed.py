@@ -47,18 +47,6 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.refusals import unpack_refusals
 from celery_idempotent.stores.values import pack_text, pack_value, unpack_text, unpack_value
 
-__all__ = [
-    "ON_STALE_FLAGS",
-    "pack_claimant",
-    "pack_message",
-    "pack_settled",
-    "pack_state",
-    "pack_token",
-    "state_of",
-    "unpack",
-    "unreadable",
-]
-
 _STATE_OF_LETTER = {
     ord("C"): State.COMPLETED,
     ord("F"): State.FAILED,
@@ -73,7 +61,7 @@ _UUID, _VALUE, _REPLACED, _DELIVERED, _REFUSED = 2, 4, 8, 16, 32
 _RESERVED, _FAIL, _REQUEUE = 16, 32, 64
 _SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
 _LIVE_FLAGS = _HAS_FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
-#: What a claim says about its end, as flags.
+#: What a sweep does with the record once it is stale, as flags.
 ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
 _ON_STALE_WORDS = {flags: word for word, flags in ON_STALE_FLAGS.items()}
 
@@ -96,12 +84,12 @@ def pack_token(token: int) -> bytes:
 
 
 def pack_claimant(task_id: str, worker: str, message: bytes | None = None) -> bytes:
-    """Return the part of a live record that names its owner, and what to publish in its stead."""
+    """Return the part of a live record that names its owner, with the message to publish again."""
     return pack_text(task_id) + pack_text(worker) + pack_message(message)
 
 
 def pack_message(message: bytes | None) -> bytes:
-    """Return the item that keeps a message, nothing for none."""
+    """Return the item with a message, or nothing if there is none."""
     return b"" if message is None else b"M" + len(message).to_bytes(4, "big") + message
 
 
@@ -113,7 +101,7 @@ def pack_settled(
     replaced: bool,
     delivered: bool = False,
 ) -> bytes:
-    """Return the record as it is once settled; the script puts in what only the store knows."""
+    """Return the settled form of a record; the script adds what only the store knows: times, counts and refusals."""
     flags = 0
     parts = []
     if record.fingerprint is not None:
@@ -229,7 +217,7 @@ def _unpack_task_id(packed: bytes, at: int, flags: int) -> tuple[str, int]:
 def _unpack_extension(
     identity: Identity, packed: bytes, at: int
 ) -> tuple[bytes | None, tuple[tuple[str, Stored], ...], tuple[Refusal, ...]]:
-    """Return the message, the steps and the refusals; items of any other kind are for others to read."""
+    """Return the message, the steps and the refusals; items of other kinds are those of a newer version."""
     message: bytes | None = None
     steps: list[tuple[str, Stored]] = []
     refusals: tuple[Refusal, ...] = ()

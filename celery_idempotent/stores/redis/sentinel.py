@@ -1,4 +1,4 @@
-"""Redis Sentinel: who is the master now."""
+"""Redis Sentinel: asks which server is the master now."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from redis import exceptions
 from celery_idempotent.stores.redis.channel import Address, Connection, Reply
 from celery_idempotent.stores.redis.scripts import plain
 
-__all__ = ["Sentinels"]
-
 
 class Sentinels:
     """Some servers that watch a master by name.
 
-    Asked anew for every connection to the master, each time over connections of their own.
-    redis-py's own client waits seconds for each Sentinel that is down, and an interrupted question
-    to it could answer the next one.
+    They are asked for every new connection to the master, over a connection that is closed afterwards. redis-py's own
+    client waits seconds for each Sentinel that is down, and reuses its connections: after an interrupted question, its
+    answer would be read as that to the next question.
     """
 
     def __init__(

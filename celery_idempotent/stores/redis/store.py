@@ -44,8 +44,6 @@ from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix
 from celery_idempotent.stores.values import pack_text, pack_value
 
-__all__ = ["RedisStore"]
-
 _ON_STALE_ARGUMENT = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
 
 
@@ -192,7 +190,8 @@ class RedisStore(Browsing, Upkeep):
             script("reserve").call(
                 bucket,
                 keys,
-                # Tells who reserves also where the record keeps another's task id.
+                # A digest of the task id: shows whose reservation this is, also where the task id in the record is
+                # that of another message.
                 hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
                 b"%d" % deadline_ms,
                 b"%d" % (deadline_ms + keep_ms),

@@ -15,8 +15,6 @@ from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.packed import unpack
 from celery_idempotent.stores.redis.scripts import plain, script
 
-__all__ = ["Upkeep"]
-
 #: No script works on more records than this: Redis serves no other client while one runs.
 _PER_SCRIPT = 100
 

@@ -15,11 +15,9 @@ from celery_idempotent.stores.redis.channel import Address, Connection, Link, Se
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.sentinel import Sentinels
 
-__all__ = ["DEFAULT_PREFIX", "DEFAULT_SOCKET_TIMEOUT", "link_and_prefix"]
-
 DEFAULT_PREFIX = "idem"
 
-#: A task would rather hear that the store is away than hang; a URL's query may say otherwise.
+#: A task that fails can be tried again, one that hangs cannot. A URL's query may set another one.
 DEFAULT_SOCKET_TIMEOUT = 5.0
 _DEFAULTS: Mapping[str, object] = {
     "socket_timeout": DEFAULT_SOCKET_TIMEOUT,
@@ -57,7 +55,7 @@ def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]
     except _IncompleteError as error:
         raise InvalidOption(f"the idempotency store's {scheme}:// URL has {error}") from None
     except ValueError:
-        # No word of the URL: an unquoted '#' or '/' in a password makes its rest look like a port.
+        # Shows nothing of the URL: an unquoted '#' or '/' in a password makes the rest of it look like a port.
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL cannot be read: check host, port and"
             " database, and percent-encode special characters in the password"
@@ -65,7 +63,7 @@ def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]
 
 
 class _IncompleteError(ValueError):
-    """A part of the URL is missing; says which, and nothing secret."""
+    """A part of the URL is missing. The text names the part, and shows nothing of the URL."""
 
 
 def _single_server(
@@ -102,7 +100,7 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -
     }
     for_masters = {k: v for k, v in options.items() if k not in ("ssl", "sentinel_kwargs")}
     masters = _pool(scheme, f"{user}localhost/{db}", query, for_masters)
-    # Reached as the masters are, but with a user and a password of their own.
+    # With the timeouts and certificates of the masters, but a user and a password of their own.
     shared = {
         k: v for k, v in masters.connection_kwargs.items() if k.startswith(("socket_", "ssl_"))
     }
@@ -120,7 +118,7 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -
 def _pool(
     scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, object]
 ) -> ConnectionPool:
-    """Let redis-py read a URL: of its pool we use the connections' class and arguments only."""
+    """Let redis-py read a URL. Of its pool only the connections' class and arguments are used."""
     url = f"{scheme}://{rest}"
     if query:
         url += "?" + urlencode(query)
