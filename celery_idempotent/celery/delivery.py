@@ -24,7 +24,7 @@ from celery.utils.functional import maybe_list
 
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.identity.stamp import as_mapping, said_of
+from celery_idempotent.identity.stamp import as_mapping, read_stamp
 from celery_idempotent.identity.trees import Place, with_tasks
 from celery_idempotent.records import Identity, State
 
@@ -93,7 +93,7 @@ def has_callbacks(request: Context) -> bool:
         or request.errbacks
         or request.chain
         or request.chord
-        or UNDELIVERED in said_of(as_mapping(request.headers), request.id)
+        or UNDELIVERED in read_stamp(as_mapping(request.headers), request.id)
     )
 
 

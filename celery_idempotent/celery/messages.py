@@ -54,7 +54,7 @@ def _raw_headers(options: Options) -> dict[str, Any] | None:
 
 def _stamped(headers: dict[str, Any], task_id: str) -> dict[str, Any]:
     """Return headers that say whose key this is, without what was handed on with the headers of another message."""
-    own = stamp.bound(headers, task_id)[stamp.STAMP_HEADER]
+    own = as_mapping(stamp.with_stamp(headers, task_id)[stamp.STAMP_HEADER])
     handed_on = {name for name, word in stamp.RAW.items() if word not in own}
     rest = {name: value for name, value in headers.items() if name not in handed_on}
     return {**rest, stamp.STAMP_HEADER: own}
@@ -74,9 +74,9 @@ def _with_run(app: Celery, step: object, run: str) -> object:
             return task
         options = task.get("options") or {}
         headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
-        if not task_id or stamp.RUN in stamp.said_of(headers, task_id):
+        if not task_id or stamp.RUN in stamp.read_stamp(headers, task_id):
             return task
-        marked = stamp.bound(headers, task_id, more={stamp.RUN: run})
+        marked = stamp.with_stamp(headers, task_id, more={stamp.RUN: run})
         return {**task, "options": {**options, "headers": marked}}
 
     return with_last_task(step, marked)

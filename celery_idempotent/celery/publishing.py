@@ -32,10 +32,10 @@ from celery_idempotent.identity.stamp import (
     RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
-    bound,
-    own_id,
-    said_of,
+    message_id,
+    read_stamp,
     stamp_of,
+    with_stamp,
 )
 from celery_idempotent.protocol.claim import Claim, current_claim
 
@@ -130,7 +130,7 @@ def stamp_call(
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
     key, scope = take_key(options)
     given = key is not None or scope is not None
-    said = said_of(headers, task_id)
+    said = read_stamp(headers, task_id)
     if "key" in said and not given:
         return None
     if retrying is not None and not given:
@@ -148,12 +148,12 @@ def stamp_call(
         identified = definition.identify(
             args,
             kwargs,
-            task_id=uuid() if eager else own_id(headers, task_id),
+            task_id=uuid() if eager else message_id(headers, task_id),
             nesting=options.get("replaced_task_nesting") or 0,
             key=key,
             scope=scope,
         )
-    options["headers"] = bound(headers, str(task_id), identified)
+    options["headers"] = with_stamp(headers, str(task_id), identified)
     return identified
 
 

@@ -27,9 +27,9 @@ from celery_idempotent.identity.stamp import (
     RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
-    said_of,
+    read_stamp,
 )
-from celery_idempotent.identity.trees import tasks_of, unstamp
+from celery_idempotent.identity.trees import canvas_tasks, unstamp
 from celery_idempotent.protocol.claim import Claim, current_claim
 from celery_idempotent.records import Identity
 
@@ -50,7 +50,7 @@ def replace(
     unstamp(sig, task.request.id)
     if claim is None or claim.record.task_id != task.request.id:
         return celery_replace(sig)
-    parts = tasks_of(sig)
+    parts = canvas_tasks(sig)
     if any(_has_identity(part, task.name, definition, claim.record.identity) for part in parts):
         if claim.transaction is not None:
             raise IdempotencyError(
@@ -102,7 +102,7 @@ def _has_identity(
     if sig.get("task") != name:
         return False
     options = as_mapping(sig.get("options"))
-    said = said_of(as_mapping(options.get("headers")), None)
+    said = read_stamp(as_mapping(options.get("headers")), None)
     identified = definition.identifier.identify(
         sig.get("args"),
         sig.get("kwargs"),

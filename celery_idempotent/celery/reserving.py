@@ -23,7 +23,7 @@ from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.stamp import bound, said_of
+from celery_idempotent.identity.stamp import read_stamp, with_stamp
 from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Held, Mismatched, Reservation, Reserved, Settled, State
@@ -120,9 +120,9 @@ def _reserve(
 
 def _use_task_id(options: Options, task_id: str) -> None:
     """Let a call go out under the task id that its key has already."""
-    said = said_of(options["headers"], options["task_id"])
+    said = read_stamp(options["headers"], options["task_id"])
     options["task_id"] = task_id
-    options["headers"] = bound(options["headers"], task_id, more=said)
+    options["headers"] = with_stamp(options["headers"], task_id, more=said)
 
 
 def lost_after_ms(options: Options) -> int:

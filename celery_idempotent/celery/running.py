@@ -74,7 +74,7 @@ def call_of(
     """
     task_id = str(request.id or _id_of_direct_call(task, request))
     headers = as_mapping(request.headers)
-    said = stamp.said_of(headers, task_id)
+    said = stamp.read_stamp(headers, task_id)
     identified = identify_delivery(
         definition,
         {**as_mapping(request.stamps), **headers},
@@ -87,7 +87,7 @@ def call_of(
     identity = identified.identity
     if {stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE} & said.keys():
         # From here on they are this message's alone: the body may hand its headers to other calls.
-        request.headers = stamp.bound(headers, task_id, identified)
+        request.headers = stamp.with_stamp(headers, task_id, identified)
     on_settled = None
     if definition.policy.mode == "enforce" and delivery.has_callbacks(request):
         on_settled = partial(_note_due, task, request, identity)
@@ -124,7 +124,7 @@ def identify_delivery(
     Raises:
         InvalidKey: if the stamp is malformed, or the key cannot be used.
     """
-    own_id = uuid() if eager else stamp.own_id(headers, task_id)
+    own_id = uuid() if eager else stamp.message_id(headers, task_id)
     try:
         stamped = definition.identifier.stamped(
             stamp.stamp_of(headers, task_id), args, kwargs, task_id=own_id, nesting=nesting
@@ -135,7 +135,7 @@ def identify_delivery(
         return definition.observed(error, task_id)
     if stamped is not None:
         return stamped
-    said = stamp.said_of(headers, task_id)
+    said = stamp.read_stamp(headers, task_id)
     return definition.identify(
         args,
         kwargs,

@@ -14,8 +14,8 @@ from celery_idempotent.identity.stamp import STAMP_HEADER, as_mapping, stamp_of
 
 __all__ = [
     "Place",
+    "canvas_tasks",
     "is_canvas",
-    "tasks_of",
     "unstamp",
     "with_last_task",
     "with_parts",
@@ -82,7 +82,7 @@ def with_last_task(signature: Any, change: Callable[[Sig], Sig]) -> Any:
     return {**signature, "kwargs": {**kwargs, name: inner}}
 
 
-def tasks_of(signature: Any) -> list[Sig]:
+def canvas_tasks(signature: Any) -> list[Sig]:
     """Return the signatures of the tasks of a canvas: those that it has, no copies."""
     found: list[Sig] = []
 
@@ -96,7 +96,7 @@ def tasks_of(signature: Any) -> list[Sig]:
 
 def unstamp(signature: Any, task_id: str | None) -> None:
     """Take out of a canvas what was handed on of the message with this task id, which its replacement takes over."""
-    for task in tasks_of(signature):
+    for task in canvas_tasks(signature):
         options = task.get("options") or {}
         headers = as_mapping(options.get("headers"))
         if isinstance(task, dict) and stamp_of(headers, task_id) is not None:

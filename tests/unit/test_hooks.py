@@ -15,7 +15,7 @@ from celery.local import Proxy
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask, install
-from celery_idempotent.identity.stamp import RUN, said_of
+from celery_idempotent.identity.stamp import RUN, read_stamp
 from tests.support.workers import child_environment
 
 
@@ -47,7 +47,7 @@ def published() -> Iterator[list[Any]]:
 
 def marks(sig: Any) -> Any:
     options = sig["options"]
-    return said_of(options.get("headers") or {}, options["task_id"]).get(RUN)
+    return read_stamp(options.get("headers") or {}, options["task_id"]).get(RUN)
 
 
 @pytest.mark.parametrize("head", ["ours", "theirs"])
@@ -170,7 +170,7 @@ def test_a_producer_without_tasks_carries_keys_once_it_is_installed(producer):
     )
     headers = message["headers"]
     assert (headers["idempotency_key"], headers["idempotency_scope"]) == ("k", "s")
-    said = said_of(headers, headers["id"])
+    said = read_stamp(headers, headers["id"])
     assert (said["raw_key"], said["raw_scope"]) == ("k", "s")
     assert not [name for name in message["properties"] if "idempotency" in name]
 
