@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from functools import cache, wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["install", "install_tasks"]
 
 _lock = threading.Lock()
+
+#: What ``send_task`` takes by position after name, args and kwargs: countdown, eta, task_id and so on.
+_BY_POSITION = tuple(signature(CeleryApp.send_task).parameters)[4:]
 
 
 def install(app: Celery) -> None:
@@ -80,21 +84,12 @@ def _carrying(app: Celery) -> Callable[..., AsyncResult[Any]]:
 
     @wraps(CeleryApp.send_task)
     def send_task(
-        name: str,
-        args: Any = None,
-        kwargs: Any = None,
-        countdown: Any = None,
-        eta: Any = None,
-        task_id: str | None = None,
-        *rest: Any,
-        **options: Any,
+        name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
     ) -> AsyncResult[Any]:
-        task_id = messages.prepare(app, task_id, options)
+        options.update(zip(_BY_POSITION, rest, strict=False))
+        messages.prepare(app, options)
         # The class's method is looked up each time: others (Sentry) replace it whenever they are set up.
-        send = replaced or type(app).send_task.__get__(app)
-        result: AsyncResult[Any] = send(
-            name, args, kwargs, countdown, eta, task_id, *rest, **options
-        )
-        return result
+        send: Callable[..., AsyncResult[Any]] = replaced or type(app).send_task.__get__(app)
+        return send(name, args, kwargs, **options)
 
     return send_task

@@ -22,17 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["prepare"]
 
 
-def prepare(app: Celery, task_id: str | None, options: dict[str, Any]) -> str | None:
-    """Complete the options of one ``app.send_task``, and return the task id that it is to have."""
-    chain = options.get("chain")
-    raw = _raw_headers(options)
+def prepare(app: Celery, options: dict[str, Any]) -> None:
+    """Complete the options of one ``app.send_task``: its headers, and the last step of its chain."""
+    raw, chain = _raw_headers(options), options.get("chain")
+    if raw or chain:
+        options["task_id"] = options.get("task_id") or uuid()
     if raw:
-        task_id = task_id or uuid()
-        options["headers"] = _stamped(raw, task_id)
+        options["headers"] = _stamped(raw, options["task_id"])
     if chain:
-        task_id = task_id or uuid()
-        options["chain"] = [_with_run(app, chain[0], task_id), *chain[1:]]
-    return task_id
+        options["chain"] = [_with_run(app, chain[0], options["task_id"]), *chain[1:]]
 
 
 def _raw_headers(options: dict[str, Any]) -> dict[str, Any] | None:
