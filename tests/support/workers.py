@@ -15,6 +15,7 @@ import psutil
 
 import celery_idempotent
 from tests.support.paths import ROOT
+from tests.support.preloaded import Process, spawn
 from tests.support.waiting import wait_for
 
 __all__ = ["Worker", "alive", "child_environment"]
@@ -72,7 +73,7 @@ class Worker:
             *(("-Q", ",".join(queues)) if queues else ()),
             *arguments,
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
@@ -100,14 +101,8 @@ class Worker:
         assert not self.running, f"{self.name} runs already"
         already = len(self.log)
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self._directory,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            self._process = spawn(
+                self._command, cwd=self._directory, env=self._environment, log=log
             )
         if ready:
             wait_for(
