@@ -99,11 +99,16 @@ class Process:
 
 
 def spawn(
-    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: IO[bytes]
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    log: IO[bytes],
+    fresh: bool = False,
 ) -> Process | subprocess.Popen[bytes]:
-    """Start a program in a session of its own: by a fork if it is ``python -m``, in an environment like ours."""
+    """Start a program in a session of its own: by a fork, if it is ``python -m`` and not to be ``fresh``."""
     server = None
-    if tuple(command[:2]) == (sys.executable, "-m") and not _early(command):
+    if not fresh and tuple(command[:2]) == (sys.executable, "-m") and not _early(command):
         server = _server(django="DJANGO_SETTINGS_MODULE" in env)
     if server is None or _of_python(env) != server.of_python:
         return subprocess.Popen(
