@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from celery_idempotent.errors import LeaseLost, StoreUnavailable
 from celery_idempotent.protocol import backoff
-from celery_idempotent.records import Lease, Record, Stored
+from celery_idempotent.records import Record, Renewal, Stored
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store, Transaction
@@ -70,7 +70,7 @@ class Claim:
     )
 
     def __init__(
-        self, store: Store, record: Record, lease: Lease, codec: StepCodec, *, sent: float
+        self, store: Store, record: Record, lease: Renewal, codec: StepCodec, *, sent: float
     ) -> None:
         self._store = store
         self._record = record
@@ -107,7 +107,7 @@ class Claim:
         return self._record
 
     @property
-    def lease(self) -> Lease:
+    def lease(self) -> Renewal:
         """What it takes to renew this claim."""
         return self._lease
 

@@ -18,9 +18,9 @@ import pytest
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import lease
 from celery_idempotent.protocol.claim import Claim
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import Heartbeat
-from celery_idempotent.records import Claimed, Identity, Lease, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.waiting import wait_for
@@ -35,7 +35,7 @@ class Store(MemoryStore):
         self.renewals: list[tuple[float, list[str]]] = []
         self.errors: list[Exception] = []
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         self.renewals.append((time.monotonic(), [each.identity.key for each in leases]))
         if self.errors:
             raise self.errors.pop(0)
@@ -49,10 +49,17 @@ def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int 
     identity = Identity(namespace="lease", scope="", key=key)
     sent = time.monotonic()
     answer = store.claim(
-        identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=10_000, task_id="t", worker="w"
+        ClaimRequest(
+            identity=identity,
+            attempt=os.urandom(8),
+            lease_ms=lease_ms,
+            keep_ms=10_000,
+            task_id="t",
+            worker="w",
+        )
     )
     assert isinstance(answer, Claimed)
-    held = Lease(
+    held = Renewal(
         identity=identity,
         token=token or answer.record.token,
         lease_ms=lease_ms,
@@ -195,7 +202,7 @@ class TestClaim:
     def test_a_claim_that_the_heartbeat_finds_gone_meanwhile_is_lost_at_once(self, store: Store):
         claim = take(store, lease_ms=60_000)
 
-        def renew(leases: Sequence[Lease]) -> list[bool]:
+        def renew(leases: Sequence[Renewal]) -> list[bool]:
             claim.lost = True
             raise StoreUnavailable("away")
 
@@ -399,18 +406,18 @@ class TestHeartbeat:
                 raise StoreUnavailable("away")
 
         store.count = count  # type: ignore[method-assign]
-        tally.add(store, "t", "claimed")
+        counters.add(store, "t", "claimed")
         heartbeat.start()
-        before = tally._written
-        wait_for(lambda: tally._written > before + 3 * lease.LINGER, what="tries")
+        before = counters._written
+        wait_for(lambda: counters._written > before + 3 * lease.LINGER, what="tries")
         assert threads() == 1
         down = False
         wait_for(lambda: threads() == 0, what="the end of the thread")
-        assert tally.empty
+        assert counters.empty
 
     def test_who_asks_for_its_end_gets_it_and_the_counts_written(self, heartbeat, store, threads):
         heartbeat.finish()  # there is none
-        tally.add(store, "t", "claimed")
+        counters.add(store, "t", "claimed")
         heartbeat.start()
         heartbeat.finish()
         wait_for(lambda: threads() == 0, what="the end of the thread")
@@ -446,9 +453,9 @@ class TestHeartbeat:
         monkeypatch.setattr(lease, "TICK", 0.001)
         monkeypatch.setattr("celery_idempotent.protocol.counters.EVERY", 0.0)
         for _ in range(300):
-            tally.add(store, "t", "claimed")
+            counters.add(store, "t", "claimed")
             heartbeat.start()
-            wait_for(lambda: tally.empty, 10, "the count to be written", interval=0)
+            wait_for(lambda: counters.empty, 10, "the count to be written", interval=0)
         assert sum(each.count for each in store.counts(hours=1)) == 300
 
     def test_it_is_not_among_the_threads_that_a_test_suite_looks_at(self, heartbeat, store):

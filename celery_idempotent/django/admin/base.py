@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from django.contrib import admin
 from django.contrib.admin.utils import quote, unquote
@@ -29,24 +29,16 @@ __all__ = ["Pages", "guarded"]
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-S = TypeVar("S", bound="Pages")
+View = TypeVar("View", bound=Callable[..., HttpResponse])
 
 
-def guarded(
-    *methods: str,
-) -> Callable[
-    [Callable[Concatenate[S, HttpRequest, P], HttpResponse]],
-    Callable[Concatenate[S, HttpRequest, P], HttpResponse],
-]:
+def guarded(*methods: str) -> Callable[[View], View]:
     """Let a view see these methods only, of those who may; where the store does not answer, say so."""
 
-    def decorate(
-        view: Callable[Concatenate[S, HttpRequest, P], HttpResponse],
-    ) -> Callable[Concatenate[S, HttpRequest, P], HttpResponse]:
+    def decorate(view: View) -> View:
         @functools.wraps(view)
         def look_after(
-            self: S, request: HttpRequest, /, *args: P.args, **kwargs: P.kwargs
+            self: Pages, request: HttpRequest, *args: object, **kwargs: object
         ) -> HttpResponse:
             if not self.has_view_permission(request):
                 raise PermissionDenied
@@ -59,7 +51,7 @@ def guarded(
                 context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
                 return self.render(request, "trouble", context, status=503)
 
-        return look_after
+        return cast("View", look_after)
 
     return decorate
 
@@ -73,19 +65,17 @@ class Pages(Base):
         """Nobody: records are made by tasks."""
         return False
 
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:  # noqa: ARG002
+    def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         """Nobody: there is a permission for each operation."""
         return False
 
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:  # noqa: ARG002
+    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
         """Nobody: there is a permission to forget."""
         return False
 
     def may(self, request: HttpRequest, what: str) -> bool:
         """Does this person have the permission ``what``, such as ``view_result``?"""
-        user: Any = request.user
-        allowed: bool = user.has_perm(f"{self.opts.app_label}.{what}")
-        return allowed
+        return request.user.has_perm(f"{self.opts.app_label}.{what}")
 
     # -- addresses
 
@@ -109,7 +99,7 @@ class Pages(Base):
             return None
 
     def render(
-        self, request: HttpRequest, page: str, context: Mapping[str, Any], *, status: int = 200
+        self, request: HttpRequest, page: str, context: Mapping[str, object], *, status: int = 200
     ) -> HttpResponse:
         """Return a page in the look of the admin."""
         # So that {% url 'admin:index' %} leads to this site, whatever its name.

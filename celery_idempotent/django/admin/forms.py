@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django import forms
 
@@ -14,7 +14,10 @@ from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.records import Selection, State
 
-__all__ = ["PERIODS", "BulkForm", "FilterForm", "OperationForm", "PeriodForm"]
+if TYPE_CHECKING:
+    from django.http import QueryDict
+
+__all__ = ["PERIODS", "ConfirmForm", "FilterForm", "OperationForm", "PeriodForm"]
 
 #: How long ago a record was made, for the filter.
 _AGES = {
@@ -127,44 +130,26 @@ class PeriodForm(forms.Form):
     )
 
 
-class OperationForm(forms.Form):
-    """An operation, and the record that its operator saw."""
-
-    token = forms.IntegerField(min_value=0, max_value=_LARGEST_TOKEN, widget=forms.HiddenInput)
-    state = forms.ChoiceField(
-        choices=[(state.value, state.value) for state in State], widget=forms.HiddenInput
-    )
-    force = forms.BooleanField(required=False)
-    reason = forms.CharField(
-        required=False, max_length=500, strip=True, widget=forms.Textarea(attrs={"rows": 3})
-    )
-
-    def __init__(self, *args: Any, operation: Operation, live: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fields["force"].label = f"{operation.capitalize()} it although its owner is live"
-        if live:
-            self.fields["reason"].required = True
-            self.fields["force"].required = True
-            self.fields["force"].error_messages["required"] = (
-                "The owner of this key is at work, within its lease. To take the key away from it, say so here."
-            )
-        else:
-            del self.fields["force"]
-
-
-class BulkForm(forms.Form):
-    """An operation on several records, of which ``live`` have a live owner."""
+class ConfirmForm(forms.Form):
+    """Is an operation meant? Without a live owner among the records there is nothing to force."""
 
     force = forms.BooleanField(required=False)
     reason = forms.CharField(
         required=False, max_length=500, strip=True, widget=forms.Textarea(attrs={"rows": 3})
     )
+    label = "{operation} also those with a live owner ({live})"
 
-    def __init__(self, *args: Any, operation: Operation, live: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fields[
-            "force"
-        ].label = f"{operation.capitalize()} also those with a live owner ({live})"
+    def __init__(
+        self,
+        data: QueryDict | None = None,
+        *,
+        operation: Operation,
+        live: int,
+        initial: dict[str, object] | None = None,
+    ) -> None:
+        super().__init__(data, initial=initial)
+        label = self.label.format(operation=operation.capitalize(), live=live)
+        self.fields["force"].label = label
         if not live:
             del self.fields["force"]
 
@@ -174,3 +159,21 @@ class BulkForm(forms.Form):
         if given.get("force") and not given.get("reason") and not self.has_error("reason"):
             self.add_error("reason", "To take a key away from a live owner, say why.")
         return given
+
+
+class OperationForm(ConfirmForm):
+    """An operation on one record, as its operator saw it: on a live owner's it is forced, or not asked for."""
+
+    token = forms.IntegerField(min_value=0, max_value=_LARGEST_TOKEN, widget=forms.HiddenInput)
+    state = forms.ChoiceField(
+        choices=[(state.value, state.value) for state in State], widget=forms.HiddenInput
+    )
+    label = "{operation} it although its owner is live"
+
+    def __init__(self, *args: Any, live: bool, **kwargs: Any) -> None:
+        super().__init__(*args, live=live, **kwargs)
+        if live:
+            self.fields["reason"].required = self.fields["force"].required = True
+            self.fields["force"].error_messages["required"] = (
+                "The owner of this key is at work, within its lease. To take the key away from it, say so here."
+            )

@@ -1,6 +1,15 @@
-"""The pages of the operations: what each would do, whether it is meant, and what came of it."""
+"""One flow for every operation: what would become of a record as it was shown, is that meant, what came of it.
+
+::
+
+    list ─ Mark ──▶ plan: Line "do" │ "live" │ "left" ──▶ question, ConfirmForm ──▶ carry_out ──▶ Line, or a message
+
+A page about one record asks about one mark, the list about many (:mod:`~celery_idempotent.django.admin.bulk`).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -17,156 +26,177 @@ from celery_idempotent.celery.operations import (
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
-from celery_idempotent.django.admin.wording import WORDINGS
+from celery_idempotent.django.admin.identities import parse, unparse
+from celery_idempotent.django.admin.wording import OUTCOMES, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 
-__all__ = ["OperationPages", "carry_out"]
+__all__ = ["Line", "Mark", "OperationPages"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A record as it was shown: what stands behind its box in the list. Nothing is done to it once it has changed."""
+
+    identity: Identity
+    token: int
+    state: State
+
+    @classmethod
+    def of(cls, record: Record) -> Mark:
+        """Return the mark of a record."""
+        return cls(identity=record.identity, token=record.token, state=record.state)
+
+    @classmethod
+    def read(cls, text: str) -> Mark:
+        """Return what was written as a text.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        token, state, name = text.split(" ", 2)
+        if not (token.isascii() and token.isdecimal() and len(token) < 20):
+            raise ValueError("no token")
+        return cls(identity=parse(name), token=int(token), state=State(state))
+
+    def __str__(self) -> str:
+        return f"{self.token} {self.state.value} {unparse(self.identity)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What is to become of a record, or came of it. ``record``: as it is now, where that was looked at."""
+
+    mark: Mark
+    verdict: Verdict
+    text: str
+    address: str
+    record: Record | None = None
+    stale: bool = False
 
 
 class OperationPages(Pages):
     """One page an operation, with a permission of its own."""
 
+    @guarded("GET", "POST")
     def operation_view(
         self, request: HttpRequest, object_id: str, operation: Operation
     ) -> HttpResponse:
-        """Ask whether an operation is meant, and do it."""
-        return self._operation(request, object_id, operation)
+        """Ask whether an operation on one record is meant, and do it."""
+        self.permit(request, operation)
+        identity = self.identity_of(object_id)
+        store = get_store(celery_app())
+        record = None if identity is None else store.get(identity)
+        if identity is None or record is None:
+            return self.gone(request, identity)
+        back, wording = self.address_of(identity), WORDINGS[operation]
+        line = self.plan(operation, Mark.of(record), record, clock_ms(store))
+        if line.verdict == "left":
+            messages.warning(request, f"Nothing was done: {wording.refusal}")
+            return HttpResponseRedirect(back)
+        live, sent = line.verdict == "live", request.method == "POST"
+        form = OperationForm(
+            request.POST if sent else None,
+            operation=operation,
+            live=live,
+            initial={"token": record.token, "state": record.state.value},
+        )
+        if not form.is_valid():
+            context = {
+                "title": f"{wording.button}: are you sure?",
+                "wording": wording,
+                "operation": operation,
+                "record": record,
+                "identity": identity,
+                "live": live,
+                "stale": line.stale,
+                "form": form,
+                "back": back,
+            }
+            return self.render(request, "operation", context, status=400 if sent else 200)
+        given = form.cleaned_data
+        mark = Mark(identity=identity, token=given["token"], state=State(given["state"]))
+        outcome = self.carry_out(
+            request, operation, mark, reason=given["reason"], force=given.get("force", False)
+        )
+        ending = OUTCOMES[outcome]
+        text = ending.message.format(done=wording.done, identity=identity)
+        messages.add_message(request, ending.level, text)
+        return HttpResponseRedirect(back)
 
-    @guarded("GET", "POST")
-    def _operation(
-        self, request: HttpRequest, object_id: str, operation: Operation
-    ) -> HttpResponse:
+    def permit(self, request: HttpRequest, operation: Operation) -> None:
+        """Refuse a person without the permission of this operation."""
         if not self.may(request, f"{operation}_record"):
             raise PermissionDenied
-        identity = self.identity_of(object_id)
-        if identity is None:
-            return self.gone(request, None)
-        store = get_store(celery_app())
-        record = store.get(identity)
-        if record is None:
-            return self.gone(request, identity)
-        if operation not in offered(record):
-            messages.warning(request, f"Nothing was done: {WORDINGS[operation].refusal}")
-            return HttpResponseRedirect(self.address_of(identity))
-        live = is_live(record, clock_ms(store))
-        if request.method == "GET":
-            form = OperationForm(
-                operation=operation,
-                live=live,
-                initial={"token": record.token, "state": record.state.value},
-            )
-            return self._ask(request, record, operation, form, live=live)
-        form = OperationForm(request.POST, operation=operation, live=live)
-        if not form.is_valid():
-            return self._ask(request, record, operation, form, live=live, status=400)
-        return self._operate(request, identity, operation, form)
 
-    def _operate(
-        self, request: HttpRequest, identity: Identity, operation: Operation, form: OperationForm
-    ) -> HttpResponse:
-        given = form.cleaned_data
-        outcome = carry_out(
-            request,
-            identity,
-            operation,
-            seen=(given["token"], State(given["state"])),
-            reason=given["reason"],
-            force=given.get("force", False),
-        )
+    def line(self, mark: Mark, verdict: Verdict, text: str) -> Line:
+        """Return a line about a record that was not looked at."""
+        return Line(mark=mark, verdict=verdict, text=text, address=self.address_of(mark.identity))
+
+    def plan(self, operation: Operation, mark: Mark, record: Record | None, now_ms: int) -> Line:
+        """Say what an operation would do to the record that a mark stands for, ``record`` being what is there now."""
         wording = WORDINGS[operation]
+        verdict: Verdict = "left"
+        if record is None:
+            text = "Left alone: there is no such record any more."
+        elif Mark.of(record) != mark:
+            text = "Left alone: it has changed since the list was shown."
+        elif operation not in offered(record):
+            text = f"Left alone: {wording.refusal}"
+        elif is_live(record, now_ms):
+            verdict, text = "live", "Left alone unless forced: its owner is live."
+        else:
+            verdict, text = "do", f"Will be {wording.done.lower()}."
+        return Line(
+            mark=mark,
+            verdict=verdict,
+            text=text,
+            address=self.address_of(mark.identity),
+            record=record,
+            stale=record is not None and record.stale(now_ms),
+        )
+
+    def carry_out(
+        self, request: HttpRequest, operation: Operation, mark: Mark, *, reason: str, force: bool
+    ) -> Outcome:
+        """Do an operation to a record as it was shown, and note it in the log.
+
+        Raises:
+            IdempotencyError: if the store did not answer; the note says what is known then.
+        """
+        note = audit.Note(request, mark.identity, operation, reason=reason, forced=force)
+        try:
+            outcome = operate(
+                celery_app(),
+                mark.identity,
+                operation,
+                token=mark.token,
+                state=mark.state,
+                force=force,
+                who=request.user.get_username(),
+                reason=reason,
+            )
+        except IdempotencyError:
+            note.failed(_aftermath(mark))
+            raise
         match outcome:
             case Outcome.DONE:
-                messages.success(request, f"{wording.done}: {identity}.")
+                note.done()
             case Outcome.UNSENT:
-                messages.warning(
-                    request,
-                    f"{identity} is queued, but its message could not be published: the next sweep after its"
-                    " deadline tries again. The log says why.",
-                )
-            case Outcome.CHANGED:
-                messages.error(
-                    request,
-                    f"Nothing was done: {identity} has changed since its page was shown. This is how it is now.",
-                )
-            case Outcome.LIVE:
-                messages.error(
-                    request,
-                    f"Nothing was done: a live owner took {identity} meanwhile.",
-                )
-        return HttpResponseRedirect(self.address_of(identity))
-
-    def _ask(
-        self,
-        request: HttpRequest,
-        record: Record,
-        operation: Operation,
-        form: OperationForm,
-        *,
-        live: bool,
-        status: int = 200,
-    ) -> HttpResponse:
-        context = {
-            "title": f"{WORDINGS[operation].button}: are you sure?",
-            "wording": WORDINGS[operation],
-            "operation": operation,
-            "record": record,
-            "identity": record.identity,
-            "live": live,
-            "stale": record.state is State.PROCESSING and not live,
-            "form": form,
-            "back": self.address_of(record.identity),
-        }
-        return self.render(request, "operation", context, status=status)
+                note.done("its message could not be published yet")
+            case Outcome.CHANGED | Outcome.LIVE:
+                note.withdraw()
+        return outcome
 
 
-def carry_out(
-    request: HttpRequest,
-    identity: Identity,
-    operation: Operation,
-    *,
-    seen: tuple[int, State],
-    reason: str,
-    force: bool,
-) -> Outcome:
-    """Do an operation to the record with this token and state, and note it in the log.
-
-    Raises:
-        IdempotencyError: if the store did not answer; the note says what is known then.
-    """
-    note = audit.Note(request, identity, operation, reason=reason, forced=force)
-    try:
-        outcome = operate(
-            celery_app(),
-            identity,
-            operation,
-            token=seen[0],
-            state=seen[1],
-            force=force,
-            who=request.user.get_username(),
-            reason=reason,
-        )
-    except IdempotencyError:
-        note.failed(_aftermath(identity, seen))
-        raise
-    match outcome:
-        case Outcome.DONE:
-            note.done()
-        case Outcome.UNSENT:
-            note.done("its message could not be published yet")
-        case Outcome.CHANGED | Outcome.LIVE:
-            note.withdraw()
-    return outcome
-
-
-def _aftermath(identity: Identity, seen: tuple[int, State]) -> str:
+def _aftermath(mark: Mark) -> str:
     """Say what is known of an operation that the store did not confirm."""
     try:
-        record = get_store(celery_app()).get(identity)
+        record = get_store(celery_app()).get(mark.identity)
     except IdempotencyError:
         return "the store did not answer: it may have been done"
-    if record is not None and (record.token, record.state) == seen:
+    if record is not None and Mark.of(record) == mark:
         return "right after that the record was still there, unchanged"
     return "right after that the record was gone, or another"

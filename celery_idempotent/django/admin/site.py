@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
@@ -13,12 +13,12 @@ from celery_idempotent.celery.operations import OPERATIONS, clock_ms
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
-from celery_idempotent.django.admin.bulk import BulkPages, Mark
+from celery_idempotent.django.admin.bulk import BulkPages
 from celery_idempotent.django.admin.dashboard import board
 from celery_idempotent.django.admin.detail import detail, duration
 from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
 from celery_idempotent.django.admin.listing import browse, search
-from celery_idempotent.django.admin.operating import OperationPages
+from celery_idempotent.django.admin.operating import Mark
 from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown
 from celery_idempotent.django.admin.wording import WORDINGS
@@ -37,7 +37,7 @@ __all__ = ["IdempotencyRecordAdmin"]
 _STAGED, _SUGGESTED = 100, 200
 
 
-class IdempotencyRecordAdmin(OperationPages, BulkPages):
+class IdempotencyRecordAdmin(BulkPages):
     """Pages over the records of the app's store. None of them works for longer because there are more records."""
 
     # -- addresses
@@ -65,14 +65,11 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
 
     # -- pages
 
+    @guarded("GET")
     def changelist_view(
-        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+        self, request: HttpRequest, extra_context: dict[str, object] | None = None
     ) -> HttpResponse:
         """Show the list of records."""
-        return self._list(request, extra_context or {})
-
-    @guarded("GET")
-    def _list(self, request: HttpRequest, extra: dict[str, Any]) -> HttpResponse:
         app = celery_app()
         store, tasks = get_store(app), _namespaces(app)
         form = FilterForm(request.GET)
@@ -109,22 +106,19 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
             "started": bool(request.GET.get("cursor")),
             "restart": "?" + urlencode(form.chosen()) if form.is_valid() else "?",
             "filtered": form.is_valid() and bool(form.chosen()),
-            **extra,
+            **(extra_context or {}),
         }
         return self.render(request, "list", context, status=200 if form.is_valid() else 400)
 
+    @guarded("GET")
     def change_view(
         self,
         request: HttpRequest,
         object_id: str,
         form_url: str = "",  # noqa: ARG002
-        extra_context: dict[str, Any] | None = None,
+        extra_context: dict[str, object] | None = None,
     ) -> HttpResponse:
         """Show one record; nothing can be changed here."""
-        return self._record(request, object_id, extra_context or {})
-
-    @guarded("GET")
-    def _record(self, request: HttpRequest, object_id: str, extra: dict[str, Any]) -> HttpResponse:
         identity = self.identity_of(object_id)
         if identity is None:
             return self.gone(request, None)
@@ -154,16 +148,13 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
             "buttons": buttons,
             "result_url": self.address_of(identity, "result"),
             "log": audit.entries(identity),
-            **extra,
+            **(extra_context or {}),
         }
         return self.render(request, "record", context)
 
+    @guarded("GET")
     def result_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Show what the result backend says about the task of a record."""
-        return self._result(request, object_id)
-
-    @guarded("GET")
-    def _result(self, request: HttpRequest, object_id: str) -> HttpResponse:
         identity = self.identity_of(object_id)
         app = celery_app()
         record = None if identity is None else get_store(app).get(identity)
@@ -180,12 +171,9 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
         }
         return self.render(request, "result", context)
 
+    @guarded("GET")
     def dashboard_view(self, request: HttpRequest) -> HttpResponse:
         """Show how things are."""
-        return self._dashboard(request)
-
-    @guarded("GET")
-    def _dashboard(self, request: HttpRequest) -> HttpResponse:
         app = celery_app()
         form = PeriodForm(request.GET)
         valid = form.is_valid()
@@ -201,12 +189,9 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
         }
         return self.render(request, "dashboard", context, status=200 if valid else 400)
 
+    @guarded("GET")
     def outbox_view(self, request: HttpRequest) -> HttpResponse:
         """Show the messages that are committed and not sent."""
-        return self._outbox(request)
-
-    @guarded("GET")
-    def _outbox(self, request: HttpRequest) -> HttpResponse:
         alias = _outbox_alias()
         waiting = [] if alias is None else pending(using=alias, limit=_STAGED + 1)
         rows = [(each, duration(each.age_ms)) for each in waiting[:_STAGED]]
@@ -219,7 +204,7 @@ class IdempotencyRecordAdmin(OperationPages, BulkPages):
         return self.render(request, "outbox", context)
 
     def render(
-        self, request: HttpRequest, page: str, context: Mapping[str, Any], *, status: int = 200
+        self, request: HttpRequest, page: str, context: Mapping[str, object], *, status: int = 200
     ) -> HttpResponse:
         """Return a page with the ways to the other pages."""
         ways = {

@@ -1,14 +1,20 @@
-"""What the pages say about each operation."""
+"""What the pages say about each operation, and about what comes of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
-from celery_idempotent.celery.operations import Operation
+from django.contrib.messages import constants
 
-__all__ = ["WORDINGS", "Wording"]
+from celery_idempotent.celery.operations import Operation, Outcome
+
+__all__ = ["OUTCOMES", "WORDINGS", "Verdict", "Wording"]
+
+#: What is, or was, to become of a record.
+Verdict = Literal["do", "live", "left", "done", "unsent", "changed", "refused", "failed", "untried"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,50 @@ WORDINGS: Mapping[Operation, Wording] = MappingProxyType(
             " operation took effect before.",
             done="Forgotten",
             refusal="there is no record.",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What came of an operation: the verdict and text of its line in a summary, and the message about it alone.
+
+    ``{done}`` stands for the operation, ``{identity}`` for its key.
+    """
+
+    verdict: Verdict
+    line: str
+    level: int
+    message: str
+
+
+OUTCOMES: Mapping[Outcome, Ending] = MappingProxyType(
+    {
+        Outcome.DONE: Ending(
+            verdict="done",
+            line="{done}.",
+            level=constants.SUCCESS,
+            message="{done}: {identity}.",
+        ),
+        Outcome.UNSENT: Ending(
+            verdict="unsent",
+            line="Queued, and not published yet: the next sweep after its deadline tries again.",
+            level=constants.WARNING,
+            message="{identity} is queued, but its message could not be published: the next sweep after its"
+            " deadline tries again. The log says why.",
+        ),
+        Outcome.CHANGED: Ending(
+            verdict="changed",
+            line="Left alone: it has changed since it was shown.",
+            level=constants.ERROR,
+            message="Nothing was done: {identity} has changed since its page was shown. This is how it is now.",
+        ),
+        Outcome.LIVE: Ending(
+            verdict="refused",
+            line="Left alone: a live owner took it meanwhile.",
+            level=constants.ERROR,
+            message="Nothing was done: a live owner took {identity} meanwhile.",
         ),
     }
 )
