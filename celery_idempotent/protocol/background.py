@@ -72,16 +72,16 @@ class Background:
 
     def put(self, job: Job) -> None:
         """Have the job done; if too many wait, the oldest goes."""
-        told = True
+        logged = True
         with self._changed:
             if len(self._urgent) + len(self._others) >= self._limit:
-                told, self._full = self._full, True
+                logged, self._full = self._full, True
                 heapq.heappop(self._others or self._urgent)
             self._add(job, 0)
             if not self._running:
                 self._start()
             self._changed.notify()
-        if not told:
+        if not logged:
             logger.warning(
                 "idempotency: more than %d claims of lost processes and keys of expired messages wait for the store: "
                 "the oldest are left to their leases and deadlines",

@@ -35,28 +35,28 @@ def worker_name(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One delivery of one call: what it is about, and who works on it.
-
-    ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a
-    settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
-    exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
-    FAILED. ``on_late_error`` makes of an exception that comes after the body, from the end of its transaction, what the
-    task would have made of it in there: a retry perhaps. ``unanswered`` are the attempts to claim of earlier rounds of
-    the message that no store answered. ``around`` tells which transactions of the caller the run is part of, and its
-    record is not: the end waits for them. ``before`` is what the call was about before a deploy that changed its key.
-    """
+    """One delivery of one call: what it is about, and who works on it."""
 
     identity: Identity
     fingerprint: bytes | None
     task_id: str
     worker: str
+    #: Bounds how long the policy ``"wait"`` may hold its worker.
     longest_wait_ms: int | None = None
+    #: Called with the token once this call has settled its record.
     on_settled: Callable[[int], None] | None = None
+    #: What a sweep publishes should the claim go stale.
     message: bytes | None = field(default=None, repr=False)  # has arguments
+    #: Which exceptions settle FAILED, beside the policy's permanent errors: the outcome is asked for.
     is_failure: Callable[[BaseException], bool] | None = None
+    #: Makes of an exception that comes after the body, from the end of its transaction, what the task would have made
+    #: of it: a retry perhaps.
     on_late_error: Callable[[Exception], Exception] | None = None
+    #: Which transactions of the caller the run is part of, and its record is not: the end waits for them.
     around: Callable[[Store], Sequence[OnCommit]] | None = None
+    #: Attempts to claim, of earlier rounds of the message, that no store answered.
     unanswered: tuple[bytes, ...] = ()
+    #: What the call was about before a deploy that changed its key.
     before: Identified | None = None
 
     def fails(self, error: BaseException) -> bool:
@@ -84,7 +84,7 @@ class Codec(StepCodec, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The body ran, and its result is recorded (or could not be: then somebody was told)."""
+    """The body ran, and its result is recorded (or could not be: that was reported)."""
 
     value: Any
 

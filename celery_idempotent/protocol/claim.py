@@ -44,7 +44,7 @@ class Phase(Enum):
                    │ └─ retry, replacement, failure ─▶ RELEASED ◀─────┘
                    │                                  ┊   └──────────────▶ ENDED
                    └─ the store refused a renewal or a step ─▶ LOST ─────▶ ENDED: a newer claim has the key
-                                                      ┊          └───────▶ SETTLED: nobody has it, so the end was taken
+                                                      ┊          └───────▶ SETTLED: there is none, and the end is taken
 
     A run whose end cannot be written, for the store is away, is ENDED and left to its lease.
     """
@@ -145,11 +145,11 @@ class Claim:
     def lose(self) -> None:
         """RUNNING becomes LOST: the store refused a renewal or a step. Any other phase stays what it is.
 
-        The heartbeat says so, in its own thread, and must not undo what the run said meanwhile. A lock is not to be
-        had here (see :class:`~.lease.Heartbeat`), but ``setdefault`` looks and writes in one step::
+        The heartbeat calls this in its own thread, and must not overwrite what the run has written meanwhile. No lock
+        can be taken here (:class:`~.lease.Heartbeat` says why), but ``setdefault`` looks and writes in one step::
 
-            heartbeat   renew ─ refused ──────────────── lose(): the key is still RELEASED
-            run                          ─ RELEASED ─
+            run         ─────────── release: RELEASED ─ the retry is published ────────
+            heartbeat   ─ renew: refused ─────────────────────────── lose(): no effect
         """
         vars(self).setdefault("phase", Phase.LOST)
 

@@ -5,9 +5,9 @@
     atomic() ─ task.apply() ─ claim ─ body ─ its end waits ─┬─ COMMIT ───▶ settle
                                                             └─ ROLLBACK ─▶ release: nothing was done
 
-Django calls what waits for a commit, and drops it at a rollback, also at one to a savepoint. So the end keeps what it
-gave to Django by weak references, and is rolled back when one of them is gone: the next eager call looks, and the
-heartbeat, which keeps the key until then.
+Django calls what waits for a commit, and drops it at a rollback, also at one to a savepoint. So the end has
+weak references to what it gave to Django, and was rolled back if one of them is gone: the next eager call looks, and
+the heartbeat, which renews the claim until then.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
 
 
 def end_of(record: Record) -> Record | None:
-    """Return what a run in the same transaction made of a held record, ``None`` if somebody else holds it."""
+    """Return what a run in the same transaction made of a held record, ``None`` if it is another's."""
     end = _waiting.get(_claim_of(record))
     return end.record if end is not None and end.here else None
 

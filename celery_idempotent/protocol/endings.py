@@ -76,12 +76,12 @@ class Endings:
         the body …                          the record is …
         returned a value                    settled COMPLETED
         left its task id to another task    settled COMPLETED, as replaced
-        raised a permanent error            settled FAILED; any failure, if somebody asks for the outcome
+        raised a permanent error            settled FAILED; so is any failure whose outcome is asked for
         raised anything else                released
 
-    To settle is tried for a lease, for the effect has happened: whoever ran it again would repeat it. To release is
-    tried for a second only, for nothing happened, and the lease frees the key as well. A newer claim has another token,
-    so the store does nothing to it in either case.
+    A settle is tried for a lease, for the effect has happened: another run would repeat it. A release is tried for a
+    second only, for nothing has happened, and the lease frees the key as well. A newer claim has another token, so that
+    neither can do anything to it.
     """
 
     def __init__(self, policy: Policy, codec: Codec, reporter: Reporter) -> None:
@@ -236,7 +236,7 @@ class Endings:
             logger.warning("idempotency: observing: could not settle %s: %s", identity, error)
         else:
             self._report(signals.settle_failed, call, claim, error=error)
-        claim.phase = Phase.ENDED  # whatever strikes from here on, nobody tries again
+        claim.phase = Phase.ENDED  # whatever strikes from here on, it is not tried again
         return End.LEFT
 
     def condemn(self, call: Call, claim: Claim, error: Exception) -> None:

@@ -30,12 +30,12 @@ TICK = 5.0
 #: The thread ends when it has had nothing to do for so many seconds.
 LINGER = 10.0
 
-#: Whoever ends, an app or a process, waits so long for the last counts to be written, in seconds.
+#: An app or a process that ends waits so long for the last counts to be written, in seconds.
 EXIT_PATIENCE = 2.0
 
 
 class Renewable(Protocol):
-    """What the heartbeat keeps alive."""
+    """What the heartbeat renews."""
 
     #: What is renewed, and where.
     lease: Renewal

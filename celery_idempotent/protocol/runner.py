@@ -249,15 +249,15 @@ class Runner:
             body returns ─┬─ [SoftTimeLimitExceeded] ─▶ settle all the same, the task succeeds
                           └─ settle ─ [SystemExit] ───▶ settle once more, then leave it to the lease
 
-        Before anything else the claim's own phase says that its run is over: whatever strikes after that, nobody takes
-        it for the current claim, and the heartbeat lets it go.
+        The first thing at the end is the claim's phase: whatever strikes after that, it is not the current claim any
+        more, and the heartbeat drops it.
         """
         claim = self._claiming.hold(record, asked)
         run = self._in_transaction(call, claim, body, repeats)
         outcome, before = Outcome(run), running.get()
         try:
             running.set(claim)
-            if not joined(claim.store):  # else another thread could not renew it, and nobody see it
+            if not joined(claim.store):  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
             store = claim.store if asked.old is None else None
             self._report(signals.claimed, call, record, store=store, state=State.PROCESSING)

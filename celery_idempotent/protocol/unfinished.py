@@ -32,7 +32,7 @@ def is_unfinished(value: object) -> bool:
 
 
 def close(name: str, value: Any) -> IdempotencyError:
-    """Give up a run that nobody has begun, and return what to say about it."""
+    """Close a run that was never begun, and return the error that says so."""
     for end in ("close", "cancel"):
         if callable(how := getattr(value, end, None)):
             how()
