@@ -359,7 +359,7 @@ class TestOperator:
 
         def late(found: Record, **end: Any) -> bool:
             settle(record, state=State.COMPLETED, value=None, keep_ms=90_000)
-            return settle(found, **end)
+            return bool(settle(found, **end))
 
         monkeypatch.setattr(place.store, "settle", late)
         outcome = operations.operate(
