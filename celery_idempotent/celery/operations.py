@@ -17,7 +17,7 @@ from celery_idempotent.celery.registry import definition_of, task_name_of
 from celery_idempotent.errors import FailedByOperator, InProgress, InvalidOption
 from celery_idempotent.protocol.counters import tally
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Identity, Record, Selection, State, Stored
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.signals import emit
 from celery_idempotent.stores import get_store
@@ -32,7 +32,6 @@ __all__ = [
     "OPERATIONS",
     "Operation",
     "Outcome",
-    "clock_ms",
     "forget",
     "is_live",
     "offered",
@@ -60,12 +59,6 @@ class Outcome(enum.Enum):
     LIVE = "live"
     #: Requeued, but its message could not be published: the next sweep after its deadline tries again.
     UNSENT = "unsent"
-
-
-def clock_ms(store: Store) -> int:
-    """Return the time by the store's clock."""
-    # The shortest question whose answer tells the time, with any store.
-    return store.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
 
 
 def is_live(record: Record, now_ms: int) -> bool:
@@ -110,7 +103,7 @@ def operate(
         return Outcome.CHANGED
     if operation not in offered(record):
         return Outcome.CHANGED
-    if not force and is_live(record, clock_ms(store)):
+    if not force and is_live(record, store.now_ms()):
         return Outcome.LIVE
     by = _Operator(app, store, who or "an operator", reason)
     match operation:

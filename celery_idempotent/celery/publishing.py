@@ -35,7 +35,6 @@ from celery_idempotent.protocol.counters import tally
 from celery_idempotent.records import Held, Mismatched, Reserved, Settled, State
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import forget_mark
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
@@ -268,7 +267,7 @@ def _once(
         while isinstance(answer := reserve(), (Settled, Mismatched)):
             if not definition.policy.forgets(answer.record):
                 break
-            forget_mark(store, answer.record.identity, token=answer.record.token)
+            store.forget_mark(answer.record.identity, token=answer.record.token)
     except IdempotencyError as error:
         # The claim still guards the run: one message too many harms nobody.
         logger.warning("idempotency: %s is published unreserved: %s", task.name, error)

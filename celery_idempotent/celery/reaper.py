@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from celery_idempotent.records import Record, State
 from celery_idempotent.settings import milliseconds
 from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import can_count
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -97,9 +95,8 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     tally.add(store, SWEEP, "swept")
     tally.write()
     emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
-    counts |= _upkeep(app, store, limit)
-    if can_count(store):
-        store.note_sweep()
+    counts |= store.upkeep(app, limit=limit)
+    store.note_sweep()
     busy = report.interrupted or report.requeued or pruned
     logger.log(
         logging.INFO if busy else logging.DEBUG,
@@ -107,12 +104,6 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
         *(counts[word] for word in ("interrupted", "failed", "requeued", "pruned", "seconds")),
     )
     return counts
-
-
-def _upkeep(app: Celery, store: Store, limit: int) -> dict[str, int]:
-    """Let the store look after what else it keeps for this app (the outbox of a database), if it wants to."""
-    upkeep: Callable[..., dict[str, int]] | None = getattr(store, "upkeep", None)
-    return {} if upkeep is None else upkeep(app, limit=limit)
 
 
 def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:

@@ -44,7 +44,7 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores import transitions
-from celery_idempotent.stores.base import ATTEMPT_BYTES, skew_ms
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.transitions import Kept
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ T = TypeVar("T")
 _HELD_MS = 1_000
 
 
-class DjangoStore:
+class DjangoStore(Store):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -66,8 +66,11 @@ class DjangoStore:
     never joins the caller's transaction, except on SQLite, where there can be only one writer.
     """
 
+    supports_transactions = supports_counting = supports_cache = True
+
     def __init__(self, alias: str = "default") -> None:
         self.alias = alias
+        self.outbox_alias = alias
         self.lines = Lines(alias)
         elsewhere.watch()
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
@@ -359,9 +362,9 @@ class DjangoStore:
         """
         return missing_bounds(self.lines.own())
 
-    def skews_ms(self) -> Sequence[int]:
-        """Return how far the database's clock is ahead of this machine's."""
-        return [skew_ms(lambda: self.lines.run(browse.clock_ms))]
+    def now_ms(self) -> int:
+        """Return the time by the database's clock."""
+        return self.lines.run(browse.clock_ms)
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""
@@ -401,11 +404,6 @@ class DjangoStore:
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""
         atomic.abandon(self.lines, record)
-
-    @property
-    def outbox_alias(self) -> str:
-        """The database whose outbox :meth:`upkeep` sweeps."""
-        return self.alias
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
         """Send what the outbox holds for this app: its beat task calls this after sweep and prune."""

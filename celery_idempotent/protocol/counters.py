@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.stores.base import can_count
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store
@@ -57,7 +56,7 @@ class Tally:
         outcome = outcome.removeprefix("idempotency_")
         counts = self._counts.get(store)
         if counts is None:
-            if not can_count(store):
+            if not store.supports_counting:
                 return
             counts = self._counts.setdefault(store, Counter())
         counts[task, outcome] += 1
@@ -86,7 +85,7 @@ class Tally:
     def _write(self, store: Store) -> None:
         # Whoever counts meanwhile counts into a new one, or is the last to count into this.
         counts = self._counts.pop(store, None)
-        if not counts or not can_count(store):
+        if not counts:
             return
         try:
             store.count(dict(counts))

@@ -33,7 +33,7 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores import transitions
-from celery_idempotent.stores.base import COUNTED_HOURS
+from celery_idempotent.stores.base import COUNTED_HOURS, Store
 from celery_idempotent.stores.transitions import Kept
 
 __all__ = ["MemoryStore"]
@@ -41,12 +41,14 @@ __all__ = ["MemoryStore"]
 HOUR_US = 3_600_000_000
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """Keeps the records of one process; a forked child goes on with a copy of its own.
 
     ``clock`` gives the time in microseconds since the epoch; see
     :class:`celery_idempotent.testing.FakeClock`.
     """
+
+    supports_counting = supports_cache = True
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or _wall_clock_us
@@ -215,9 +217,13 @@ class MemoryStore:
             age_ms = max(now - kept.record.updated_ms, 0)
             return Retained(kept.record, age_ms=age_ms, left_ms=kept.expires_ms - now)
 
-    def joined(self) -> bool:
-        """Nothing here is undone: there are no transactions."""
-        return False
+    def now_ms(self) -> int:
+        """Return the time by the store's clock."""
+        return self._clock() // 1000
+
+    def skews_ms(self) -> Sequence[int]:
+        """Return nothing: this machine's clock is its own, or one of a test that may differ."""
+        return ()
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None

@@ -34,9 +34,9 @@ def memory(store: Store) -> Iterator[Finding]:
         )
 
 
-def unbounded(store: Any) -> Iterator[Finding]:
+def unbounded(store: Store) -> Iterator[Finding]:
     """Find out whether a database that stays silent would be waited for without end."""
-    if hasattr(store, "missing_bounds") and (missing := store.missing_bounds()):
+    if missing := store.missing_bounds():
         yield Finding(
             id="W020",
             problem="A database server that accepts connections and stays silent is waited for without end, or for"
@@ -68,9 +68,7 @@ def answers(store: Store) -> list[Finding]:
     return [*_facts(store), *_clock(store)]
 
 
-def _facts(store: Any) -> Iterable[Finding]:
-    if not hasattr(store, "facts"):
-        return []
+def _facts(store: Store) -> Iterable[Finding]:
     try:
         servers = store.facts()
     except IdempotencyError as error:
@@ -81,14 +79,12 @@ def _facts(store: Any) -> Iterable[Finding]:
                 hint="Allow its user the command INFO, or look yourself: eviction off, persistence on.",
             )
         ]
-    waits = bool(getattr(store, "replicas", 0))
+    waits = bool(store.replicas)
     # Of the servers of a cluster, each finding once.
     return {each.id: each for server in servers for each in _server(server, waits=waits)}.values()
 
 
-def _clock(store: Any) -> Iterator[Finding]:
-    if not hasattr(store, "skews_ms"):
-        return
+def _clock(store: Store) -> Iterator[Finding]:
     try:
         worst = max(store.skews_ms(), key=abs, default=0)
     except IdempotencyError:

@@ -12,7 +12,7 @@ from celery_idempotent.stores.base import skew_ms
 from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.scripts import plain
 
-__all__ = ["ServerFacts", "facts", "skews_ms"]
+__all__ = ["ServerFacts", "facts", "now_ms", "skews_ms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,11 @@ def facts(link: Link) -> list[ServerFacts]:
 
 def skews_ms(link: Link) -> list[int]:
     """Ask each server that keeps records for the time; return how far it is ahead of this machine's."""
-    return [skew_ms(partial(_now_ms, link, node)) for node in link.nodes()]
+    return [skew_ms(partial(now_ms, link, node)) for node in link.nodes()]
 
 
-def _now_ms(link: Link, node: int) -> int:
+def now_ms(link: Link, node: int) -> int:
+    """Ask a server for the time."""
     ((seconds, micros),) = exchange(link, (plain(node, b"TIME"),))
     return int(seconds) * 1000 + int(micros) // 1000
 

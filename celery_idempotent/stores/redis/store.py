@@ -29,7 +29,7 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.redis import browse, facts, upkeep
 from celery_idempotent.stores.redis.channel import exchange
 from celery_idempotent.stores.redis.cluster import Cluster
@@ -53,7 +53,7 @@ __all__ = ["RedisStore"]
 _ON_STALE = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
 
 
-class RedisStore:
+class RedisStore(Store):
     """Keeps the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
@@ -66,6 +66,8 @@ class RedisStore:
     to have them; :exc:`~celery_idempotent.errors.StoreUnavailable` if they have not: the claim is
     undone, the settle stays, to be repeated. Not in a Cluster.
     """
+
+    supports_counting = True
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class RedisStore:
             options = {"socket_timeout": patience, **options}
         self._link, named = link_and_prefix(url, options)
         self._keys = Keyspace(named if prefix is None else prefix)
-        self._replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
+        self.replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
         if replicas and isinstance(self._link, Cluster):
             raise StoreMisconfigured(
                 f"{self._link.where}: waiting for replicas is not supported in a Redis Cluster:"
@@ -102,14 +104,13 @@ class RedisStore:
         """What all our keys in Redis start with."""
         return self._keys.prefix
 
-    @property
-    def replicas(self) -> int:
-        """For so many replicas a claim and a settle wait."""
-        return self._replicas
-
     def facts(self) -> Sequence[facts.ServerFacts]:
         """Ask each server what concerns its records: version, eviction, persistence, replicas."""
         return facts.facts(self._link)
+
+    def now_ms(self) -> int:
+        """Return the time by the clock of the first server."""
+        return facts.now_ms(self._link, self._link.nodes()[0])
 
     def skews_ms(self) -> Sequence[int]:
         """Return how far the clock of each server is ahead of this machine's."""
@@ -178,7 +179,7 @@ class RedisStore:
                 (name, leases, failures, interrupted),
                 pack_settled(record, state=state, value=value, replaced=replaced),
                 b"%d" % max(keep_ms, 1),
-                b"1" if self._replicas else b"",
+                b"1" if self.replicas else b"",
                 b"" if restore else b"1",
             )
         )
@@ -337,7 +338,7 @@ class RedisStore:
 
     def _not_replicated(self, verb: str, identity: Identity) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{self._link.where}: fewer than {self._replicas} replicas acknowledged the {verb} of"
+            f"{self._link.where}: fewer than {self.replicas} replicas acknowledged the {verb} of"
             f" {identity} within {self._replica_timeout_ms} ms"
         )
 
@@ -352,12 +353,12 @@ class RedisStore:
 
     def _ask_replicated(self, command: Command) -> tuple[Any, bool]:
         """Return the answer, and whether as many replicas as we want have what was written."""
-        if not self._replicas:
+        if not self.replicas:
             return self._ask(command), True
-        wanted, patience = b"%d" % self._replicas, b"%d" % self._replica_timeout_ms
+        wanted, patience = b"%d" % self.replicas, b"%d" % self._replica_timeout_ms
         wait = plain(command.bucket, b"WAIT", wanted, patience)
         answer, acknowledged = exchange(self._link, (command, wait))
-        return answer, acknowledged >= self._replicas
+        return answer, acknowledged >= self.replicas
 
 
 def _checked(fingerprint: bytes | None) -> bytes:
