@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
@@ -19,7 +18,7 @@ from celery_idempotent.errors import IdempotencyError
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store
 
-__all__ = ["Tally", "tally"]
+__all__ = ["Counters", "counters"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +29,10 @@ EVERY = 5.0
 MOST = 10_000
 
 
-class Tally:
-    """What happened in this process since it was written last, by store, task and outcome."""
+class Counters:
+    """How often each outcome came about in this process since that was written last, by store and task."""
 
     def __init__(self) -> None:
-        #: Sees to it that somebody writes what is counted in this process. Costs nothing once that is so.
-        self.start_writer: Callable[[], None] = _nobody
         self._forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
@@ -46,14 +43,8 @@ class Tally:
         self._written = time.monotonic()
         self._writing = threading.Lock()
 
-    def count(self, store: Store, task: str, outcome: str) -> None:
-        """Count one outcome, to be written a few seconds later, also if this process never has a claim."""
-        self.add(store, task, outcome)
-        self.start_writer()
-
     def add(self, store: Store, task: str, outcome: str) -> None:
-        """Count one outcome, named as its signal is, where the caller writes: a worker's main process has no writer."""
-        outcome = outcome.removeprefix("idempotency_")
+        """Count one outcome; the heartbeat writes it in a few seconds, or the caller, with :meth:`write`."""
         counts = self._counts.get(store)
         if counts is None:
             if not store.supports_counting:
@@ -97,9 +88,5 @@ class Tally:
             logger.exception("idempotency: outcomes could not be counted")
 
 
-def _nobody() -> None:
-    pass
-
-
-#: The tally of this process.
-tally = Tally()
+#: The counters of this process.
+counters = Counters()
