@@ -208,9 +208,10 @@ def test_a_forget_in_a_transaction_of_the_caller_is_safe_however_that_ends(store
     assert isinstance(ask(store), Claimed)
 
 
-def test_the_outbox_of_the_database_is_its_own(store, alias):
+def test_the_outbox_of_the_database_is_its_own(store, alias, monkeypatch):
     assert store.outbox_alias == alias
-    assert store.upkeep == store.truth.upkeep
+    monkeypatch.setattr(store.truth, "upkeep", lambda app, *, limit: {app: limit})
+    assert store.upkeep("app", limit=3) == {"app": 3}
 
 
 def test_it_counts_as_the_database_does(store):
