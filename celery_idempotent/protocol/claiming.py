@@ -23,7 +23,7 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
-from celery_idempotent.stores.base import Store, forget_mark
+from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore
 
 #: How long a claim tries to reach the store before the message goes back, in seconds.
@@ -81,7 +81,7 @@ class Claiming:
                 answer,
                 lambda: take(before.identity, before.fingerprint)[0],
                 settle=self._settle_as,
-                release=self._store().release,
+                store=self._store(),
             )
         return Asked(answer, attempt, sent, old)
 
@@ -107,7 +107,7 @@ class Claiming:
             if over.task_id == call.task_id or not self._policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
-            forget_mark(store, identity, token=over.token)
+            store.forget_mark(identity, token=over.token)
             sent = time.monotonic()
         return answer, sent
 

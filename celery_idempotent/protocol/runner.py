@@ -51,7 +51,7 @@ from celery_idempotent.protocol.outcome import Outcome
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import Reporter
 from celery_idempotent.records import Claimed, Held, Mismatched, Record, Settled, State
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, joined
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -257,7 +257,7 @@ class Runner:
         outcome, before = Outcome(run), running.get()
         try:
             running.set(claim)
-            if not joined(claim.store):  # else no other thread could see it, or renew it
+            if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
             store = claim.store if asked.old is None else None
             self._report(signals.claimed, call, record, store=store, state=State.PROCESSING)
