@@ -193,7 +193,7 @@ def _again(
     counter: str,
     left: float | None,
     options: Options,
-    known: Mapping[str, Any],
+    known: Mapping[str, object],
 ) -> tuple[int, float, Sig]:
     """Return how often this message was republished, in how many seconds it is due, and itself.
 
@@ -226,7 +226,7 @@ def _again(
     return count, delay, again
 
 
-def as_published(request: Context) -> dict[str, Any]:
+def as_published(request: Context) -> Options:
     """Return the options with which a message goes out as it came in: its headers, and how its body is written."""
     headers = as_mapping(request.headers)
     options: Options = {
