@@ -84,7 +84,7 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
             failed += _time_out(app, store, record)
     requeued = sum(send_again(app, store, record, reason=_STALE) for record in found.requeued)
     pruned = store.prune(limit=limit)
-    counts: dict[str, Any] = {
+    counts: dict[str, object] = {
         "interrupted": len(found.interrupted),
         "failed": failed,
         "requeued": requeued,

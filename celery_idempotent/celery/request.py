@@ -213,7 +213,9 @@ class Request(CeleryRequest):
             self._child_lost()
         return super().on_timeout(soft, timeout)
 
-    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+    def _announce_revoked(
+        self, reason: str, terminated: bool, signum: object, expired: bool
+    ) -> None:
         """Free the key of a task that was revoked, or expired, before it ran: it was reserved, or waits for a retry."""
         super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
         task = self.task
@@ -233,7 +235,7 @@ class Request(CeleryRequest):
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
 
-    def _success_was_stored(self) -> Any:
+    def _success_was_stored(self) -> object:
         """Let a message come back whose child was lost after its result was stored, and may have died before it sent.
 
         Celery >= 5.7 acknowledges it. The record knows what is still to be sent, and nothing runs again.
@@ -289,10 +291,10 @@ def _may_be_queued(policy: Policy) -> bool:
     return policy.publish_once or policy.on_stale == "requeue"
 
 
-def _identities_of(request: Any) -> list[Identity]:
+def _identities_of(request: Request) -> list[Identity]:
     """Return what a delivery is about, as its task would say, and what it was about before a deploy."""
     headers = request.request_dict
-    args, kwargs, _ = request._payload  # noqa: SLF001
+    args, kwargs, _ = request._payload  # type: ignore[attr-defined]  # noqa: SLF001
     identified: Identified = request.task.identify_delivery(
         {**as_mapping(headers.get("stamps")), **headers},
         args,

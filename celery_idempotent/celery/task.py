@@ -167,8 +167,7 @@ class IdempotentTask(TaskBase):
             publishing.take_key(options)
         if intercept is not None:
             call = publishing.DeferredCall(args=args, kwargs=kwargs, options=options)
-            deferred: Result = intercept(self, call)
-            return deferred
+            return intercept(self, call)
         return send(args, kwargs, **options)
 
     def send_deferred(self, call: publishing.DeferredCall) -> Result:
