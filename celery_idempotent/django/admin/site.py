@@ -23,7 +23,7 @@ from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.namespaces import view_namespaces
+from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.django.outbox.interceptor import pending
 from celery_idempotent.stores import get_store
 

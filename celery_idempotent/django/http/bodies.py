@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from django.conf import settings
 from django.core.exceptions import RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent
 
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.problems import RequestRefused
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
@@ -36,7 +36,7 @@ def receive(request: HttpRequest, options: HttpOptions, *, parsed: bool = False)
     ``parsed``: whoever wanted to know what it says has looked already.
 
     Raises:
-        Refusal: ``body_incomplete``, ``length_required``, ``body_unreadable`` or ``request_too_large``.
+        RequestRefused: ``body_incomplete``, ``length_required``, ``body_unreadable`` or ``request_too_large``.
     """
     plain: Any = request
     declared = _declared(plain)
@@ -45,7 +45,7 @@ def receive(request: HttpRequest, options: HttpOptions, *, parsed: bool = False)
     if declared is None and "HTTP_TRANSFER_ENCODING" in plain.META and "wsgi.input" in plain.META:
         if parsed or not plain.META.get("wsgi.input_terminated"):
             # To Django there is no body.
-            raise Refusal("length_required", "Send the body with its Content-Length.")
+            raise RequestRefused("length_required", "Send the body with its Content-Length.")
         size = _take_chunks(plain, options)
     elif hasattr(plain, "_body"):
         size = len(plain._body)  # read by a middleware, and kept by Django
@@ -61,9 +61,9 @@ def receive(request: HttpRequest, options: HttpOptions, *, parsed: bool = False)
             raise _broken_off()
 
 
-def too_large() -> Refusal:
+def too_large() -> RequestRefused:
     """Return what is said of a request over one of Django's own limits, for which Django itself has a page."""
-    return Refusal("request_too_large", "It is larger than this service reads.")
+    return RequestRefused("request_too_large", "It is larger than this service reads.")
 
 
 def _declared(request: HttpRequest) -> int | None:
@@ -72,7 +72,7 @@ def _declared(request: HttpRequest) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdecimal()) or len(text) > 18:
-        raise Refusal("body_unreadable", "Its Content-Length is no number.")
+        raise RequestRefused("body_unreadable", "Its Content-Length is no number.")
     return int(text)
 
 
@@ -146,8 +146,8 @@ def _read(stream: Any) -> bytes:
     return piece
 
 
-def _broken_off() -> Refusal:
-    return Refusal(
+def _broken_off() -> RequestRefused:
+    return RequestRefused(
         "body_incomplete",
         "Less of it arrived than the request declares. Send the same request with the same key again.",
     )
@@ -155,7 +155,7 @@ def _broken_off() -> Refusal:
 
 def _check_size(size: int, options: HttpOptions) -> None:
     if size > options.max_request_bytes:
-        raise Refusal(
+        raise RequestRefused(
             "request_too_large",
             f"An idempotent request has up to {options.max_request_bytes} bytes.",
         )

@@ -12,8 +12,8 @@ from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
-from celery_idempotent.django.http.options import HttpOptions, ShowErrors
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import (
     FailedByOperator,
     IdempotencyError,
@@ -22,27 +22,14 @@ from celery_idempotent.errors import (
     TooManyCrashes,
 )
 from celery_idempotent.records import Record, State
+from celery_idempotent.serializers import Serializer
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["Failure", "describe", "failure_of", "least_shown", "note_shown"]
+__all__ = ["Failure", "describe", "failure_of"]
 
 logger = logging.getLogger(__name__)
-
-_SHOWN: tuple[ShowErrors, ...] = ("none", "permanent", "all")
-_views: set[ShowErrors] = set()
-
-
-def note_shown(show_errors: ShowErrors) -> None:
-    """Remember what a view says about the errors of its tasks."""
-    _views.add(show_errors)
-
-
-def least_shown(show_errors: ShowErrors) -> ShowErrors:
-    """Return what may be told by who does not know by which view a task was queued: what every view would tell."""
-    return min((show_errors, *_views), key=_SHOWN.index)
-
 
 #: Errors of the library's own that have a code for programs, and the same by their names, as records have them.
 _CODES: Final[dict[type[IdempotencyError], str]] = {
@@ -51,6 +38,9 @@ _CODES: Final[dict[type[IdempotencyError], str]] = {
     TooManyCrashes: "too_many_crashes",
 }
 _OWN: Final = {each.__name__: each for each in _CODES}
+
+
+_JSON: Final = Serializer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +111,13 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
         except IdempotencyError as unreadable:
             error = unreadable
         return error, type(error).__name__, _text(error)
-    # A view's: all that is kept of it is what may be told.
-    told: Any = None
-    if record.value is not None and record.value.content_type == "application/json":
-        with contextlib.suppress(ValueError, RecursionError):
-            told = json.loads(record.value.body)
-    told = told if isinstance(told, dict) else {}
-    kind, message = _text(told.get("exc_type", "")), _text(told.get("exc_message", ""))
+    # A view's: all that is kept of it is what its caller may know.
+    found: object = None
+    if record.value is not None:
+        with contextlib.suppress(IdempotencyError):
+            found = _JSON.load(record.value)
+    parts = found if isinstance(found, dict) else {}
+    kind, message = _text(parts.get("exc_type", "")), _text(parts.get("exc_message", ""))
     return (_OWN[kind](message) if kind in _OWN else None), kind, message
 
 
@@ -145,7 +135,7 @@ def _result_of(
     """Return the members about the result, and the state: who replaced the task may still be at it.
 
     Raises:
-        Refusal: ``result_unavailable``, if the result backend does not answer.
+        RequestRefused: ``result_unavailable``, if the result backend does not answer.
     """
     if record.state is not State.COMPLETED:
         return {}, record.state
@@ -170,7 +160,7 @@ def _result_of(
         logger.warning(
             "idempotency: the result of %s cannot be fetched", record.identity, exc_info=True
         )
-        raise Refusal(
+        raise RequestRefused(
             "result_unavailable",
             "It is done, and its result cannot be fetched just now. Ask again later.",
             retry_after=options.retry_after,

@@ -14,7 +14,7 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.options import HttpOptions
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.identity.fingerprints import NoFormError, Written, digest, form, quote
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def read_body(request: HttpRequest, options: HttpOptions) -> None:
     Not a form of POST: what was parsed of it is shared. Nor where it does not count.
 
     Raises:
-        Refusal: as :func:`~celery_idempotent.django.http.bodies.receive`.
+        RequestRefused: as :func:`~celery_idempotent.django.http.bodies.receive`.
         RequestDataTooBig: if it is over Django's own limit.
     """
     receive(request, options)
@@ -49,7 +49,7 @@ def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -
     The body stays readable for the view.
 
     Raises:
-        Refusal: ``body_unreadable``.
+        RequestRefused: ``body_unreadable``.
         RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent: if it is over one of Django's own limits.
     """
     if options.fingerprint is not None:
@@ -77,7 +77,7 @@ def _body(request: HttpRequest) -> str:
             data = QueryDict(raw, encoding=request.encoding or "utf-8")
             return f"form {_fields(data)}"
     except (MultiPartParserError, UnicodeError) as error:
-        raise Refusal("body_unreadable", "The form in it is malformed.") from error
+        raise RequestRefused("body_unreadable", "The form in it is malformed.") from error
     if content_type == "application/json" or content_type.endswith("+json"):
         canonical = _json(raw)
         if canonical is not None:
@@ -90,7 +90,7 @@ def _check_charset(request: HttpRequest) -> None:
     try:
         "a".encode(request.encoding or "utf-8")
     except (LookupError, UnicodeError) as error:
-        raise Refusal("body_unreadable", "Its charset is none.") from error
+        raise RequestRefused("body_unreadable", "Its charset is none.") from error
 
 
 def _json(raw: bytes) -> str | None:

@@ -9,21 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.authorizing import refused_replay
-from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.fingerprints import read_body, request_fingerprint
 from celery_idempotent.django.http.messages import awaited, finished, pack_response, read_response
 from celery_idempotent.django.http.options import HttpOptions
-from celery_idempotent.django.http.problems import Refusal, problem
-from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.django.http.problems import RequestRefused, problem
+from celery_idempotent.django.http.scopes import caller_scope, http_identity
 from celery_idempotent.django.http.transactions import (
     atomic_aliases,
     atomic_requests,
     refuse_open_transactions,
 )
-from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
-from celery_idempotent.identity.keys import canonical
+from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
 from celery_idempotent.protocol.calls import (
     Call,
     Conflict,
@@ -34,14 +33,14 @@ from celery_idempotent.protocol.calls import (
     worker_name,
 )
 from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponseBase
 
-__all__ = ["Guard", "Guarded", "http_identity"]
+__all__ = ["Guard", "Guarded"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ class _NotToKeepError(Exception):
 class Guarded:
     """One request: ``seen`` is what its view gets, with ``args`` and ``kwargs`` of its URL; ``run`` calls the view.
 
-    Without a key nothing is claimed. ``spared`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for this
-    view.
+    Without a key nothing is claimed. ``non_atomic`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for
+    this view.
     """
 
     request: HttpRequest
@@ -68,7 +67,7 @@ class Guarded:
     run: Callable[[], Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    spared: frozenset[str] = frozenset()
+    non_atomic: frozenset[str] = frozenset()
 
 
 class _ResponseCodec:
@@ -103,24 +102,6 @@ class _ResponseCodec:
         return self._json.load(stored)
 
 
-def http_identity(namespace: str, scope: object, key: str) -> Identity:
-    """Return the identity of a key of a caller.
-
-    Raises:
-        Refusal: if the key cannot be one, or the scope, which often comes from the request as well.
-    """
-    try:
-        text = canonical(key, task=namespace)
-    except InvalidKey:
-        raise Refusal("idempotency_key_invalid", "It is too long.") from None
-    try:
-        whose = canonical(scope, what="scope", task=namespace)
-    except InvalidKey as error:
-        logger.warning("idempotency: a caller is refused: %s", error)
-        raise Refusal("caller_unknown", "What the request says of its sender is no name.") from None
-    return Identity(namespace=namespace, scope=whose, key=text)
-
-
 class Guard:
     """Guards one view; ``name`` is for people, ``sender`` what signals come from."""
 
@@ -149,7 +130,7 @@ class Guard:
             if refused is not None:
                 return refused
             if key is None:
-                with atomic_requests(guarded.spared):
+                with atomic_requests(guarded.non_atomic):
                     return awaited(guarded.run(), self._name)  # type: ignore[no-any-return]  # the view's
             call = Call(
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
@@ -159,7 +140,7 @@ class Guard:
             )
             refuse_open_transactions()
             return self._answer(self._execute(call, guarded), call, guarded)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             return refusal.response(options.docs_url)
         finally:
             # Some middleware hands the same request to its view once more.
@@ -168,7 +149,7 @@ class Guard:
     def has_work(self, guarded: Guarded) -> bool:
         """Is there anything to do about this request but to call its view?"""
         checked = self.options.checks and guarded.request.method in self.options.methods
-        return guarded.key is not None or bool(checked or atomic_aliases(guarded.spared))
+        return guarded.key is not None or bool(checked or atomic_aliases(guarded.non_atomic))
 
     def _check(self, guarded: Guarded) -> HttpResponseBase | None:
         """Return the answer to a request that is refused whatever its key; also to one that needs none."""
@@ -183,7 +164,7 @@ class Guard:
         try:
             return self._runner.execute(call, lambda: self._run(guarded))
         except FingerprintMismatch:
-            raise Refusal(
+            raise RequestRefused(
                 "idempotency_key_reused",
                 "It was sent before with another method, route or body. A key stands for one intention: use a new one.",
             ) from None
@@ -198,12 +179,12 @@ class Guard:
         request: Any = guarded.request
         if getattr(request, "idempotency_guarded", False):
             # Rolled back at its end. The request is not what it was: its files are read, its user may have changed.
-            raise Refusal(
+            raise RequestRefused(
                 "store_unavailable",
                 "It was undone, for it collided with others. Send the same request with the same key again.",
                 retry_after=self.options.retry_after,
             )
-        with atomic_requests(guarded.spared):
+        with atomic_requests(guarded.non_atomic):
             request.idempotency_guarded = True
             response = finished(awaited(guarded.run(), self._name), self.options)
             if not self.options.is_stored(response.status_code):
@@ -217,7 +198,7 @@ class Guard:
             case Replay(record):
                 return self._refused(guarded) or self._replay(record)
             case Conflict():
-                raise Refusal(
+                raise RequestRefused(
                     "request_in_progress",
                     "The first request with this key has not been answered yet. Ask again later.",
                     retry_after=self.options.retry_after,
@@ -235,7 +216,7 @@ class Guard:
                     if begun
                     else "Whether an earlier request with this key was carried out is not known; this one was not."
                 )
-                raise Refusal(
+                raise RequestRefused(
                     "store_unavailable",
                     f"{known} Send the same request with the same key again.",
                     retry_after=self.options.retry_after,
@@ -259,8 +240,8 @@ class Guard:
             detail = told.get(code, "It failed for good.")
             return problem(code, detail, docs_url=self.options.docs_url)
         if record.value is None:
-            raise Refusal("result_not_kept", "The response could not be kept.")
+            raise RequestRefused("result_not_kept", "The response could not be kept.")
         try:
             return read_response(record.value, self.options.attributes)
         except ResultUnavailable as unavailable:
-            raise Refusal("result_not_kept", str(unavailable)) from None
+            raise RequestRefused("result_not_kept", str(unavailable)) from None

@@ -10,9 +10,9 @@ from typing import Any, Final
 from drf_spectacular.openapi import AutoSchema as SpectacularSchema
 from drf_spectacular.utils import OpenApiParameter
 
-from celery_idempotent.django.http.decorators import Marks, marks_of
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.rest import StatusView
+from celery_idempotent.django.http.views import Marks, marks_of
 
 __all__ = ["AutoSchema", "IdempotencySchemaMixin"]
 

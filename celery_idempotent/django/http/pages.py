@@ -12,7 +12,7 @@ from django.http import HttpResponseRedirect, QueryDict
 from django.shortcuts import render, resolve_url
 from django.urls import NoReverseMatch, Resolver404, resolve
 
-from celery_idempotent.django.http.problems import CONDITIONS, Refusal
+from celery_idempotent.django.http.problems import CONDITIONS, RequestRefused
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
@@ -41,7 +41,9 @@ def _laid_out(result: Any) -> str:
         return json.dumps(result, cls=DjangoJSONEncoder)
 
 
-def refusal_page(request: HttpRequest, refusal: Refusal, docs_url: str | None) -> HttpResponse:
+def refusal_page(
+    request: HttpRequest, refusal: RequestRefused, docs_url: str | None
+) -> HttpResponse:
     """Say the same as the problem that a program gets, with its status and headers."""
     problem = refusal.response(docs_url)
     status, title, retryable = CONDITIONS[refusal.code]

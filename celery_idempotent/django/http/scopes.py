@@ -1,23 +1,28 @@
-"""Whose key it is: the caller's, always, so that nobody meets the keys of somebody else."""
+"""Whose key it is, and so which record's: the caller's, always, so that nobody meets the keys of somebody else."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from django.contrib.auth import get_user_model
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import InvalidKey
+from celery_idempotent.identity.keys import canonical
+from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
     from celery_idempotent.django.http.options import HttpOptions
 
-__all__ = ["caller_scope", "user_scope"]
+__all__ = ["caller_scope", "http_identity", "user_scope"]
+
+logger = logging.getLogger(__name__)
 
 
 def user_scope(user: Any) -> tuple[object, ...]:
@@ -65,8 +70,8 @@ def caller_scope(request: Any, options: HttpOptions) -> object:
     """Return the scope of the caller's keys.
 
     Raises:
-        Refusal: ``caller_unknown``, if there is nobody whose they could be. All the world in one scope would hand one
-            visitor the answers of another.
+        RequestRefused: ``caller_unknown``, if there is nobody whose they could be. All the world in one scope would
+            hand one visitor the answers of another.
     """
     if options.scope is not None:
         scope = options.scope(request)
@@ -98,5 +103,25 @@ def _session_scope(request: HttpRequest) -> tuple[str, str]:
     return ("session", hashlib.sha256(key.encode()).hexdigest())
 
 
-def _unknown(detail: str) -> Refusal:
-    return Refusal("caller_unknown", detail)
+def _unknown(detail: str) -> RequestRefused:
+    return RequestRefused("caller_unknown", detail)
+
+
+def http_identity(namespace: str, scope: object, key: str) -> Identity:
+    """Return the identity of a key of a caller.
+
+    Raises:
+        RequestRefused: if the key cannot be one, or the scope, which often comes from the request as well.
+    """
+    try:
+        text = canonical(key, task=namespace)
+    except InvalidKey:
+        raise RequestRefused("idempotency_key_invalid", "It is too long.") from None
+    try:
+        whose = canonical(scope, what="scope", task=namespace)
+    except InvalidKey as error:
+        logger.warning("idempotency: a caller is refused: %s", error)
+        raise RequestRefused(
+            "caller_unknown", "What the request says of its sender is no name."
+        ) from None
+    return Identity(namespace=namespace, scope=whose, key=text)

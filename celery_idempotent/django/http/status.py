@@ -15,9 +15,8 @@ from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
 from celery_idempotent.celery.registry import definition_of, find_task
-from celery_idempotent.django.http.current import celery_app
-from celery_idempotent.django.http.describing import describe, least_shown
-from celery_idempotent.django.http.guards import http_identity
+from celery_idempotent.django.applications import celery_app
+from celery_idempotent.django.http.describing import describe
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.pages import (
     for_people,
@@ -25,8 +24,9 @@ from celery_idempotent.django.http.pages import (
     refusal_page,
     status_page,
 )
-from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.django.http.scopes import caller_scope, http_identity
+from celery_idempotent.django.http.views import least_shown
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.stores import get_store
@@ -79,7 +79,7 @@ def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
     people = for_people(plain)
     try:
         told = _look_up(request, _text(namespace), _text(key), options)
-    except Refusal as refusal:
+    except RequestRefused as refusal:
         response = _refuse(plain, refusal, options, people=people)
         patch_vary_headers(response, _VARY)
         return response
@@ -100,7 +100,7 @@ def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
 
 
 def _refuse(
-    request: HttpRequest, refusal: Refusal, options: HttpOptions, *, people: bool
+    request: HttpRequest, refusal: RequestRefused, options: HttpOptions, *, people: bool
 ) -> HttpResponse:
     if not people:
         return refusal.response(options.docs_url)
@@ -128,13 +128,13 @@ def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> di
     try:
         identity = http_identity(namespace, scope, key)
         record = _found(app, identity) if options.shows(namespace) else None
-    except Refusal:
+    except RequestRefused:
         record = None
     except (StoreUnavailable, StoreMisconfigured) as error:
-        raise Refusal(
+        raise RequestRefused(
             "store_unavailable", "Ask again later.", retry_after=options.retry_after
         ) from error
     if record is None:
         # The same words for a key that never was, is forgotten, or is somebody else's.
-        raise Refusal("unknown_key", "You have no such key here, or it was too long ago.")
+        raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
     return describe(record, key=key, task=find_task(app, namespace, load=True), options=options)

@@ -6,14 +6,14 @@ import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from celery.utils import uuid
 from celery.utils.functional import maybe_list
 from kombu import serialization
 
 from celery_idempotent.errors import IdempotencyError, InvalidOption
-from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.serializers import NotStored, Serializer, decode, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -81,8 +81,7 @@ def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
                 else f" as {name!r}, with its options."
             )
         )
-    head = f"{stored.content_type}\n{stored.content_encoding}\n"
-    return head.encode() + stored.body
+    return to_bytes(stored)
 
 
 def load(app: Celery, content: bytes) -> Payload:
@@ -92,11 +91,8 @@ def load(app: Celery, content: bytes) -> Payload:
         ContentDisallowed: if the app does not accept its format.
         DecodeError: if it cannot be read.
     """
-    content_type, content_encoding, body = content.split(b"\n", 2)
     accept = serialization.prepare_accept_content(app.conf.accept_content)
-    found: dict[str, Any] = serialization.loads(
-        body, content_type.decode(), content_encoding.decode(), accept=accept
-    )
+    found = cast("dict[str, Any]", decode(from_bytes(content), accept))
     return Payload(**found)
 
 
