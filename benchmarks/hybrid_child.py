@@ -18,7 +18,7 @@ from django.conf import settings
 from django.core.management import call_command
 from django.db import connection, connections
 
-from celery_idempotent.records import Claimed, Identity, Settled, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, State, Stored
 from celery_idempotent.stores import Store
 
 ASKED: dict[str, Any] = {"lease_ms": 60_000, "keep_ms": 600_000, "fingerprint": bytes(16)}
@@ -56,7 +56,9 @@ def identity(name: str) -> Identity:
 
 
 def complete(store: Store, key: Identity) -> None:
-    answer = store.claim(key, attempt=os.urandom(8), task_id=str(uuid.uuid4()), **ASKED)
+    answer = store.claim(
+        ClaimRequest(identity=key, attempt=os.urandom(8), task_id=str(uuid.uuid4()), **ASKED)
+    )
     assert isinstance(answer, Claimed)
     assert store.settle(answer.record, state=State.COMPLETED, value=VALUE, keep_ms=600_000)
 
@@ -65,9 +67,9 @@ def duplicates(store: Store, key: Identity, calls: int) -> list[int]:
     clock, times = time.perf_counter_ns, []
     claim: Callable[..., object] = store.claim
     for _ in range(calls):
-        asked = {"attempt": os.urandom(8), "task_id": str(uuid.uuid4()), **ASKED}
+        attempt, task_id = os.urandom(8), str(uuid.uuid4())
         before = clock()
-        answer = claim(key, **asked)
+        answer = claim(ClaimRequest(identity=key, attempt=attempt, task_id=task_id, **ASKED))
         times.append(clock() - before)
         assert isinstance(answer, Settled)
     return times

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 
 import redis
 
-from celery_idempotent.records import Claimed, Identity, Lease, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    Renewal,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -32,13 +40,15 @@ def prepared_claim(store: Store, identity: Identity, lease_ms: int = LEASE_MS) -
     """Return the call with which a worker claims the key."""
     return functools.partial(
         store.claim,
-        identity,
-        attempt=os.urandom(8),
-        lease_ms=lease_ms,
-        keep_ms=KEEP_MS,
-        fingerprint=FINGERPRINT,
-        task_id=str(uuid.uuid4()),
-        worker="worker-1.example.com:12345",
+        ClaimRequest(
+            identity=identity,
+            attempt=os.urandom(8),
+            lease_ms=lease_ms,
+            keep_ms=KEEP_MS,
+            fingerprint=FINGERPRINT,
+            task_id=str(uuid.uuid4()),
+            worker="worker-1.example.com:12345",
+        ),
     )
 
 
@@ -110,7 +120,7 @@ class Operations:
 
     def _renew(self) -> Call:
         record = self._held()
-        lease = Lease(
+        lease = Renewal(
             identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
         )
         return functools.partial(self._store.renew, [lease])

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.operations import KEEP_MS, LEASE_MS, RESULT, claim, prepared_claim, settle
 from benchmarks.postgresql import execute, open_database
-from celery_idempotent.records import Identity, Lease
+from celery_idempotent.records import Identity, Renewal
 
 Call = Callable[[], object]
 
@@ -102,7 +102,7 @@ def _replay(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
 def _renew(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
     for _ in range(calls):
         record = claim(store, _identity(numbers))
-        lease = Lease(
+        lease = Renewal(
             identity=record.identity, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS
         )
         yield functools.partial(store.renew, [lease])

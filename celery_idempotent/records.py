@@ -10,17 +10,18 @@ from typing import Literal
 __all__ = [
     "FINGERPRINT_BYTES",
     "Answer",
+    "ClaimRequest",
     "Claimed",
     "Counted",
     "Held",
     "Identity",
-    "Lease",
     "Mismatched",
     "OnStale",
     "Page",
     "Record",
     "Refusal",
     "RefusalKind",
+    "Renewal",
     "Reservation",
     "Reserved",
     "Retained",
@@ -183,7 +184,31 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class ClaimRequest:
+    """What a worker asks a store for: the key, for whom, and for how long.
+
+    ``attempt`` (8 random bytes, new for every claim) lets a claim whose answer was lost be repeated: while that claim
+    holds, the same attempt gets the same token again. ``unanswered`` are attempts that were given up without an
+    answer, and nothing ran: a record that one of them holds is free, and claiming it counts no crash.
+
+    The lease lasts ``lease_ms``; the record lives ``keep_ms`` longer, so that there is something to sweep and a crash
+    to count. ``on_stale`` tells a sweep what to do should the lease run out, ``message`` what to publish then.
+    """
+
+    identity: Identity
+    attempt: bytes
+    lease_ms: int
+    keep_ms: int
+    fingerprint: bytes | None = None
+    task_id: str = ""
+    worker: str = ""
+    on_stale: OnStale = "interrupt"
+    message: bytes | None = field(default=None, repr=False)  # has arguments
+    unanswered: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
     """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
 
     identity: Identity

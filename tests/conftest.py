@@ -28,12 +28,22 @@ from tests.support.servers import (  # noqa: E402
     open_rabbitmq,
     shared_redis_url,
 )
+from tests.support.tiers import is_brief  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.support.sites import Gate
     from tests.support.workers import Worker
 
 _WORKERS = pytest.StashKey["list[Worker]"]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``wide`` what a contract class with ``brief = True`` leaves to ``make test-all``."""
+    for item in items:
+        brief = getattr(getattr(item, "cls", None), "brief", False)
+        if brief and not is_brief(getattr(item, "originalname", item.name)):
+            item.add_marker(pytest.mark.wide)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from celery.canvas import maybe_signature
 from kombu.exceptions import OperationalError, SerializationError, SerializerNotInstalled
 
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
+from celery_idempotent.protocol import backoff
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -42,8 +43,8 @@ _HOPELESS = (SerializationError, SerializerNotInstalled, IdempotencyError)
 _STUMBLES = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 _CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
 
-#: Where a part cannot be returned twice, the publishing of a body is tried so often, a second apart.
-_TRIES = 30
+#: Where a part cannot be returned twice, the publishing of a body is tried again for so long, in seconds.
+_PATIENCE = 30.0
 
 
 #: Give the right to publish a chord's body back, if it is still ours.
@@ -115,23 +116,22 @@ class PatientBackend(Base):
         return cast("Context", prepared)
 
     def _publish(self, body: Any, result: Any) -> Any:
-        tries = 0
+        failures, give_up = 0, time.monotonic() + _PATIENCE
         while True:
             try:
                 return type(body).delay(body, result)
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203  tries that are to be told apart
                 if hopeless(error):
                     raise
                 if _is_redis(self.whole):
                     self._give_up(error)
-                tries += 1
-                if tries > _TRIES:
-                    raise
                 logger.warning(
                     "idempotency: the body of a chord is not published yet: %s",
                     type(error).__name__,
                 )
-            time.sleep(1)
+                failures += 1
+                if not backoff.pause(failures, until=give_up, longest=1.0):
+                    raise
 
     def _give_up(self, error: BaseException | None) -> NoReturn:
         self.trouble = Undelivered(error)

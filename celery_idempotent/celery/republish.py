@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import re
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.patience import patience
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.identity.stamp import as_mapping, bound, said_of
+from celery_idempotent.protocol import backoff
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 
@@ -205,13 +205,12 @@ def _again(
     # Should it not be published, it asks again where it is, with what it has come to.
     request.headers = bound(headers, request.id, more={**known, counter: count})
     limits = [
-        2.0 ** min(count - 1, 20),
         task.idempotency_policy.conflict_backoff_max_ms / 1000,
         _unacknowledged(task),
     ]
     if left is not None:
         limits.append(max(left, 0.1))
-    delay = min(limits) * random.uniform(0.5, 1)
+    delay = backoff.seconds(count, first=1.0, longest=min(limits))
     if _broker(task).transport.driver_type == "amqp":
         # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery counts in these and takes no less.
         delay = max(math.ceil(delay), 1)

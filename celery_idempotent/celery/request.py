@@ -27,6 +27,7 @@ from celery_idempotent import signals
 from celery_idempotent.celery.delivery import sends_on
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.protocol import backoff
 from celery_idempotent.protocol.background import background
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.counters import tally
@@ -84,7 +85,7 @@ class Lost:
     #: The record was read once since the child was gone.
     looked: threading.Event = field(default_factory=threading.Event)
     _late_until: float | None = field(default=None, init=False)
-    _pause: float = field(default=_POLL, init=False)
+    _looks: int = field(default=0, init=False)
 
     def __str__(self) -> str:
         return f"interrupt {self.identity}, its lease will end it"
@@ -100,8 +101,8 @@ class Lost:
         self.looked.set()
         if over or now > self._late_until:
             return None
-        pause, self._pause = self._pause, min(self._pause * 2, _LONGEST_POLL)
-        return pause
+        self._looks += 1
+        return backoff.seconds(self._looks, first=_POLL, longest=_LONGEST_POLL)
 
     def _interrupt(self) -> bool:
         """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.

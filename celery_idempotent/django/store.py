@@ -26,14 +26,14 @@ from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
     Claimed,
+    ClaimRequest,
     Counted,
     Held,
     Identity,
-    Lease,
     Mismatched,
-    OnStale,
     Page,
     Record,
+    Renewal,
     Reservation,
     Reserved,
     Retained,
@@ -78,21 +78,9 @@ class DjangoStore:
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
-    def claim(
-        self,
-        identity: Identity,
-        *,
-        attempt: bytes,
-        lease_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        task_id: str = "",
-        worker: str = "",
-        on_stale: OnStale = "interrupt",
-        message: bytes | None = None,
-        unanswered: Sequence[bytes] = (),
-    ) -> Answer:
+    def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
+        attempt, identity = request.attempt, request.identity
         if len(attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         asked = Record(
@@ -101,17 +89,17 @@ class DjangoStore:
             token=0,
             created_ms=0,
             updated_ms=0,
-            deadline_ms=lease_ms,
-            fingerprint=_checked(fingerprint),
-            task_id=_text(task_id),
-            worker=_text(worker),
-            on_stale=on_stale,
-            message=message,
+            deadline_ms=request.lease_ms,
+            fingerprint=_checked(request.fingerprint),
+            task_id=_text(request.task_id),
+            worker=_text(request.worker),
+            on_stale=request.on_stale,
+            message=request.message,
         )
 
         def decide(session: Session, row: Row) -> Answer:
             taken = transitions.claimed(
-                row.kept, _from_now(asked, row), attempt, row.now_ms, unanswered
+                row.kept, _from_now(asked, row), attempt, row.now_ms, request.unanswered
             )
             if not isinstance(taken, Record):
                 return taken
@@ -119,21 +107,22 @@ class DjangoStore:
             if old is not None and old.attempts and not end_holder(session, old):
                 # It may not be ended: its transaction holds locks that our run would wait for.
                 return Held(old, left_ms=_HELD_MS)
-            return Claimed(_take(session, row, taken, attempt, lease_ms + keep_ms))
+            life_ms = request.lease_ms + request.keep_ms
+            return Claimed(_take(session, row, taken, attempt, life_ms))
 
         def work(session: Session) -> Answer:
-            taken = shortcuts.claim(session, asked, attempt, keep_ms)
+            taken = shortcuts.claim(session, asked, attempt, request.keep_ms)
             if taken is not None:
                 return Claimed(taken)
             row = read(session, digest(identity), identity)
             answer = decide(session, row)
             if isinstance(answer, (Held, Mismatched)):
-                refusals.note(session, row, answer, task_id)
+                refusals.note(session, row, answer, request.task_id)
             return answer
 
         return self.lines.run(work)
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
         if not leases:
             return []

@@ -13,7 +13,7 @@ __all__ = [
     "ALL_ARGUMENTS",
     "AllArguments",
     "Bound",
-    "Call",
+    "Computed",
     "Names",
     "Parameters",
     "Path",
@@ -138,7 +138,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Computed:
     """A function of the arguments."""
 
     function: Callable[..., object]
@@ -148,7 +148,7 @@ class Call:
         return bound.call(self.function)
 
 
-Rule = Path | Names | Call | AllArguments | None
+Rule = Path | Names | Computed | AllArguments | None
 
 
 def compile_rule(option: object, parameters: Parameters, *, what: str, task: str) -> Rule:
@@ -168,7 +168,7 @@ def compile_rule(option: object, parameters: Parameters, *, what: str, task: str
         )
     if callable(option):
         _check_call(option, parameters, what=what, task=task)
-        return Call(option)
+        return Computed(option)
     raise InvalidOption(
         f"{what} of task {task} is the name of an argument, a tuple of names, a function of the "
         f"arguments, ALL_ARGUMENTS or None, not {type_name(option)}."

@@ -30,7 +30,7 @@ from celery_idempotent.identity.arguments import (
     ALL_ARGUMENTS,
     AllArguments,
     Bound,
-    Call,
+    Computed,
     Names,
     Parameters,
     Path,
@@ -335,7 +335,7 @@ class Identifier:
         match rule:
             case AllArguments():
                 return digest(self._all(bound, what))
-            case Call():
+            case Computed():
                 value = rule.read(bound)
                 return None if value is None else digest(self._one("(the result)", value, what))
             case Path():

@@ -11,6 +11,7 @@ import time
 from typing import Protocol
 
 from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.protocol import backoff
 
 __all__ = ["Background", "Job", "background"]
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 LIMIT = 10_000
 
 #: The pauses between two tries while a store does not answer, in seconds.
-_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
 
 
 class Job(Protocol):
@@ -103,16 +104,18 @@ class Background:
         heapq.heappush(heap, (time.monotonic() + seconds, next(self._ages), job))
 
     def _work(self) -> None:
-        pause = _PAUSE
+        failures = 0
         while (job := self._next()) is not None:
             again: float | None = None
             try:
                 again = job.step()
-                pause = _PAUSE
+                failures = 0
             except StoreUnavailable as error:
-                if time.monotonic() < job.give_up:
-                    time.sleep(pause)
-                    again, pause = 0, min(pause * 2, _LONGEST_PAUSE)
+                failures += 1
+                if backoff.pause(
+                    failures, until=job.give_up, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE
+                ):
+                    again = 0
                 else:
                     logger.warning("idempotency: could not %s: %s", job, error)
             except Exception as error:  # noqa: BLE001  best effort, and the others have their turn

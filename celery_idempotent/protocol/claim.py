@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from celery_idempotent.errors import LeaseLost, StoreUnavailable
-from celery_idempotent.records import Lease, Record, Stored
+from celery_idempotent.protocol import backoff
+from celery_idempotent.records import Record, Renewal, Stored
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store, Transaction
@@ -21,6 +22,9 @@ __all__ = ["Claim", "StepCodec", "UnguardedClaim", "current_claim", "running"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: A body that waits for the store asks it so often at least, in seconds.
+_LONGEST_PAUSE = 1.0
 
 running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
 
@@ -66,7 +70,7 @@ class Claim:
     )
 
     def __init__(
-        self, store: Store, record: Record, lease: Lease, codec: StepCodec, *, sent: float
+        self, store: Store, record: Record, lease: Renewal, codec: StepCodec, *, sent: float
     ) -> None:
         self._store = store
         self._record = record
@@ -103,7 +107,7 @@ class Claim:
         return self._record
 
     @property
-    def lease(self) -> Lease:
+    def lease(self) -> Renewal:
         """What it takes to renew this claim."""
         return self._lease
 
@@ -145,8 +149,18 @@ class Claim:
             StoreUnavailable: if the store did not answer before the lease may have run out.
         """
         lease_s = self._lease.lease_ms / 1000
-        if not self._persist(self._renewed, until=lambda: self.renewed_at + lease_s):
-            raise self._gone()
+        failures = 0
+        while True:
+            try:
+                if self._renewed():
+                    return
+                raise self._gone()
+            except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
+                failures += 1
+                # The heartbeat may have renewed it meanwhile.
+                until = self.renewed_at + lease_s
+                if not backoff.pause(failures, until=until, longest=_LONGEST_PAUSE):
+                    raise
 
     def _renewed(self) -> bool:
         if self.lost:
@@ -207,22 +221,8 @@ class Claim:
         identity, token = self._record.identity, self.token
         write = partial(self._store.checkpoint, identity, token=token, name=name, value=value)
         give_up = time.monotonic() + self._lease.lease_ms / 1000
-        if not self._persist(write, until=lambda: give_up):
+        if not backoff.persist(write, until=give_up, longest=_LONGEST_PAUSE):
             raise self._gone()
-
-    @staticmethod
-    def _persist(ask: Callable[[], bool], *, until: Callable[[], float]) -> bool:
-        """Return what the store answers, which is asked until then."""
-        delay = 0.05
-        while True:
-            try:
-                return ask()
-            except StoreUnavailable:
-                left = until() - time.monotonic()
-                if left <= 0:
-                    raise
-            time.sleep(min(delay, left))
-            delay = min(delay * 2, 1.0)
 
     def _gone(self) -> LeaseLost:
         self.lost = True

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.records import Identity, Lease, Record
+from celery_idempotent.records import Identity, Record, Renewal
 
 if TYPE_CHECKING:
     from celery_idempotent.protocol.claim import Claim
@@ -50,7 +50,7 @@ class DeferredEnd:
     ) -> None:
         self.record = record
         self.claim = _claim_of(record)
-        self.lease: Lease = claim.lease
+        self.lease: Renewal = claim.lease
         self.store: Store = claim.store
         #: The heartbeat found the claim gone: the settle will, too.
         self.lost = False

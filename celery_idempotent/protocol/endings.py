@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from celery_idempotent import signals
-from celery_idempotent.protocol import deferred
+from celery_idempotent.protocol import backoff, deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, Reporter
 from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.policy import Policy
@@ -68,26 +68,18 @@ class Endings:
         claim.given_back = True
         identity = claim.record.identity
         give_up = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
-        delay = 0.0
-        while True:
-            try:
-                if delay:
-                    time.sleep(delay)
-                done = claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
-                break
-            except STORE_ERRORS as error:
-                delay = delay * 2 or 0.05
-                if time.monotonic() + delay > give_up:
-                    logger.warning(
-                        "idempotency: could not release %s, its lease will end it: %s",
-                        identity,
-                        error,
-                    )
-                    return None
-            except BaseException:
-                with suppress(Exception):
-                    claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
-                raise
+        free = partial(claim.store.release, identity, token=claim.token, requeue_ms=requeue_ms)
+        try:
+            done = backoff.persist(free, until=give_up, errors=STORE_ERRORS)
+        except STORE_ERRORS as error:
+            logger.warning(
+                "idempotency: could not release %s, its lease will end it: %s", identity, error
+            )
+            return None
+        except BaseException:
+            with suppress(Exception):
+                free()
+            raise
         self._reporter.tell(signals.released, claim.record, claim.record)
         return done
 
@@ -122,18 +114,11 @@ class Endings:
         store = claim.store
         assert has_transactions(store)
         give_up = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
-        delay = 0.0
-        while True:
-            try:
-                if delay:
-                    time.sleep(delay * random.uniform(0.5, 1))
-                committed = store.committed(claim.record)
-                break
-            except STORE_ERRORS:
-                left = give_up - time.monotonic()
-                if left <= 0:
-                    return None
-                delay = min(delay * 2 or 0.05, 5.0, left * 2)  # of which at least half is slept
+        ask = partial(store.committed, claim.record)
+        try:
+            committed = backoff.persist(ask, until=give_up, errors=STORE_ERRORS)
+        except STORE_ERRORS:
+            return None
         if committed:
             self.settled(call, claim)
         return committed
@@ -185,16 +170,19 @@ class Endings:
         if self._deferred(call, claim, dump, state):
             return True
         give_up = time.monotonic() + self.policy.lease_ms / 1000
-        delay, faults = 0.0, 0
+        error: Exception | None = None
+        failures = faults = 0
         while not claim.settled:
             try:
-                if delay:
-                    time.sleep(delay * random.uniform(0.5, 1))
+                ending = late is not None and not isinstance(late, Exception)
+                if error is not None and (ending or not backoff.pause(failures, until=give_up)):
+                    return self._give_up(call, claim, error)
                 # A value that makes the codec fail again and again is settled without it.
                 value = dump() if faults < MAX_FAULTS else None
                 return self._settle_once(call, claim, value, state)
             except Exception as failure:  # noqa: BLE001  the store's, a time limit's, or a fault of ours
                 error = failure
+                failures += 1
                 faults += not isinstance(failure, STORE_ERRORS)
             except BaseException:
                 with suppress(Exception):
@@ -205,11 +193,6 @@ class Endings:
                     "idempotency: observing: could not settle %s: %s", call.identity, error
                 )
                 return True
-            left = give_up - time.monotonic()
-            ending = late is not None and not isinstance(late, Exception)
-            if ending or left <= 0:
-                return self._give_up(call, claim, error)
-            delay = min(delay * 2 or 0.05, 5.0, left * 2)
         return True
 
     def _deferred(

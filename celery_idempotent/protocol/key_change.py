@@ -28,9 +28,9 @@ from celery_idempotent.records import (
     Claimed,
     Held,
     Identity,
-    Lease,
     Mismatched,
     Record,
+    Renewal,
     Reservation,
     Reserved,
     Settled,
@@ -150,7 +150,7 @@ class _Both:
         begin = cast("TransactionalStore", self._store).transaction
         return lambda record: self._transaction(begin, record)
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Renew each of them, and the old claim."""
         longest = max(leases, key=lambda lease: lease.lease_ms)
         old = replace(longest, identity=self._old.identity, token=self._old.token)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.protocol.counters import tally
-from celery_idempotent.records import Lease
 
 if TYPE_CHECKING:
+    from celery_idempotent.records import Renewal
     from celery_idempotent.stores.base import Store
 
 __all__ = ["Heartbeat", "Renewable", "heartbeat"]
@@ -49,7 +49,7 @@ class Renewable(Protocol):
         ...
 
     @property
-    def lease(self) -> Lease:
+    def lease(self) -> Renewal:
         """What is renewed."""
         ...
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -30,11 +29,10 @@ from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
     ProcessingTimedOut,
-    StoreMisconfigured,
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.protocol import deferred, key_change, unfinished
+from celery_idempotent.protocol import backoff, deferred, key_change, unfinished
 from celery_idempotent.protocol.atomic import AtomicRun, Repeats, in_transaction
 from celery_idempotent.protocol.calls import (
     STORE_ERRORS,
@@ -54,11 +52,12 @@ from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import (
     Answer,
     Claimed,
+    ClaimRequest,
     Held,
     Identity,
-    Lease,
     Mismatched,
     Record,
+    Renewal,
     Settled,
     State,
 )
@@ -72,6 +71,9 @@ logger = logging.getLogger(__name__)
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
 
+#: A duplicate that waits for the holder looks again after these times, in seconds.
+_FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
+
 
 class _Asked(NamedTuple):
     """What a claim was answered, and when it was sent (``time.monotonic``).
@@ -82,23 +84,6 @@ class _Asked(NamedTuple):
     answer: Answer
     sent: float
     old: Record | None
-
-
-class _Patience:
-    """How long a duplicate may hold its worker, and how often it asks meanwhile."""
-
-    def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
-        self._pause = 0.02
-
-    def wait(self, left: float) -> bool:
-        """Pause until it is worth asking again; ``False`` if there is no patience left."""
-        remaining = self._until - time.monotonic()
-        if remaining <= 0:
-            return False
-        time.sleep(max(min(self._pause, remaining, left), 0.001))
-        self._pause = min(self._pause * 1.5, 0.5)
-        return True
 
 
 class Runner:
@@ -133,7 +118,7 @@ class Runner:
             deferred.give_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        patience, repeats = self._patience(call), Repeats()
+        waited, wait_until, repeats = 0, self._wait_until(call), Repeats()
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
@@ -158,7 +143,10 @@ class Runner:
                     if (ours := deferred.answer(record)) is not None:
                         self._reporter.tell(signals.replayed, call, ours)
                         return Replay(ours, 0)
-                    if patience is not None and patience.wait(left_ms / 1000):
+                    waited += 1
+                    # Its lease may end before the next look would be due.
+                    look_in = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
+                    if backoff.pause(waited, until=wait_until, first=_FIRST_LOOK, longest=look_in):
                         continue
                     self._reporter.tell(signals.conflicted, call, record)
                     return Conflict(record, left_ms, other=key_change.is_other(call.before, record))
@@ -173,11 +161,14 @@ class Runner:
                         "idempotency_fingerprint."
                     )
 
-    def _patience(self, call: Call) -> _Patience | None:
+    def _wait_until(self, call: Call) -> float:
+        """Return until when a duplicate may hold its worker (``time.monotonic``)."""
+        if self.policy.on_conflict != "wait":
+            return 0.0
         wait_ms, longest = self.policy.wait_ms, call.longest_wait_ms
         if longest is not None:
             wait_ms = min(wait_ms, longest)
-        return _Patience(wait_ms / 1000) if self.policy.on_conflict == "wait" and wait_ms else None
+        return time.monotonic() + wait_ms / 1000
 
     def _observe(self, call: Call, body: Callable[[], Any]) -> Ran:
         """Run whatever the store says; record, count and log what would have been a duplicate."""
@@ -243,22 +234,21 @@ class Runner:
     def _claim(self, call: Call, attempt: bytes) -> _Asked:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
         give_up = time.monotonic() + CLAIM_PATIENCE
-        delay = 0.0
-        while True:
-            try:
-                if delay:
-                    time.sleep(delay * random.uniform(0.5, 1))
-                return self._claim_once(call, attempt)
-            except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
-                delay = delay * 2 or 0.05
-                if time.monotonic() + delay > give_up:
-                    raise
-            except StoreMisconfigured:
-                raise
-            except BaseException:
-                # A time limit or SIGTERM while the answer was on its way: the key may be ours already.
-                self._abandon(call, attempt)
-                raise
+        failures = 0
+        try:
+            while True:
+                try:
+                    return self._claim_once(call, attempt)
+                except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
+                    failures += 1
+                    if not backoff.pause(failures, until=give_up):
+                        raise
+        except STORE_ERRORS:
+            raise
+        except BaseException:
+            # A time limit or SIGTERM while the answer was on its way: the key may be ours already.
+            self._abandon(call, attempt)
+            raise
 
     def _claim_once(self, call: Call, attempt: bytes) -> _Asked:
         """Ask for the key, and for the one of before a deploy as well."""
@@ -291,9 +281,9 @@ class Runner:
         self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any
     ) -> tuple[Answer, float]:
         """Return the answer, and when it was asked for (``time.monotonic``)."""
-        claim = partial(
-            self._store().claim,
-            identity,
+        store = self._store()
+        request = ClaimRequest(
+            identity=identity,
             attempt=attempt,
             lease_ms=self.policy.lease_ms,
             keep_ms=self.policy.keep_ms,
@@ -304,12 +294,12 @@ class Runner:
             **how,
         )
         sent = time.monotonic()
-        while isinstance(answer := claim(), (Settled, Mismatched)):
+        while isinstance(answer := store.claim(request), (Settled, Mismatched)):
             over = answer.record
             if over.task_id == call.task_id or not self.policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
-            forget_mark(self._store(), identity, token=over.token)
+            forget_mark(store, identity, token=over.token)
             sent = time.monotonic()
         return answer, sent
 
@@ -361,8 +351,8 @@ class Runner:
         claim.old = old
         return claim
 
-    def _lease(self, record: Record) -> Lease:
-        return Lease(
+    def _lease(self, record: Record) -> Renewal:
+        return Renewal(
             identity=record.identity,
             token=record.token,
             lease_ms=self.policy.lease_ms,

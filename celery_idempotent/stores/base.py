@@ -10,12 +10,12 @@ from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from celery_idempotent.records import (
     Answer,
+    ClaimRequest,
     Counted,
     Identity,
-    Lease,
-    OnStale,
     Page,
     Record,
+    Renewal,
     Reservation,
     Retained,
     Selection,
@@ -59,39 +59,19 @@ class Store(Protocol):
     milliseconds. ``celery_idempotent.testing.StoreContract`` holds a store to all of this.
     """
 
-    def claim(
-        self,
-        identity: Identity,
-        *,
-        attempt: bytes,
-        lease_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        task_id: str = "",
-        worker: str = "",
-        on_stale: OnStale = "interrupt",
-        message: bytes | None = None,
-        unanswered: Sequence[bytes] = (),
-    ) -> Answer:
+    def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it.
 
         QUEUED and INTERRUPTED records are claimed as if there were none, but keep their crashes, steps and reservation.
-        ``on_stale`` tells a sweep what to do should the lease run out, ``message`` what to publish then.
-
-        ``attempt`` (:data:`ATTEMPT_BYTES` random bytes, new for every claim) lets a claim whose answer was lost be
-        repeated: while that claim holds, the same attempt gets the same token again. The lease lasts ``lease_ms``; the
-        record lives ``keep_ms`` longer, so that there is something to sweep and a crash to count. A fingerprint that
-        either side lacks is equal to any. Claiming a PROCESSING record whose lease ran out counts a crash.
-
-        ``unanswered`` are attempts that were given up without an answer, and nothing ran: a record that one of them
-        holds is nobody's, and claiming it counts no crash.
+        A fingerprint that either side lacks is equal to any. Claiming a PROCESSING record whose lease ran out counts a
+        crash, unless one of the ``unanswered`` attempts holds it.
 
         Whoever is answered ``Held`` or ``Mismatched`` is noted among the record's refusals. No note changes what the
         holder or a sweep goes by, and where it cannot be written, the answer is the same.
         """
         ...
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew; ``False`` for each that is no longer held with that token."""
         ...
 

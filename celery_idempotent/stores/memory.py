@@ -13,15 +13,15 @@ from typing import Literal
 from celery_idempotent.records import (
     Answer,
     Claimed,
+    ClaimRequest,
     Counted,
     Held,
     Identity,
-    Lease,
     Mismatched,
-    OnStale,
     Page,
     Record,
     RefusalKind,
+    Renewal,
     Reservation,
     Reserved,
     Retained,
@@ -61,44 +61,32 @@ class MemoryStore:
     def __repr__(self) -> str:
         return f"<MemoryStore: {len(self._kept)} records>"
 
-    def claim(
-        self,
-        identity: Identity,
-        *,
-        attempt: bytes,
-        lease_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        task_id: str = "",
-        worker: str = "",
-        on_stale: OnStale = "interrupt",
-        message: bytes | None = None,
-        unanswered: Sequence[bytes] = (),
-    ) -> Answer:
+    def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
         with self._locked():
             now_us = self._clock()
             now = now_us // 1000
-            kept = self._find(identity, now)
+            kept = self._find(request.identity, now)
             new = Record(
-                identity=identity,
+                identity=request.identity,
                 state=State.PROCESSING,
                 token=0,
                 created_ms=now,
                 updated_ms=now,
-                deadline_ms=now + lease_ms,
-                fingerprint=fingerprint,
-                task_id=task_id,
-                worker=worker,
-                on_stale=on_stale,
-                message=message,
+                deadline_ms=now + request.lease_ms,
+                fingerprint=request.fingerprint,
+                task_id=request.task_id,
+                worker=request.worker,
+                on_stale=request.on_stale,
+                message=request.message,
             )
-            taken = transitions.claimed(kept, new, attempt, now, unanswered)
+            taken = transitions.claimed(kept, new, request.attempt, now, request.unanswered)
             if not isinstance(taken, Record):
                 if kept is not None and not isinstance(taken, Settled):
-                    self._refuse(kept, taken, task_id, now)
+                    self._refuse(kept, taken, request.task_id, now)
                 return taken
-            return Claimed(self._take(kept, taken, attempt, now_us, lease_ms + keep_ms))
+            life_ms = request.lease_ms + request.keep_ms
+            return Claimed(self._take(kept, taken, request.attempt, now_us, life_ms))
 
     def reserve(
         self,
@@ -138,7 +126,7 @@ class MemoryStore:
                 return taken
             return Reserved(self._take(kept, taken, attempt, now_us, deadline_ms + keep_ms))
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
         with self._locked():
             return [self._renew(lease) for lease in leases]
@@ -388,7 +376,7 @@ class MemoryStore:
         self._kept[kept.record.identity] = kept
         return kept.record
 
-    def _renew(self, lease: Lease) -> bool:
+    def _renew(self, lease: Renewal) -> bool:
         kept = self._held(lease.identity, lease.token)
         if kept is None:
             return False

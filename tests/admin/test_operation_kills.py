@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from celery_idempotent.celery import reaper
-from celery_idempotent.records import Record, Settled, State
+from celery_idempotent.records import ClaimRequest, Record, Settled, State
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import address
 from tests.http.sites import Web
@@ -216,7 +216,13 @@ def test_a_tombstone_whose_operator_died_hides_nothing(admin: Admin) -> None:
     seen = bring_to(admin, "buried", "COMPLETED")
     assert admin.ask("buried", "forget", seen, die="after cache.bury") is None
     answer = admin.store.claim(
-        identity("buried"), attempt=b"attempt1", lease_ms=1000, keep_ms=1000, task_id="another"
+        ClaimRequest(
+            identity=identity("buried"),
+            attempt=b"attempt1",
+            lease_ms=1000,
+            keep_ms=1000,
+            task_id="another",
+        )
     )
     assert isinstance(answer, Settled)
     assert admin.ask("buried", "forget", seen) == 302

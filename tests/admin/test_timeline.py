@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from celery_idempotent.records import Held, Mismatched, Record, State
+from celery_idempotent.records import ClaimRequest, Held, Mismatched, Record, State
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -27,12 +27,14 @@ LEASE_MS = 600_000
 def refuse(store: Store, kind: str, task_id: str) -> None:
     """Ask for the key "a" in vain."""
     answer = store.claim(
-        identity("a"),
-        attempt=os.urandom(8),
-        lease_ms=LEASE_MS,
-        keep_ms=LEASE_MS,
-        fingerprint=bytes(16) if kind == "mismatch" else None,
-        task_id=task_id,
+        ClaimRequest(
+            identity=identity("a"),
+            attempt=os.urandom(8),
+            lease_ms=LEASE_MS,
+            keep_ms=LEASE_MS,
+            fingerprint=bytes(16) if kind == "mismatch" else None,
+            task_id=task_id,
+        )
     )
     assert isinstance(answer, Held if kind == "conflict" else Mismatched)
 

@@ -91,7 +91,6 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
         (tmp_path / path).write_text((settings if path == "try.py" else "") + text)
     environment = child_environment()
     environment["PYTHONPATH"] += f":{tmp_path}"
-    environment.pop("DJANGO_SETTINGS_MODULE", None)
     done = subprocess.run(
         [sys.executable, "-W", "error", "try.py"],
         cwd=tmp_path,
@@ -175,7 +174,6 @@ def test_in_the_example_for_the_rest_framework_who_lost_an_order_does_not_get_it
         (tmp_path / "shop" / name).write_text(text)
     environment = child_environment()
     environment["PYTHONPATH"] += f":{tmp_path}"
-    environment.pop("DJANGO_SETTINGS_MODULE", None)
     done = subprocess.run(
         [sys.executable, "-c", LOSING],
         cwd=tmp_path,

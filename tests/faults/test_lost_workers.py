@@ -15,7 +15,7 @@ import pytest
 from celery.result import AsyncResult
 
 from celery_idempotent import TooManyCrashes
-from celery_idempotent.records import Claimed, State
+from celery_idempotent.records import Claimed, ClaimRequest, State
 from celery_idempotent.stores import get_store
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
@@ -172,12 +172,14 @@ class TestRevokes:
         task: Any = stage.client.tasks["work"]
         identity = task.identify_delivery({}, [key], {}, task_id=task_id).identity
         answer = get_store(stage.client).claim(
-            identity,
-            attempt=os.urandom(8),
-            lease_ms=60_000,
-            keep_ms=60_000,
-            task_id=task_id,
-            worker=f"another-machine:{os.getpid()}",
+            ClaimRequest(
+                identity=identity,
+                attempt=os.urandom(8),
+                lease_ms=60_000,
+                keep_ms=60_000,
+                task_id=task_id,
+                worker=f"another-machine:{os.getpid()}",
+            )
         )
         assert isinstance(answer, Claimed)
         return answer.record

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.faults.conftest import Stage
@@ -95,12 +95,14 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
         app = make_app("memory://", None, conf)
         task: Any = app.tasks["work"]
         claimed = get_store(app).claim(
-            task.identify_delivery({}, ["k"], {}, task_id="t").identity,
-            attempt=os.urandom(8),
-            lease_ms=30_000,
-            keep_ms=30_000,
-            task_id="t",
-            worker=lost,
+            ClaimRequest(
+                identity=task.identify_delivery({}, ["k"], {}, task_id="t").identity,
+                attempt=os.urandom(8),
+                lease_ms=30_000,
+                keep_ms=30_000,
+                task_id="t",
+                worker=lost,
+            )
         )
         assert isinstance(claimed, Claimed)
         once = Identity(namespace="once", key="k")

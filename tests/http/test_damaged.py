@@ -14,7 +14,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask, serializers
-from celery_idempotent.records import Claimed, Identity, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State, Stored
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
 from tests.sql.databases import ready
@@ -101,7 +101,9 @@ KINDS: dict[str, tuple[str, str, str]] = {
 def settle(namespace: str, state: State, value: Stored) -> str:
     """Settle a key; return it."""
     identity, store = Identity(namespace=namespace, scope="caller", key=new_key()), get_store(app)
-    claimed = store.claim(identity, attempt=b"12345678", lease_ms=60_000, keep_ms=60_000)
+    claimed = store.claim(
+        ClaimRequest(identity=identity, attempt=b"12345678", lease_ms=60_000, keep_ms=60_000)
+    )
     assert isinstance(claimed, Claimed)
     settled: Any = state
     assert store.settle(claimed.record, state=settled, value=value, keep_ms=60_000)

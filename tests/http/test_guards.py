@@ -15,7 +15,7 @@ from celery import Celery
 from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import StoreFailed
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
 from tests.sql.databases import atomic_requests, execute, rows
@@ -218,7 +218,9 @@ def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> Non
 
     site, note, identity = Site(options), new_key(), new_identity()
     store = get_store(app)
-    claimed = store.claim(identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+    claimed = store.claim(
+        ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+    )
     assert isinstance(claimed, Claimed)
 
     def fail() -> bool:

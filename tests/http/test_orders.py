@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import Claimed, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, State, Stored
 from tests.sql.databases import ready
 from tests.support.waiting import wait_for
 
@@ -93,7 +93,11 @@ def end(charge: Any, *, error: Exception | None = None, value: Stored | None = N
     """Do what a worker does."""
     store, definition = _store(charge), charge.idempotency_definition()
     identity = definition.identifier.identity("k", ("user", 7))
-    claimed = store.claim(identity, attempt=b"12345678", lease_ms=1000, keep_ms=60_000, task_id="t")
+    claimed = store.claim(
+        ClaimRequest(
+            identity=identity, attempt=b"12345678", lease_ms=1000, keep_ms=60_000, task_id="t"
+        )
+    )
     assert isinstance(claimed, Claimed)
     if error is not None:
         value = definition.codec.dump_error(error)

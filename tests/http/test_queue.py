@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 import celery_idempotent.celery.receivers  # noqa: F401  carries the key of send_task
-from celery_idempotent.records import Claimed, Identity, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import ORDER, Site, at_once, new_key
 from tests.support.waiting import wait_for
@@ -102,7 +102,11 @@ def test_of_many_who_try_a_failure_again_at_once_one_is_queued(site: Site, store
 
 def test_a_run_that_never_came_back_is_504(site: Site, store: Store) -> None:
     key = new_key()
-    claimed = store.claim(identity(site, key), attempt=b"12345678", lease_ms=1000, keep_ms=60_000)
+    claimed = store.claim(
+        ClaimRequest(
+            identity=identity(site, key), attempt=b"12345678", lease_ms=1000, keep_ms=60_000
+        )
+    )
     assert isinstance(claimed, Claimed)
     error = {
         "exc_type": "ProcessingTimedOut",

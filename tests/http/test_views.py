@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, Identity
+from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import open_store
 from tests.http.sites import ORDER, Answer, Site, Web, at_once, in_background, new_key
 from tests.support.waiting import wait_for
@@ -332,7 +332,9 @@ def test_a_request_that_keeps_killing_its_process_is_given_up(site: Site) -> Non
     identity = Identity(namespace="http", scope="carol", key=key)
 
     def die() -> bool:
-        answer = store.claim(identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+        answer = store.claim(
+            ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+        )
         return isinstance(answer, Claimed)
 
     for _ in range(5):

@@ -27,7 +27,7 @@ def main() -> None:
         _patch()
     from celery_idempotent.protocol.claim import Claim
     from celery_idempotent.protocol.lease import heartbeat
-    from celery_idempotent.records import Claimed, Identity, Lease
+    from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal
     from celery_idempotent.stores.memory import MemoryStore
 
     if sys.argv[2] == "late":
@@ -36,7 +36,7 @@ def main() -> None:
     renewals = 0
 
     class Store(MemoryStore):
-        def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        def renew(self, leases: Sequence[Renewal]) -> list[bool]:
             nonlocal renewals
             time.sleep(0.01)  # as a store on the network would, it lets others have their turn
             renewals += 1
@@ -47,15 +47,17 @@ def main() -> None:
     for key in "abc":
         identity = Identity(namespace="beating", key=key)
         answer = store.claim(
-            identity,
-            attempt=os.urandom(8),
-            lease_ms=_LEASE_MS,
-            keep_ms=_LEASE_MS,
-            task_id=key,
-            worker="w",
+            ClaimRequest(
+                identity=identity,
+                attempt=os.urandom(8),
+                lease_ms=_LEASE_MS,
+                keep_ms=_LEASE_MS,
+                task_id=key,
+                worker="w",
+            )
         )
         assert isinstance(answer, Claimed)
-        lease = Lease(
+        lease = Renewal(
             identity=identity, token=answer.record.token, lease_ms=_LEASE_MS, keep_ms=_LEASE_MS
         )
         claim = Claim(store, answer.record, lease, None, sent=time.monotonic())  # type: ignore[arg-type]  # takes no steps

@@ -34,7 +34,7 @@ def _tools() -> tuple[Callable[..., Any], Callable[..., Any], Callable[[float], 
 def main() -> None:
     assert sys.argv[1] in _KINDS
     spawn, kill, sleep = _tools()
-    from celery_idempotent.records import Claimed, Identity, Settled, State, Stored
+    from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, State, Stored
     from celery_idempotent.stores import open_store
 
     store = open_store(sys.argv[2])
@@ -45,7 +45,9 @@ def main() -> None:
         """Take an operation through its life; whoever gets another one's answer is wrong."""
         identity = Identity(namespace="crowding", key=name)
         about: dict[str, Any] = {"lease_ms": 30_000, "keep_ms": 30_000, "worker": name}
-        answer = store.claim(identity, attempt=os.urandom(8), task_id=name, **about)
+        answer = store.claim(
+            ClaimRequest(identity=identity, attempt=os.urandom(8), task_id=name, **about)
+        )
         ours = isinstance(answer, Claimed) and answer.record.task_id == name
         if not ours or answer.record.identity != identity:
             wrong.append(f"{name}: claim: {answer}")
@@ -56,7 +58,9 @@ def main() -> None:
             wrong.append(f"{name}: get: {found}")
         if not store.settle(answer.record, state=State.COMPLETED, value=value, keep_ms=30_000):
             wrong.append(f"{name}: settle")
-        again = store.claim(identity, attempt=os.urandom(8), task_id="another", **about)
+        again = store.claim(
+            ClaimRequest(identity=identity, attempt=os.urandom(8), task_id="another", **about)
+        )
         if not (isinstance(again, Settled) and again.record.value == value):
             wrong.append(f"{name}: replay: {again}")
         done.append(name)

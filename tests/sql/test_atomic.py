@@ -24,7 +24,16 @@ from celery_idempotent.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Record,
+    Renewal,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.base import TransactionalStore
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
@@ -57,7 +66,7 @@ EVERYWHERE = [(vendor, level) for vendor in SERVERS for level in LEVELS] + [("sq
 
 def claim(store: DjangoStore, **changes: Any) -> Any:
     asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
-    return store.claim(KEY, **asked)
+    return store.claim(ClaimRequest(identity=KEY, **asked))
 
 
 def claimed(store: DjangoStore, **changes: Any) -> Record:
@@ -124,7 +133,7 @@ def test_writes_and_record_are_committed_together(
     with store.transaction(record) as run:
         act(store)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
-        lease = Lease(identity=KEY, token=record.token, lease_ms=90_000, keep_ms=1)
+        lease = Renewal(identity=KEY, token=record.token, lease_ms=90_000, keep_ms=1)
         assert store.renew([lease]) == [True]
         assert settle(run, replaced=True)
     assert effects(store) == 1
@@ -615,7 +624,9 @@ def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
     _tell(holder, "settle")
     assert _answer(holder) == "settled"
     other = Identity(namespace="charge", key="another")
-    store.claim(other, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    store.claim(
+        ClaimRequest(identity=other, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    )
     shift(store, 60_001)
     words = store.lines._words
     assert words is not None

@@ -12,7 +12,15 @@ from celery import Celery
 
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Claimed, Identity, Record, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores import get_store
 from tests.sql import databases
 from tests.sql.databases import execute, rows
@@ -51,7 +59,9 @@ def manual(
 
 
 def claimed(store: DjangoStore) -> Record:
-    answer = store.claim(KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    answer = store.claim(
+        ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    )
     assert isinstance(answer, Claimed)
     return answer.record
 
@@ -81,7 +91,9 @@ def test_an_atomic_run_is_committed_with_its_record(manual):
         assert run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
     assert rows(judge, "SELECT n FROM effects") == [(1,)]
     assert states(judge) == [("C",)]
-    answer = store.claim(KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    answer = store.claim(
+        ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    )
     assert isinstance(answer, Settled)
 
 

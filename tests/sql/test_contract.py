@@ -52,17 +52,21 @@ class TestMariaDB(SQLContract):
     vendor = "mariadb"
 
 
+@pytest.mark.wide
 class TestPostgreSQLRepeatableRead(AtOnce):
     vendor, level = "postgresql", "repeatable read"
 
 
+@pytest.mark.wide
 class TestPostgreSQLSerializable(AtOnce):
     vendor, level = "postgresql", "serializable"
 
 
+@pytest.mark.wide
 class TestMariaDBRepeatableRead(AtOnce):
     vendor, level = "mariadb", "repeatable read"
 
 
+@pytest.mark.wide
 class TestMariaDBSerializable(AtOnce):
     vendor, level = "mariadb", "serializable"

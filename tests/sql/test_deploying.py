@@ -14,7 +14,7 @@ from django.db import connections
 
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.versions import Version
@@ -104,7 +104,9 @@ def test_a_run_whose_old_key_was_taken_leaves_nothing(two, store):
         record = store.get(OLD)
         assert record is not None
         assert store.forget(OLD, token=record.token)
-        theirs = store.claim(OLD, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+        theirs = store.claim(
+            ClaimRequest(identity=OLD, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+        )
         assert isinstance(theirs, Claimed)
 
     if store.alias.startswith("sqlite") and after.task.idempotency_policy.atomic:

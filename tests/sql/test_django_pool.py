@@ -11,7 +11,7 @@ import psutil
 import pytest
 from celery import Celery
 
-from celery_idempotent.records import Claimed, Identity, Lease, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State, Stored
 from tests.sql import databases
 from tests.support.ledger import Ledger
 from tests.support.waiting import wait_for
@@ -49,13 +49,15 @@ def test_one_connection_in_the_pool_is_enough_for_an_atomic_run(pooled):
     """It belongs to the task: a renewal, a step and a second claim meanwhile do not wait for it."""
     store = DjangoStore(pooled(min_size=1, max_size=1, timeout=5))
     asked: Any = {"lease_ms": 60_000, "keep_ms": 60_000}
-    record = store.claim(KEY, attempt=os.urandom(8), **asked).record
+    record = store.claim(ClaimRequest(identity=KEY, attempt=os.urandom(8), **asked)).record
     try:
         with store.transaction(record) as run:
-            assert store.renew([Lease(identity=KEY, token=record.token, **asked)]) == [True]
+            assert store.renew([Renewal(identity=KEY, token=record.token, **asked)]) == [True]
             assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
             other = Identity(namespace="pay", key="order-18")
-            assert isinstance(store.claim(other, attempt=os.urandom(8), **asked), Claimed)
+            assert isinstance(
+                store.claim(ClaimRequest(identity=other, attempt=os.urandom(8), **asked)), Claimed
+            )
             assert run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
         assert store.get(KEY).state is State.COMPLETED
     finally:

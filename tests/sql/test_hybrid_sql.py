@@ -17,7 +17,16 @@ from django.db import connections, transaction
 from django.db.backends.utils import CursorWrapper
 
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Mismatched,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores import open_store
 from celery_idempotent.stores.base import CountingStore, TransactionalStore
 from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
@@ -90,7 +99,7 @@ def ask(store: Any, **changes: Any) -> Any:
         "fingerprint": FINGERPRINT,
         "task_id": str(uuid.uuid4()),
     }
-    return store.claim(KEY, **{**asked, **changes})
+    return store.claim(ClaimRequest(identity=KEY, **{**asked, **changes}))
 
 
 def claim(store: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent.records import Claimed, Identity, Record
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record
 from celery_idempotent.stores import get_store
 from tests.sql import databases
 from tests.support.waiting import wait_for
@@ -86,7 +86,13 @@ class Press:
         store = get_store(self.client)
         identity = Identity(namespace=task, key=f"held {self.sent}")
         answer = store.claim(
-            identity, attempt=os.urandom(8), lease_ms=600_000, keep_ms=600_000, task_id="holder"
+            ClaimRequest(
+                identity=identity,
+                attempt=os.urandom(8),
+                lease_ms=600_000,
+                keep_ms=600_000,
+                task_id="holder",
+            )
         )
         assert isinstance(answer, Claimed)
         self._held = answer.record

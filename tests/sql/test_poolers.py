@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Record,
+    Renewal,
+    Settled,
+    State,
+    Stored,
+)
 from tests.sql import databases
 from tests.sql.databases import rows, shift
 
@@ -40,13 +50,13 @@ def use_every_verb(store: DjangoStore) -> None:
 
     def claim(**changes: Any) -> Any:
         asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
-        return store.claim(KEY, **asked)
+        return store.claim(ClaimRequest(identity=KEY, **asked))
 
     reserved = store.reserve(KEY, task_id="a", deadline_ms=60_000, keep_ms=60_000)
     assert reserved.record.state is State.QUEUED
     first = claim(on_stale="requeue", message=b"message").record
     assert isinstance(claim(), Held)
-    lease = Lease(identity=KEY, token=first.token, lease_ms=60_000, keep_ms=60_000)
+    lease = Renewal(identity=KEY, token=first.token, lease_ms=60_000, keep_ms=60_000)
     assert store.renew([lease]) == [True]
     assert store.checkpoint(KEY, token=first.token, name="pay", value=VALUE)
     assert store.interrupt(KEY, token=first.token) is not None
@@ -178,7 +188,9 @@ class TestPgBouncer:
             try:
                 for key in keys:
                     answer = store.claim(
-                        key, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000
+                        ClaimRequest(
+                            identity=key, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000
+                        )
                     )
                     if not isinstance(answer, Claimed):
                         continue
@@ -207,7 +219,7 @@ class TestPgBouncer:
         limit = {"idle_transaction_timeout": 2} if wait else {"query_wait_timeout": 1}
         store = open_pooled(default_pool_size=1, **limit)
         asked = {"lease_ms": 60_000, "keep_ms": 60_000}
-        record = store.claim(KEY, attempt=os.urandom(8), **asked).record
+        record = store.claim(ClaimRequest(identity=KEY, attempt=os.urandom(8), **asked)).record
         begun, go_on = threading.Event(), threading.Event()
         thread = threading.Thread(target=_freeze, args=(store, record, begun, go_on))
         thread.start()
@@ -215,11 +227,11 @@ class TestPgBouncer:
             assert begun.wait(30)
             shift(store, 60_001)
             if wait:
-                answer = store.claim(KEY, attempt=os.urandom(8), **asked)
+                answer = store.claim(ClaimRequest(identity=KEY, attempt=os.urandom(8), **asked))
                 assert answer.record.token > record.token
             else:
                 with pytest.raises(StoreUnavailable, match="query_wait_timeout"):
-                    store.claim(KEY, attempt=os.urandom(8), **asked)
+                    store.claim(ClaimRequest(identity=KEY, attempt=os.urandom(8), **asked))
         finally:
             go_on.set()
             thread.join()

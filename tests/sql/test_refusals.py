@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Record, State
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Mismatched,
+    Record,
+    State,
+)
 from celery_idempotent.testing.contract.base import FINGERPRINT, OTHER_FINGERPRINT, VALUE
 from tests.sql.databases import execute, rows, shift
 from tests.support.waiting import wait_for
@@ -32,7 +40,7 @@ NOTES = "SELECT digest FROM celery_idempotent_refusals"
 
 def claim(store: DjangoStore, **changes: Any) -> Any:
     asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
-    return store.claim(KEY, **{"fingerprint": FINGERPRINT, **asked})
+    return store.claim(ClaimRequest(identity=KEY, **{"fingerprint": FINGERPRINT, **asked}))
 
 
 def claimed(store: DjangoStore) -> Record:

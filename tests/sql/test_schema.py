@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, Identity, Selection, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Selection, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -26,10 +26,12 @@ from celery_idempotent.django.store import DjangoStore
 def pair(store: DjangoStore, key: str) -> None:
     """Claim and settle."""
     answer = store.claim(
-        Identity(namespace="charge", key=key),
-        attempt=os.urandom(8),
-        lease_ms=60_000,
-        keep_ms=86_400_000,
+        ClaimRequest(
+            identity=Identity(namespace="charge", key=key),
+            attempt=os.urandom(8),
+            lease_ms=60_000,
+            keep_ms=86_400_000,
+        )
     )
     assert isinstance(answer, Claimed)
     assert store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=86_400_000)

@@ -18,7 +18,7 @@ from django.db import connections
 from celery_idempotent.checks import check_settings
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, Identity, Lease
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal
 from celery_idempotent.stores import open_store
 from tests.sql.outbox_support import make_app
 from tests.support.proxy import Proxy
@@ -31,7 +31,9 @@ BOUNDS = {
 
 
 def claim(store: DjangoStore) -> Any:
-    return store.claim(KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    return store.claim(
+        ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    )
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_a_renewal_on_an_open_connection_ends_with_the_bound_for_an_answer(
         store = DjangoStore(alias)
         answer = claim(store)
         assert isinstance(answer, Claimed)
-        lease = Lease(identity=KEY, token=answer.record.token, lease_ms=60_000, keep_ms=1)
+        lease = Renewal(identity=KEY, token=answer.record.token, lease_ms=60_000, keep_ms=1)
         proxy.swallow_replies(b"UPDATE celery_idempotent_lease", times=None, silent=True)
         with pytest.raises(StoreUnavailable):
             store.renew([lease])

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Record,
+    Renewal,
+    State,
+    Stored,
+)
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -27,7 +36,7 @@ SERVERS = ("postgresql", "mariadb")
 
 def claim(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Any:
     asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
-    return store.claim(identity, **asked)
+    return store.claim(ClaimRequest(identity=identity, **asked))
 
 
 def claimed(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Record:
@@ -88,7 +97,7 @@ def test_a_verb_works_after_the_callers_code_broke_its_transaction(server_store:
     with pytest.raises(Rollback), transaction.atomic(using=store.alias):
         with pytest.raises(DatabaseError):
             execute(store.alias, "SELECT * FROM no_such_table")
-        assert store.renew([Lease(identity=KEY, token=record.token, lease_ms=1, keep_ms=60_000)])
+        assert store.renew([Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=60_000)])
         assert store.release(KEY, token=record.token)
         raise Rollback
     assert store.get(KEY) is None
@@ -291,7 +300,7 @@ def test_no_verb_waits_for_ever_for_a_lease_or_a_counter(
     """A process froze while it wrote one, between BEGIN and COMMIT."""
     store = server_store
     record = claimed(store)
-    lease = Lease(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=1)
+    lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=1)
     value = Stored(content_type="a", content_encoding="b", body=b"c")
 
     def step() -> bool:
@@ -346,7 +355,7 @@ def test_a_lease_whose_row_is_held_costs_the_others_no_renewal(
     keys = [Identity(namespace="charge", key=f"order-{n}") for n in range(5)]
     records = [claimed(store, key) for key in keys]
     leases = [
-        Lease(identity=key, token=record.token + (n == 4), lease_ms=600_000, keep_ms=1)
+        Renewal(identity=key, token=record.token + (n == 4), lease_ms=600_000, keep_ms=1)
         for n, (key, record) in enumerate(zip(keys, records, strict=True))
     ]
     make_impatient(store, monkeypatch)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, Identity, Lease, Record, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, Renewal, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
 
@@ -27,7 +27,7 @@ MANY = [Identity(namespace="charge", key=f"order-{n}") for n in range(50)]
 
 def claimed(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Record:
     asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 24 * HOUR, **changes}
-    answer = store.claim(identity, **asked)
+    answer = store.claim(ClaimRequest(identity=identity, **asked))
     assert isinstance(answer, Claimed)
     return answer.record
 
@@ -67,7 +67,7 @@ def test_a_prune_works_in_batches_until_nothing_is_over(
 def test_what_lives_longer_than_expected_is_looked_at_again_then(store: DjangoStore):
     record = claimed(store)
     shift(store, HOUR)
-    lease = Lease(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=48 * HOUR)
+    lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=48 * HOUR)
     assert store.renew([lease]) == [True]
     shift(store, 23 * HOUR + 61_000)
     before = prune_ms(store)
@@ -166,7 +166,7 @@ def test_a_heartbeat_renews_hundreds_of_claims_at_once(store: DjangoStore):
         identity = Identity(namespace="charge", key=f"{n}")
         record = claimed(store, identity)
         token = record.token if n % 3 else record.token + 1
-        leases.append(Lease(identity=identity, token=token, lease_ms=90_000, keep_ms=1))
+        leases.append(Renewal(identity=identity, token=token, lease_ms=90_000, keep_ms=1))
     assert store.renew(leases) == [bool(n % 3) for n in range(90)]
 
 
@@ -205,7 +205,9 @@ def test_counts_are_bounded_and_say_so(
 
     def make(number: int, **changes: Any) -> Record:
         asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 900_000, **changes}
-        answer = store.claim(Identity(namespace="count", key=f"{number}"), **asked)
+        answer = store.claim(
+            ClaimRequest(identity=Identity(namespace="count", key=f"{number}"), **asked)
+        )
         assert isinstance(answer, Claimed)
         return answer.record
 

@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from celery_idempotent.records import Claimed, Identity, Lease, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
 from tests.sql import databases
 
 
@@ -29,16 +29,18 @@ def main(directory: Path, name: str, count: int) -> None:
         random.shuffle(keys)
         for key in keys:
             answer = store.claim(
-                Identity(namespace="charge", key=key),
-                attempt=os.urandom(8),
-                lease_ms=60_000,
-                keep_ms=60_000,
+                ClaimRequest(
+                    identity=Identity(namespace="charge", key=key),
+                    attempt=os.urandom(8),
+                    lease_ms=60_000,
+                    keep_ms=60_000,
+                )
             )
             if isinstance(answer, Claimed):
                 record = answer.record
                 with (directory / "effects").open("a") as file:
                     file.write(f"{key}\n")
-                lease = Lease(
+                lease = Renewal(
                     identity=record.identity, token=record.token, lease_ms=60_000, keep_ms=60_000
                 )
                 assert store.renew([lease]) == [True]

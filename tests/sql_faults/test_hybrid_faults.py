@@ -18,7 +18,7 @@ from django.db import connections
 
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, Identity, Settled, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, State
 from celery_idempotent.stores import open_store
 from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
 from celery_idempotent.stores.hybrid.store import HybridStore
@@ -170,7 +170,7 @@ def test_a_forgotten_key_stays_forgotten_when_a_replica_that_missed_it_takes_ove
 
     def ask(store: HybridStore, task_id: str) -> Any:
         asked: dict[str, Any] = {"lease_ms": 60_000, "keep_ms": 60_000, "attempt": os.urandom(8)}
-        return store.claim(name, task_id=task_id, **asked)
+        return store.claim(ClaimRequest(identity=name, task_id=task_id, **asked))
 
     truth = DjangoStore(alias)
     with running(redis_binary(), tmp_path) as master, running(redis_binary(), tmp_path) as replica:

@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 
 from celery_idempotent.records import (
     Claimed,
+    ClaimRequest,
     Identity,
-    Lease,
     Record,
+    Renewal,
     Reserved,
     State,
     Stored,
@@ -121,7 +122,7 @@ class Agreement(RuleBasedStateMachine):
         unanswered=st.sampled_from([(), (), (), (b"attempt1",), (b"attempt0", b"attempt2")]),
     )
     def claim(self, identity: Identity, **asked: Any) -> None:
-        self.ask("claim", identity, worker="w:1", **asked)
+        self.ask("claim", ClaimRequest(identity=identity, worker="w:1", **asked))
 
     @rule(
         identity=identities,
@@ -137,7 +138,9 @@ class Agreement(RuleBasedStateMachine):
     @rule(identity=identities, age=ages, lease_ms=minutes, keep_ms=keeps)
     def renew(self, identity: Identity, age: int, **asked: Any) -> None:
         if self.had_one(identity):
-            self.ask("renew", [Lease(identity=identity, token=self.token(identity, age), **asked)])
+            self.ask(
+                "renew", [Renewal(identity=identity, token=self.token(identity, age), **asked)]
+            )
 
     @rule(
         identity=identities,

@@ -18,7 +18,16 @@ from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Mismatched,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.base import TransactionalStore, forget_mark
 from celery_idempotent.stores.hybrid import breaker, cache
 from celery_idempotent.stores.hybrid.breaker import Breaker
@@ -39,6 +48,8 @@ LEASE_MS, KEEP_MS = 60_000, 120_000
 
 
 class HybridContract(StoreContract):
+    brief = True
+
     @pytest.fixture
     def cached(self, redis_url: str, prefix: str) -> Iterator[RedisCache]:
         cached = RedisCache(redis_url, prefix=prefix, options={"socket_timeout": 5})
@@ -127,7 +138,7 @@ def ask(store: Any, **changes: Any) -> Any:
         "fingerprint": FINGERPRINT,
         "task_id": "another",
     }
-    return store.claim(KEY, **{**asked, **changes})
+    return store.claim(ClaimRequest(identity=KEY, **{**asked, **changes}))
 
 
 def complete(store: Any, state: Any = State.COMPLETED, **changes: Any) -> Any:

@@ -28,7 +28,16 @@ from hypothesis.stateful import (
 )
 
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, Identity, Record, Reserved, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    Reserved,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.hybrid.breaker import Breaker
 from celery_idempotent.stores.hybrid.cache import Cached, RedisCache
 from celery_idempotent.stores.hybrid.store import HybridStore
@@ -245,7 +254,7 @@ class Races(RuleBasedStateMachine):
     )
     def claim(self, at_once: bool, identity: Identity, **asked: Any) -> None:
         asked = {**asked, "lease_ms": MINUTE, "keep_ms": 2 * MINUTE}
-        self.begin(at_once, "claim", identity, identity, **asked)
+        self.begin(at_once, "claim", identity, ClaimRequest(identity=identity, **asked))
 
     @rule(at_once=st.booleans(), identity=identities, fingerprint=fingerprints, task_id=task_ids)
     def reserve(self, at_once: bool, identity: Identity, **asked: Any) -> None:
@@ -269,8 +278,8 @@ class Races(RuleBasedStateMachine):
     @rule(at_once=mostly, identity=identities, value=values)
     def complete(self, at_once: bool, identity: Identity, value: Stored | None) -> None:
         """Do what a task does."""
-        asked = {"attempt": b"attempt3", "lease_ms": MINUTE, "keep_ms": 2 * MINUTE}
-        self.begin(True, "claim", identity, identity, task_id="c", **asked)
+        asked: dict[str, Any] = {"attempt": b"attempt3", "lease_ms": MINUTE, "keep_ms": 2 * MINUTE}
+        self.begin(True, "claim", identity, ClaimRequest(identity=identity, task_id="c", **asked))
         record = self.record(identity, 0)
         if record is not None:
             ended = {"state": State.COMPLETED, "value": value, "keep_ms": 10 * MINUTE}
@@ -288,8 +297,14 @@ class Races(RuleBasedStateMachine):
         found = self.plain.get(identity)
         if found is not None and found.state.settled:
             self.evict(identity)
-            asked = {"attempt": b"attempt4", "lease_ms": MINUTE, "keep_ms": 2 * MINUTE}
-            self.begin(at_once, "claim", identity, identity, task_id="d", **asked)
+            asked: dict[str, Any] = {
+                "attempt": b"attempt4",
+                "lease_ms": MINUTE,
+                "keep_ms": 2 * MINUTE,
+            }
+            self.begin(
+                at_once, "claim", identity, ClaimRequest(identity=identity, task_id="d", **asked)
+            )
 
     @rule(
         at_once=st.booleans(),

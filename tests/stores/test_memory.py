@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_idempotent.records import Claimed, Identity
+from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock, StoreContract
@@ -36,7 +36,9 @@ class TestMemoryStore(StoreContract):
 def test_without_a_clock_it_uses_the_wall_clock():
     store = MemoryStore()
     before = time.time_ns() // 1_000_000
-    answer = store.claim(KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+    answer = store.claim(
+        ClaimRequest(identity=KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+    )
     assert isinstance(answer, Claimed)
     assert before <= answer.record.created_ms <= time.time_ns() // 1_000_000
 
@@ -45,7 +47,7 @@ def test_a_prune_frees_memory(clock):
     store = MemoryStore(clock)
     for n in range(10):
         name = Identity(namespace="charge", key=f"{n}")
-        store.claim(name, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+        store.claim(ClaimRequest(identity=name, attempt=b"12345678", lease_ms=1000, keep_ms=1000))
     clock.advance(2001)
     assert [store.prune(limit=4) for _ in range(4)] == [4, 4, 2, 0]
     assert repr(store) == "<MemoryStore: 0 records>"
@@ -68,7 +70,9 @@ def _fork_and_use(store: MemoryStore, reached: threading.Event) -> None:
     if not pid:
         signal.alarm(5)
         try:
-            store.claim(KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+            store.claim(
+                ClaimRequest(identity=KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
+            )
         finally:
             os._exit(0)
     if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:

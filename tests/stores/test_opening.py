@@ -17,7 +17,7 @@ from celery import Celery, current_app
 
 from celery_idempotent import stores
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
-from celery_idempotent.records import Claimed, Identity
+from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -281,7 +281,9 @@ class TestApps:
     def test_a_forked_child_has_its_parents_store(self, private_redis):
         app = new_app(idempotency_store=private_redis.url())
         store = get_store(app)
-        answer = store.claim(KEY, attempt=b"12345678", lease_ms=60_000, keep_ms=1)
+        answer = store.claim(
+            ClaimRequest(identity=KEY, attempt=b"12345678", lease_ms=60_000, keep_ms=1)
+        )
         assert isinstance(answer, Claimed)
         pid = os.fork()
         if not pid:

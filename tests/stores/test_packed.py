@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Claimed, Identity, Record, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
 from celery_idempotent.stores.redis.packed import pack_settled, unpack
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -62,13 +62,15 @@ def test_a_settled_record_comes_back(record):
 )
 def test_a_live_record_comes_back(redis_store: RedisStore, task_id, worker, fingerprint, lease_ms):
     answer = redis_store.claim(
-        identity,
-        attempt=os.urandom(8),
-        lease_ms=lease_ms,
-        keep_ms=60_000,
-        task_id=task_id,
-        worker=worker,
-        fingerprint=fingerprint,
+        ClaimRequest(
+            identity=identity,
+            attempt=os.urandom(8),
+            lease_ms=lease_ms,
+            keep_ms=60_000,
+            task_id=task_id,
+            worker=worker,
+            fingerprint=fingerprint,
+        )
     )
     assert isinstance(answer, Claimed)
     record = answer.record

@@ -32,6 +32,8 @@ class TestRedis(RedisContract):
 
 
 class TestValkey(RedisContract):
+    brief = True
+
     @pytest.fixture
     def store(self, valkey: Server):
         store = RedisStore(valkey.url, prefix=uuid.uuid4().hex)
@@ -45,6 +47,8 @@ class TestValkey(RedisContract):
 
 
 class TestCluster(RedisContract):
+    brief = True
+
     @pytest.fixture
     def store(self, cluster_nodes: list[Server], cluster_url: str):
         store = RedisStore(cluster_url, prefix=uuid.uuid4().hex)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from celery_idempotent.records import Claimed, Identity, Selection, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Selection, State, Stored
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -30,7 +30,9 @@ def in_one_bucket(count: int) -> list[Identity]:
 
 
 def claim(store: RedisStore, identity: Identity, *, complete: bool = False) -> None:
-    answer = store.claim(identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=120_000)
+    answer = store.claim(
+        ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=120_000)
+    )
     assert isinstance(answer, Claimed)
     if complete:
         store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=120_000)
@@ -86,7 +88,9 @@ def test_what_an_index_still_names_and_is_gone_is_passed_over(redis_store, redis
 
 def test_a_large_result_does_not_travel(redis_store):
     identity = Identity(namespace="charge", key="large")
-    answer = redis_store.claim(identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    answer = redis_store.claim(
+        ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+    )
     value = b"x" * 1_000_000
     stored = Stored(content_type="text/plain", content_encoding="utf-8", body=value)
     redis_store.settle(answer.record, state=State.COMPLETED, value=stored, keep_ms=60_000)

@@ -19,9 +19,10 @@ import redis
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     Claimed,
+    ClaimRequest,
     Held,
     Identity,
-    Lease,
+    Renewal,
     Reserved,
     Settled,
     State,
@@ -40,7 +41,7 @@ VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b
 
 def ask(store: RedisStore, identity: Identity = KEY, **changes):
     asked = {"attempt": os.urandom(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS}
-    return store.claim(identity, **{**asked, **changes})
+    return store.claim(ClaimRequest(identity=identity, **{**asked, **changes}))
 
 
 def claim(store: RedisStore, identity: Identity = KEY, **changes):
@@ -107,7 +108,7 @@ class TestLostAnswers:
     def test_a_renew_is_true(self, redis_proxy, proxied):
         record = claim(proxied)
         redis_proxy.swallow_replies(b"order-17")
-        lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+        lease = Renewal(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
         assert proxied.renew([lease]) == [True]
         assert redis_proxy.swallowed == 1
 
@@ -269,11 +270,11 @@ class TestScripts:
     def test_a_server_that_lost_the_scripts_gets_them_again(self, store, direct):
         record = claim(store)
         direct.script_flush()
-        lease = Lease(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
+        lease = Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
         others = [claim(store, Identity(namespace="n", key=f"{n}")) for n in range(5)]
         direct.script_flush()
         leases = [
-            Lease(identity=each.identity, token=each.token, lease_ms=1, keep_ms=KEEP_MS)
+            Renewal(identity=each.identity, token=each.token, lease_ms=1, keep_ms=KEEP_MS)
             for each in others
         ]
         assert store.renew([lease, *leases]) == [True] * 6
@@ -286,7 +287,7 @@ class TestScripts:
     def test_a_flush_between_claim_and_settle_loses_no_result(self, store, direct):
         record = claim(store)
         direct.flushall()
-        lease = Lease(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
+        lease = Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
         assert store.renew([lease]) == [False]
         assert complete(store, record)
         assert store.get(KEY).value == VALUE
@@ -415,7 +416,7 @@ class TestRefusals:
                 ask(store, Identity(namespace="n", key="n"))
             # There is no room for a note of it.
             assert isinstance(ask(store, KEY), Held)
-            lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+            lease = Renewal(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
             assert store.renew([lease]) == [True]
             with pytest.raises(StoreUnavailable, match=r"memory|OOM"):
                 store.reserve(

@@ -10,7 +10,16 @@ import pytest
 import redis
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Claimed, Held, Identity, Lease, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Record,
+    Renewal,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import Shift
 from tests.support.waiting import wait_for
@@ -39,7 +48,9 @@ def claim(
     store: RedisStore, identity: Identity = KEY, lease_ms: int = LEASE_MS, **changes: Any
 ) -> Record:
     answer = store.claim(
-        identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
+        ClaimRequest(
+            identity=identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
+        )
     )
     assert isinstance(answer, Claimed)
     return answer.record
@@ -65,7 +76,7 @@ def test_the_index_of_leases_has_the_deadline_of_each_processing_record(
 ):
     record = claim(redis_store)
     assert indexes(redis_client, names) == ({names[0]: record.deadline_ms}, {})
-    lease = Lease(identity=KEY, token=record.token, lease_ms=2 * LEASE_MS, keep_ms=KEEP_MS)
+    lease = Renewal(identity=KEY, token=record.token, lease_ms=2 * LEASE_MS, keep_ms=KEEP_MS)
     redis_store.renew([lease])
     found = redis_store.get(KEY)
     assert found.deadline_ms > record.deadline_ms
@@ -162,7 +173,10 @@ def test_only_the_high_water_mark_of_a_bucket_stays_for_ever(
 def test_a_real_lease_runs_out_by_the_servers_clock(redis_store):
     record = claim(redis_store, lease_ms=30)
     assert isinstance(
-        redis_store.claim(KEY, attempt=os.urandom(8), lease_ms=30, keep_ms=KEEP_MS), Held
+        redis_store.claim(
+            ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=30, keep_ms=KEEP_MS)
+        ),
+        Held,
     )
     (swept,) = wait_for(lambda: redis_store.sweep(limit=10).interrupted, 5, "the lease's end")
     assert swept.token == record.token
@@ -208,7 +222,7 @@ def test_a_new_claim_carries_over_what_a_later_version_appended(redis_store, red
     assert third.token > reserved.token
     assert redis_store.checkpoint(KEY, token=third.token, name="pay", value=VALUE)
     assert newer in redis_client.get(names[0])
-    lease = Lease(identity=KEY, token=third.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+    lease = Renewal(identity=KEY, token=third.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
     assert redis_store.renew([lease]) == [True]
     found = redis_store.get(KEY)
     assert (found.message, found.steps) == (None, (("pay", VALUE),))
@@ -286,7 +300,7 @@ def test_what_would_not_fit_the_record_is_refused(redis_store):
     for wrong in ({"attempt": b"short"}, {"fingerprint": bytes(32)}):
         asked = {"attempt": bytes(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS, **wrong}
         with pytest.raises(ValueError, match="bytes"):
-            redis_store.claim(KEY, **asked)
+            redis_store.claim(ClaimRequest(identity=KEY, **asked))
 
 
 def test_stores_with_different_prefixes_share_nothing(redis_url, redis_store, prefix):

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import redis
 
-from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Mismatched,
+    Record,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.redis.packed import pack_settled, unpack
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -26,7 +35,7 @@ def name(redis_store: RedisStore) -> bytes:
 
 def claim(store: RedisStore, **changes: Any) -> Any:
     asked = {"attempt": os.urandom(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS, **changes}
-    return store.claim(KEY, **{"fingerprint": ONE, **asked})
+    return store.claim(ClaimRequest(identity=KEY, **{"fingerprint": ONE, **asked}))
 
 
 def claimed(store: RedisStore, **changes: Any) -> Record:

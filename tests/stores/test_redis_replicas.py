@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Mismatched,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, redis_binary, running, valkey_binary
 from tests.support.waiting import wait_for
@@ -90,7 +99,7 @@ def pair(servers: tuple[Server, Server]) -> Iterator[Pair]:
 
 def ask(store, identity=KEY, **changes):
     asked = {"attempt": os.urandom(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS}
-    return store.claim(identity, **{**asked, **changes})
+    return store.claim(ClaimRequest(identity=identity, **{**asked, **changes}))
 
 
 def claim(store, identity=KEY, **changes):

@@ -18,9 +18,10 @@ import redis
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     Claimed,
+    ClaimRequest,
     Held,
     Identity,
-    Lease,
+    Renewal,
     Reserved,
     Settled,
     State,
@@ -47,7 +48,9 @@ def open_store(url: str) -> Any:
 
 def claim(store, identity=KEY, lease_ms=LEASE_MS, **changes):
     answer = store.claim(
-        identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
+        ClaimRequest(
+            identity=identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=KEEP_MS, **changes
+        )
     )
     assert isinstance(answer, Claimed)
     return answer.record
@@ -57,9 +60,12 @@ def use(store):
     """Use every verb, so that every script runs."""
     record = claim(store)
     assert isinstance(
-        store.claim(KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS), Held
+        store.claim(
+            ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+        ),
+        Held,
     )
-    lease = Lease(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
+    lease = Renewal(identity=KEY, token=record.token, lease_ms=1, keep_ms=KEEP_MS)
     assert store.renew([lease]) == [True]
     time.sleep(0.005)
     assert [swept.identity for swept in store.sweep(limit=10).interrupted] == [KEY]
@@ -73,7 +79,9 @@ def use(store):
     assert store.prune(limit=10) == 1
     record = claim(store)
     assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
-    answer = store.claim(KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+    answer = store.claim(
+        ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+    )
     assert isinstance(answer, Settled)
     assert answer.record.value == VALUE
     assert store.mark_delivered(KEY, token=record.token)
@@ -282,7 +290,7 @@ class TestCluster:
         source.client.migrate("127.0.0.1", target.port, keys, 0, 5000)
         # The slot is the source's still, and asks for everything to be looked up at the target.
         assert store.get(KEY) == record
-        lease = Lease(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
+        lease = Renewal(identity=KEY, token=record.token, lease_ms=LEASE_MS, keep_ms=KEEP_MS)
         assert store.renew([lease]) == [True]
         for node in (target, source):
             node.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])

@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.records import Claimed, Identity, Record, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
 from celery_idempotent.stores import Store
 
 __all__ = ["PERMISSIONS", "TASK", "claim", "identity", "make_app", "make_user", "settle", "value"]
@@ -60,11 +60,13 @@ def claim(
     more.setdefault("worker", "worker-1.example:4711")
     more.setdefault("fingerprint", bytes(range(16)))
     answer = store.claim(
-        identity(about) if isinstance(about, str) else about,
-        attempt=os.urandom(8),
-        lease_ms=lease_ms,
-        keep_ms=keep_ms,
-        **more,
+        ClaimRequest(
+            identity=identity(about) if isinstance(about, str) else about,
+            attempt=os.urandom(8),
+            lease_ms=lease_ms,
+            keep_ms=keep_ms,
+            **more,
+        )
     )
     assert isinstance(answer, Claimed), answer
     return answer.record

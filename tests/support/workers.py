@@ -26,13 +26,14 @@ def child_environment(extra: Mapping[str, object] | None = None) -> dict[str, st
     """Return the environment for a Python process that shall import what this one imports.
 
     The package under test comes first, wherever this process has it from; `tests` and `testproject` come after it, with
-    the repository's root. The source tree therefore never stands in for the wheel.
+    the repository's root. The source tree therefore never stands in for the wheel. Django's settings are those in
+    ``extra``, or none: an import of the test project sets those of the whole test process.
     """
     package = Path(celery_idempotent.__path__[0]).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(ROOT)])}
+    environment.pop("DJANGO_SETTINGS_MODULE", None)
     environment |= {
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         # Root on a test machine is nothing to warn about.
         "C_FORCE_ROOT": "1",
     }

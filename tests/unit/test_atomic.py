@@ -15,7 +15,7 @@ from celery_idempotent import IdempotencyError
 from celery_idempotent.celery.receivers import open_store
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import atomic, endings, lease, runner
+from celery_idempotent.protocol import atomic, backoff, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.options import read_table
@@ -166,7 +166,7 @@ def events() -> Iterator[list[tuple[str, Any]]]:
 @pytest.fixture(autouse=True)
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    for module in (runner, endings, atomic):
+    for module in (runner, endings, atomic, backoff):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -521,7 +521,7 @@ class End:
 def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
     """Run one atomic body once for every place at which a signal can strike."""
     with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
-        for module in (runner, endings):
+        for module in (runner, endings, backoff):
             monkeypatch.setattr(module, "time", FakeTime())
         heartbeat = lease.Heartbeat()
         monkeypatch.setattr(runner, "heartbeat", heartbeat)

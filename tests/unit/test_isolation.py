@@ -114,7 +114,6 @@ def test_it_needs_no_pytest():
 
 def _run(code: str) -> list[str]:
     env = child_environment()
-    env.pop("DJANGO_SETTINGS_MODULE", None)
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.splitlines()

@@ -20,7 +20,7 @@ from celery_idempotent.protocol import lease
 from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.counters import tally
 from celery_idempotent.protocol.lease import Heartbeat
-from celery_idempotent.records import Claimed, Identity, Lease, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.waiting import wait_for
@@ -35,7 +35,7 @@ class Store(MemoryStore):
         self.renewals: list[tuple[float, list[str]]] = []
         self.errors: list[Exception] = []
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         self.renewals.append((time.monotonic(), [each.identity.key for each in leases]))
         if self.errors:
             raise self.errors.pop(0)
@@ -49,10 +49,17 @@ def take(store: MemoryStore, key: str = "k", *, lease_ms: int = 300, token: int 
     identity = Identity(namespace="lease", scope="", key=key)
     sent = time.monotonic()
     answer = store.claim(
-        identity, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=10_000, task_id="t", worker="w"
+        ClaimRequest(
+            identity=identity,
+            attempt=os.urandom(8),
+            lease_ms=lease_ms,
+            keep_ms=10_000,
+            task_id="t",
+            worker="w",
+        )
     )
     assert isinstance(answer, Claimed)
-    held = Lease(
+    held = Renewal(
         identity=identity,
         token=token or answer.record.token,
         lease_ms=lease_ms,
@@ -195,7 +202,7 @@ class TestClaim:
     def test_a_claim_that_the_heartbeat_finds_gone_meanwhile_is_lost_at_once(self, store: Store):
         claim = take(store, lease_ms=60_000)
 
-        def renew(leases: Sequence[Lease]) -> list[bool]:
+        def renew(leases: Sequence[Renewal]) -> list[bool]:
             claim.lost = True
             raise StoreUnavailable("away")
 
@@ -504,7 +511,6 @@ class TestApps:
     def run(code: str) -> str:
         """Run a program that has an app, in a process of its own, in which no other app is the current one."""
         environment = child_environment()
-        environment.pop("DJANGO_SETTINGS_MODULE", None)  # whoever imports the test project sets it
         ended = subprocess.run(
             [sys.executable, "-c", APP + code],
             env=environment,

@@ -17,7 +17,7 @@ from celery.signals import task_prerun
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery.reaper import SWEEP, install, sweep
 from celery_idempotent.errors import InvalidOption, StoreUnavailable
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.workers import child_environment
@@ -266,13 +266,15 @@ class TestSweep:
     def hold(self, store: MemoryStore, key: str, lease_ms: int = 1000, **more: Any) -> Identity:
         identity = Identity(namespace="work", key=key)
         answer = store.claim(
-            identity,
-            attempt=os.urandom(8),
-            lease_ms=lease_ms,
-            keep_ms=100_000,
-            task_id="t",
-            worker="host:1",
-            **more,
+            ClaimRequest(
+                identity=identity,
+                attempt=os.urandom(8),
+                lease_ms=lease_ms,
+                keep_ms=100_000,
+                task_id="t",
+                worker="host:1",
+                **more,
+            )
         )
         assert isinstance(answer, Claimed)
         return identity

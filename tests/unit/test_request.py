@@ -26,7 +26,7 @@ from celery_idempotent.celery.request import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import calls
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, Identity, Record, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.waiting import wait_for
 
@@ -182,12 +182,14 @@ def identity(key: str = "k") -> Identity:
 
 def hold(store: MemoryStore, task: Any, pid: int, *, key: str = "k", task_id: str = "t1") -> Record:
     answer = store.claim(
-        identity(key),
-        attempt=os.urandom(8),
-        lease_ms=20_000,
-        keep_ms=60_000,
-        task_id=task_id,
-        worker=worker_name(pid),
+        ClaimRequest(
+            identity=identity(key),
+            attempt=os.urandom(8),
+            lease_ms=20_000,
+            keep_ms=60_000,
+            task_id=task_id,
+            worker=worker_name(pid),
+        )
     )
     assert isinstance(answer, Claimed)
     return answer.record

@@ -29,12 +29,12 @@ from celery_idempotent.errors import (
     StoreUnavailable,
     TooManyCrashes,
 )
+from celery_idempotent.protocol import backoff, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
-from celery_idempotent.protocol import endings, lease, runner
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.records import Claimed, Identity, Record, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
@@ -81,8 +81,8 @@ class FlakyStore:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(verb)
-            if "attempt" in kwargs:
-                self.attempts.append(kwargs["attempt"])
+            if verb == "claim":
+                self.attempts.append(args[0].attempt)
             plan = self._plans.get(verb)
             when, error = plan.pop(0) if plan else ("before", self._always.get(verb))
             if error is not None and when == "before":
@@ -133,7 +133,7 @@ def store(memory: MemoryStore) -> FlakyStore:
 @pytest.fixture
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    for module in (runner, endings):
+    for module in (runner, endings, backoff):
         monkeypatch.setattr(module, "time", fake)
     return fake
 
@@ -201,12 +201,14 @@ def a_call(
 
 def claim(store: Any, task_id: str = "other", *, lease_ms: int = 60_000) -> Record:
     answer = store.claim(
-        IDENTITY,
-        attempt=random.randbytes(8),
-        lease_ms=lease_ms,
-        keep_ms=1000_000,
-        task_id=task_id,
-        worker="other:2",
+        ClaimRequest(
+            identity=IDENTITY,
+            attempt=random.randbytes(8),
+            lease_ms=lease_ms,
+            keep_ms=1000_000,
+            task_id=task_id,
+            worker="other:2",
+        )
     )
     assert isinstance(answer, Claimed)
     return answer.record
@@ -1018,7 +1020,7 @@ class End:
 def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
     """Run one body once for every place at which a signal can strike."""
     with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
-        for module in (runner, endings):
+        for module in (runner, endings, backoff):
             monkeypatch.setattr(module, "time", FakeTime())
         heartbeat = None
         at = 0

@@ -14,7 +14,7 @@ from celery.utils.dispatch import Signal
 from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, signals
 from celery_idempotent.celery import reaper
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.signals import Event
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -247,12 +247,14 @@ def test_without_receivers_nothing_is_built(task, monkeypatch):
 
 def hold(store: MemoryStore, key: str) -> Any:
     answer = store.claim(
-        identity(key),
-        attempt=os.urandom(8),
-        lease_ms=30_000,
-        keep_ms=90_000,
-        task_id="other",
-        worker="another-host:1",
+        ClaimRequest(
+            identity=identity(key),
+            attempt=os.urandom(8),
+            lease_ms=30_000,
+            keep_ms=90_000,
+            task_id="other",
+            worker="another-host:1",
+        )
     )
     assert isinstance(answer, Claimed)
     return answer.record

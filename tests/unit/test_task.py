@@ -36,7 +36,7 @@ from celery_idempotent import (
 )
 from celery_idempotent.celery import republish
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, Identity, Record, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
 from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -136,12 +136,14 @@ def hold(
     store: MemoryStore, key: str, namespace: str = "shop.charge", task_id: str = "o"
 ) -> Record:
     answer = store.claim(
-        Identity(namespace=namespace, key=key),
-        attempt=os.urandom(8),
-        lease_ms=30_000,
-        keep_ms=90_000,
-        task_id=task_id,
-        worker="elsewhere:1",
+        ClaimRequest(
+            identity=Identity(namespace=namespace, key=key),
+            attempt=os.urandom(8),
+            lease_ms=30_000,
+            keep_ms=90_000,
+            task_id=task_id,
+            worker="elsewhere:1",
+        )
     )
     assert isinstance(answer, Claimed)
     return answer.record
@@ -616,12 +618,14 @@ class TestDelivery:
             told.append(event)
 
         claimed = store.claim(
-            Identity(namespace="shop.charge", key="o-1"),
-            attempt=b"12345678",
-            lease_ms=60_000,
-            keep_ms=60_000,
-            task_id="first",
-            worker="host:1",
+            ClaimRequest(
+                identity=Identity(namespace="shop.charge", key="o-1"),
+                attempt=b"12345678",
+                lease_ms=60_000,
+                keep_ms=60_000,
+                task_id="first",
+                worker="host:1",
+            )
         )
         forgotten.connect(tell)
         try:
@@ -647,9 +651,9 @@ class TestDelivery:
     def test_a_stale_or_settled_record_is_forgotten_without_force(self, charge, store, caplog):
         identity = Identity(namespace="shop.charge", key="o-1")
         claim = {"identity": identity, "attempt": b"12345678", "keep_ms": 60_000}
-        store.claim(**claim, lease_ms=0)
+        store.claim(ClaimRequest(**claim, lease_ms=0))
         assert charge.idempotency_forget("o-1") is True
-        answer = store.claim(**claim, lease_ms=60_000)
+        answer = store.claim(ClaimRequest(**claim, lease_ms=60_000))
         store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
         assert charge.idempotency_forget("o-1") is True
         # Nobody is named: it was this process.
@@ -660,12 +664,12 @@ class TestDelivery:
     ):
         identity = Identity(namespace="shop.charge", key="o-1")
         claim = {"identity": identity, "keep_ms": 60_000}
-        store.claim(**claim, attempt=b"12345678", lease_ms=0)
+        store.claim(ClaimRequest(**claim, attempt=b"12345678", lease_ms=0))
         forget = store.forget
 
         def overtaken(*args: Any, **kwargs: Any) -> Any:
             monkeypatch.undo()
-            store.claim(**claim, attempt=b"87654321", lease_ms=60_000)
+            store.claim(ClaimRequest(**claim, attempt=b"87654321", lease_ms=60_000))
             done: bool = forget(*args, **kwargs)
             return done
 
@@ -1223,12 +1227,14 @@ class TestPublishOnce:
         first = task.delay("k")
         reserved = record(store, "k", "t")
         lost = store.claim(
-            reserved.identity,
-            attempt=os.urandom(8),
-            lease_ms=1000,
-            keep_ms=10_000,
-            fingerprint=reserved.fingerprint,
-            task_id=first.id,
+            ClaimRequest(
+                identity=reserved.identity,
+                attempt=os.urandom(8),
+                lease_ms=1000,
+                keep_ms=10_000,
+                fingerprint=reserved.fingerprint,
+                task_id=first.id,
+            )
         )
         assert isinstance(lost, Claimed)
         assert task.delay("k").id == first.id

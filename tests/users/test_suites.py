@@ -94,7 +94,6 @@ def test_the_suites_of_the_page_pass_without_the_server_of_their_records(tmp_pat
         (tmp_path / block[0]).write_text(block[1])
     env = child_environment()
     env["PYTHONPATH"] += f":{tmp_path}"
-    env.pop("DJANGO_SETTINGS_MODULE", None)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", *command],
         cwd=tmp_path,

@@ -16,7 +16,7 @@ from celery.exceptions import WorkerLostError
 
 from celery_idempotent import State, TooManyCrashes, get_store
 from celery_idempotent.celery.reaper import SWEEP, sweep
-from celery_idempotent.records import Identity
+from celery_idempotent.records import ClaimRequest, Identity
 from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
@@ -166,7 +166,9 @@ class TestTheSweep:
         store = get_store(shared.app)
         identities = [Identity(namespace="stale", key=uuid.uuid4().hex) for _ in range(300)]
         for identity in identities:
-            store.claim(identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+            store.claim(
+                ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=1, keep_ms=60_000)
+            )
         # Each of the four processes is busy sweeping at the same time as the others.
         published = [shared.publish(SWEEP) for _ in range(8)]
         counts = [each.get(timeout=20)["interrupted"] for each in published]

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from celery import __version__ as celery_version
 
-from celery_idempotent.records import Claimed, Identity
+from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import open_store
 from tests.support import sites
 from tests.support.proxy import Proxy
@@ -65,11 +65,13 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def hold(cut: Cut, name: str, task_id: str) -> int:
     """Hold the key of a message of a task without a rule; return the token."""
     answer = open_store(cut.address).claim(
-        Identity(namespace=name, key=f"@{task_id}"),
-        attempt=os.urandom(8),
-        lease_ms=60_000,
-        keep_ms=60_000,
-        task_id="somebody else",
+        ClaimRequest(
+            identity=Identity(namespace=name, key=f"@{task_id}"),
+            attempt=os.urandom(8),
+            lease_ms=60_000,
+            keep_ms=60_000,
+            task_id="somebody else",
+        )
     )
     assert isinstance(answer, Claimed)
     return answer.record.token

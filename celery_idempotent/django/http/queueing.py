@@ -40,7 +40,7 @@ from celery_idempotent.django.http.orders import Order, read_order
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import key_change
+from celery_idempotent.protocol import backoff, key_change
 from celery_idempotent.records import (
     Held,
     Mismatched,
@@ -144,17 +144,16 @@ def _claim(order: Order, *, within: bool) -> Reserved | Held | Settled:
         RequestRefused: if the key is another request's, the store does not answer, or nobody commits in time.
     """
     task_id = str(uuid.uuid4())
-    give_up, delay = time.monotonic() + PATIENCE, 0.02
+    give_up, looks = time.monotonic() + PATIENCE, 0
     while True:
         match _reserve(order, task_id, promised=not within and order.outbox is None):
             case Reserved(record) if record.task_id != task_id:
                 # Its sender is lost, and our message is to be under its id, too.
                 task_id = record.task_id
             case Held(record, _) if _may_be_rolled_back(order, record):
-                if time.monotonic() + delay > give_up:
+                looks += 1
+                if not backoff.pause(looks, until=give_up, first=0.02):
                     raise _in_progress(order, "It is not queued yet. Ask again later.")
-                time.sleep(delay)
-                delay *= 2
             case Settled(record, _) if _is_retryable(order, record):
                 # Only this very failure: whoever comes second finds the first one's reservation.
                 _patiently(order, partial(_forget, order, record))
@@ -244,20 +243,15 @@ def _forget(order: Order, record: Record) -> bool:
 
 def _patiently(order: Order, verb: Callable[[], T]) -> T:
     """Ask the store, again and again for a while: each verb may be repeated."""
-    give_up, delay = time.monotonic() + PATIENCE, 0.05
-    while True:
-        try:
-            return verb()
-        except (StoreUnavailable, StoreMisconfigured) as error:
-            if isinstance(error, StoreMisconfigured) or time.monotonic() + delay > give_up:
-                logger.warning("idempotency: a request is not queued: %s", error)
-                raise RequestRefused(
-                    "store_unavailable",
-                    _UNSURE,
-                    retry_after=order.options.retry_after,
-                ) from error
-        time.sleep(delay)
-        delay *= 2
+    try:
+        return backoff.persist(verb, until=time.monotonic() + PATIENCE)
+    except (StoreUnavailable, StoreMisconfigured) as error:
+        logger.warning("idempotency: a request is not queued: %s", error)
+        raise RequestRefused(
+            "store_unavailable",
+            _UNSURE,
+            retry_after=order.options.retry_after,
+        ) from error
 
 
 def _queue(order: Order, record: Record, *, within: bool) -> None:

@@ -14,7 +14,6 @@ rolls back what a test wrote.
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -28,6 +27,7 @@ from celery_idempotent.django.sql.forking import unforked
 from celery_idempotent.django.sql.spare_connections import SpareConnections, is_inherited
 from celery_idempotent.django.testcases import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.protocol import backoff
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -133,8 +133,9 @@ class Lines:
         :exc:`~celery_idempotent.errors.StoreMisconfigured` for whatever else goes wrong.
         """
         give_up = time.monotonic() + _PATIENCE_SECONDS
-        lost = False
-        for attempt in range(1_000_000):
+        attempt, lost = 0, False
+        while True:
+            attempt += 1
             error: Exception | None = None
             trouble: Kind
             try:
@@ -150,11 +151,11 @@ class Lines:
             if trouble == "lost" and not lost:
                 lost = True
                 continue
-            if trouble not in ("conflict", "duplicate") or time.monotonic() > give_up:
-                raise self.trouble(error, trouble) from error
             # Whoever was first needs a moment; so many at once shall not meet again.
-            time.sleep(random.random() * min(0.002 * 2 ** min(attempt, 5), 0.05))
-        raise AssertionError
+            if trouble not in ("conflict", "duplicate") or not backoff.pause(
+                attempt, until=give_up, first=0.002, longest=0.05
+            ):
+                raise self.trouble(error, trouble) from error
 
     def _apart(self) -> contextlib.AbstractContextManager[None]:
         """Keep forks away from a verb that they would hurt."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_idempotent.django.sql.connections import Busy, Lines, Session
 from celery_idempotent.django.sql.rows import delete_lease, digest, read, write
-from celery_idempotent.records import Lease, Record, State, SweepReport
+from celery_idempotent.records import Record, Renewal, State, SweepReport
 from celery_idempotent.stores import transitions
 
 __all__ = ["PRUNE_BATCH", "prune", "renew", "sweep"]
@@ -23,7 +23,7 @@ _RENEW = (
 )
 
 
-def renew(session: Session, leases: Sequence[Lease]) -> list[bool]:
+def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
     """Let each lease start anew; only lease rows are written, which no task's transaction holds.
 
     Somebody may have frozen while he wrote one of them. That costs this one its renewal, and raises when all others
@@ -83,18 +83,18 @@ def prune(lines: Lines, *, limit: int) -> int:
     return gone
 
 
-def _order(lease: Lease) -> tuple[bytes, int]:
+def _order(lease: Renewal) -> tuple[bytes, int]:
     return digest(lease.identity), lease.token
 
 
-def _renewed(session: Session, lease: Lease) -> bool:
+def _renewed(session: Session, lease: Renewal) -> bool:
     """Renew one lease, if need be after a wait."""
     life_ms = lease.lease_ms + lease.keep_ms
     params = (lease.lease_ms, lease.lease_ms, life_ms, *_order(lease))
     return session.write(_RENEW.format(now=session.words.now_ms), params) == 1
 
 
-def _renew_free(session: Session, leases: Sequence[Lease]) -> set[Lease]:
+def _renew_free(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
     """Renew those leases whose rows nobody is at, without a wait; return them."""
     if session.words.vendor == "postgresql":
         return _renew_at_once(session, leases)
@@ -113,7 +113,7 @@ def _renew_free(session: Session, leases: Sequence[Lease]) -> set[Lease]:
         }
 
 
-def _renew_at_once(session: Session, leases: Sequence[Lease]) -> set[Lease]:
+def _renew_at_once(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
     values = ", ".join(["(%s::bytea, %s::bigint, %s::bigint, %s::bigint)"] * len(leases))
     params: list[object] = []
     for lease in leases:

@@ -10,11 +10,11 @@ from typing import Literal
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     Answer,
+    ClaimRequest,
     Identity,
-    Lease,
-    OnStale,
     Page,
     Record,
+    Renewal,
     Reservation,
     Selection,
     Settled,
@@ -72,36 +72,14 @@ class HybridStore:
     def __repr__(self) -> str:
         return f"<HybridStore: {self.cache!r} before {self.truth!r}>"
 
-    def claim(
-        self,
-        identity: Identity,
-        *,
-        attempt: bytes,
-        lease_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        task_id: str = "",
-        worker: str = "",
-        on_stale: OnStale = "interrupt",
-        message: bytes | None = None,
-        unanswered: Sequence[bytes] = (),
-    ) -> Answer:
+    def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it; a settled one is answered by the cache."""
-        found = self.cache.look(identity)
-        if isinstance(found, Cached) and _serves(found.record, fingerprint, task_id):
+        found = self.cache.look(request.identity)
+        if isinstance(found, Cached) and _serves(
+            found.record, request.fingerprint, request.task_id
+        ):
             return Settled(found.record, found.age_ms)
-        answer = self.truth.claim(
-            identity,
-            attempt=attempt,
-            lease_ms=lease_ms,
-            keep_ms=keep_ms,
-            fingerprint=fingerprint,
-            task_id=task_id,
-            worker=worker,
-            on_stale=on_stale,
-            message=message,
-            unanswered=unanswered,
-        )
+        answer = self.truth.claim(request)
         self._learn(found, answer)
         return answer
 
@@ -210,7 +188,7 @@ class HybridStore:
         """Cache what the truth has committed, if that is an end state. Never raises for either store."""
         self._fill(identity, self.cache.ticket(identity))
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
         return self.truth.renew(leases)
 

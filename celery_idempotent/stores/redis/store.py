@@ -12,14 +12,14 @@ from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
     Claimed,
+    ClaimRequest,
     Counted,
     Held,
     Identity,
-    Lease,
     Mismatched,
-    OnStale,
     Page,
     Record,
+    Renewal,
     Reservation,
     Reserved,
     Selection,
@@ -115,35 +115,23 @@ class RedisStore:
         """Return how far the clock of each server is ahead of this machine's."""
         return facts.skews_ms(self._link)
 
-    def claim(
-        self,
-        identity: Identity,
-        *,
-        attempt: bytes,
-        lease_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        task_id: str = "",
-        worker: str = "",
-        on_stale: OnStale = "interrupt",
-        message: bytes | None = None,
-        unanswered: Sequence[bytes] = (),
-    ) -> Answer:
+    def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
-        if len(attempt) != ATTEMPT_BYTES:
+        if len(request.attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
+        identity, lease_ms = request.identity, request.lease_ms
         bucket, *keys = self._names(identity)
         (word, *rest), replicated = self._ask_replicated(
             script("claim").call(
                 bucket,
                 keys,
-                attempt,
+                request.attempt,
                 b"%d" % lease_ms,
-                b"%d" % (lease_ms + keep_ms),
-                _checked(fingerprint),
-                pack_claimant(task_id, worker, message),
-                _ON_STALE[on_stale],
-                b"".join(unanswered),
+                b"%d" % (lease_ms + request.keep_ms),
+                _checked(request.fingerprint),
+                pack_claimant(request.task_id, request.worker, request.message),
+                _ON_STALE[request.on_stale],
+                b"".join(request.unanswered),
             )
         )
         if word == b"claimed":
@@ -154,7 +142,7 @@ class RedisStore:
             return Claimed(record)
         return self._refusal(identity, word, rest)
 
-    def renew(self, leases: Sequence[Lease]) -> list[bool]:
+    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
         renew = script("renew")
         commands = []

@@ -11,7 +11,16 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
-from celery_idempotent.records import Claimed, Identity, Lease, Record, Reserved, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    Renewal,
+    Reserved,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 __all__ = [
@@ -95,6 +104,7 @@ class ContractBase:
     def try_claim(self, store: Store, identity: Identity = KEY, **changes: Any) -> Any:
         """Claim a key, whatever the answer."""
         asked: dict[str, Any] = {
+            "identity": identity,
             "attempt": attempt(),
             "lease_ms": self.lease_ms,
             "keep_ms": self.keep_ms,
@@ -102,7 +112,7 @@ class ContractBase:
             "task_id": TASK_ID,
             "worker": "web-1:4711",
         }
-        return store.claim(identity, **{**asked, **changes})
+        return store.claim(ClaimRequest(**{**asked, **changes}))
 
     def reserve(self, store: Store, identity: Identity = KEY, **changes: Any) -> Record:
         """Reserve a key that can be reserved; return the record."""
@@ -132,10 +142,10 @@ class ContractBase:
             record, state=state, **{"value": VALUE, "keep_ms": self.keep_ms, **changes}
         )
 
-    def lease(self, record: Record, **changes: Any) -> Lease:
+    def lease(self, record: Record, **changes: Any) -> Renewal:
         """Return what renews a claim."""
         asked = {"token": record.token, "lease_ms": self.lease_ms, "keep_ms": self.keep_ms}
-        return Lease(identity=record.identity, **{**asked, **changes})
+        return Renewal(identity=record.identity, **{**asked, **changes})
 
     def renew(self, store: Store, record: Record, **changes: Any) -> bool:
         """Renew one claim."""

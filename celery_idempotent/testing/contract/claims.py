@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Claimed, Held, Lease, Mismatched, Settled, State
+from celery_idempotent.records import Claimed, Held, Mismatched, Renewal, Settled, State
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
@@ -320,7 +320,7 @@ class ClaimContract(ContractBase):
 
     def test_each_lease_is_answered_in_its_place(self, store: Store) -> None:
         names = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(40)]
-        leases: list[Lease] = []
+        leases: list[Renewal] = []
         for n, name in enumerate(names):
             record = self.claim(store, name)
             leases.append(self.lease(record, token=record.token + n % 2))

@@ -1,0 +1,39 @@
+"""What ``make test`` leaves to ``make test-all`` of a contract on a store that is ``brief``."""
+
+from __future__ import annotations
+
+__all__ = ["SMOKE", "is_brief"]
+
+#: One test of the contract for each verb and each index. With those of concurrency they show that a server executes
+#: the same scripts, or a wrapper passes on the same calls; what the scripts decide is the whole contract's on Redis.
+SMOKE = frozenset(
+    {
+        "test_a_forgotten_key_is_free_whatever_its_state_was",
+        "test_a_released_key_is_free",
+        "test_a_renewed_lease_starts_anew",
+        "test_a_settled_key_answers_with_its_record",
+        "test_a_settled_record_is_marked_as_delivered",
+        "test_a_sweep_interrupts_what_is_stale",
+        "test_a_sweep_requeues_a_stale_record_with_its_message",
+        "test_a_zombie_is_refused_by_every_verb",
+        "test_an_interrupted_record_stays_with_one_crash_more",
+        "test_an_operator_requeues_an_unfinished_record",
+        "test_an_unclaimed_key_is_claimed",
+        "test_an_unclaimed_key_is_reserved",
+        "test_any_printable_key_is_kept_as_it_is",
+        "test_counters_add_up",
+        "test_counts",
+        "test_each_state_lists_its_own",
+        "test_it_has_every_verb_of_a_store",
+        "test_prunes_end",
+        "test_refusals_outlive_the_settle",
+        "test_steps_survive_a_crash",
+        "test_the_end_of_the_last_sweep_is_known",
+        "test_tokens_grow_with_every_claim",
+    }
+)
+
+
+def is_brief(name: str) -> bool:
+    """Whether a test of the contract runs in every tier, on every store: concurrency, and the smoke."""
+    return "at_once" in name or name in SMOKE
