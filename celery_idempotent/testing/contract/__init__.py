@@ -6,6 +6,7 @@ import pytest
 
 # Each part asserts, and pytest explains only what it rewrote.
 pytest.register_assert_rewrite(
+    "celery_idempotent.testing.contract.cells",
     "celery_idempotent.testing.contract.claims",
     "celery_idempotent.testing.contract.endings",
     "celery_idempotent.testing.contract.identities",
@@ -17,6 +18,7 @@ pytest.register_assert_rewrite(
     "celery_idempotent.testing.contract.upkeep",
 )
 
+from celery_idempotent.testing.contract.cells import CellContract  # noqa: E402
 from celery_idempotent.testing.contract.claims import ClaimContract  # noqa: E402
 from celery_idempotent.testing.contract.endings import EndingContract  # noqa: E402
 from celery_idempotent.testing.contract.identities import IdentityContract  # noqa: E402
@@ -31,6 +33,7 @@ __all__ = ["StoreContract"]
 
 
 class StoreContract(
+    CellContract,
     ClaimContract,
     EndingContract,
     ReservationContract,

@@ -1,0 +1,202 @@
+"""What each verb does with a record: the table that the stores go by.
+
+A verb looks at what is stored for a key, and the first rule for the state that it finds, and whose condition holds,
+says what it answers and what is stored then. Example: a claim that finds a PROCESSING record skips the rule
+``"another fingerprint"`` if the fingerprints agree, and stops at ``"within its lease"`` if that has not run out:
+it answers ``held``, writes nothing, and adds the caller to the refusals.
+
+:mod:`celery_idempotent.stores.machine` executes the table for the stores that decide in Python,
+``celery_idempotent.testing.StoreContract`` asks every store about each of its cells, Redis with its scripts included,
+and docs/life-of-a-record.md prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from celery_idempotent.records import RefusalKind, State
+
+__all__ = ["TABLE", "Condition", "Rule", "Verb"]
+
+Verb = Literal[
+    "claim",
+    "reserve",
+    "renew",
+    "settle",
+    "release",
+    "interrupt",
+    "checkpoint",
+    "mark_delivered",
+    "requeue",
+    "sweep",
+    "forget",
+]
+
+#: What a rule may ask for beside the state; :mod:`.machine` has what each means.
+Condition = Literal[
+    "",  # always
+    "another fingerprint",
+    "another token",
+    "another state",
+    "the same attempt",
+    "an attempt without an answer",
+    "the same task id, with a message",
+    "the same task id",
+    "the same caller",
+    "within its lease",
+    "before its deadline",
+    "within its lease, no token given",
+    "may be restored",
+    "a retry is announced",
+    "has steps",
+    "has this step",
+    "has no message",
+    "is requeued when stale",
+]
+
+QUEUED, PROCESSING, INTERRUPTED = State.QUEUED, State.PROCESSING, State.INTERRUPTED
+NONE = (None,)
+ENDS = (State.COMPLETED, State.FAILED)
+LIVE = (QUEUED, PROCESSING, INTERRUPTED)
+ANY = (*LIVE, *ENDS)
+
+#: What the next claim or reservation of a key takes over.
+HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps")
+CLAIM = (*HISTORY, "reserved")
+#: What stays of a claim once it is settled.
+OUTCOME = ("token", "created_ms", "crashes", "attempts", "fingerprint", "task_id")
+#: All but the state, the deadline and the time of the last change.
+WHOLE = (
+    *OUTCOME,
+    "worker",
+    "value",
+    "replaced",
+    "delivered",
+    "reserved",
+    "on_stale",
+    "message",
+    "steps",
+)
+#: All but the state and the deadline.
+UNCHANGED = (*WHOLE, "updated_ms")
+
+
+def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
+    return tuple(name for name in fields if name not in left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
+
+    ``then`` is the state of what is stored afterwards: ``"as asked"`` for a settle, ``"deleted"`` for no record, and
+    ``None`` where nothing is written. ``carried`` are the fields that it has from the record before; all others
+    are as the verb brings them, or empty. Without ``token`` among them it gets a new token, and the verb's fingerprint
+    if the record before had none. Without ``updated_ms`` it has changed now, and without ``deadline_ms`` a deadline
+    counts from now.
+
+    ``crashes`` and ``attempts`` are added to what is carried. The record lives for as long as the verb asks
+    (``"anew"``), by as much longer as its deadline is away (``"longer"``), or for as long as before. ``refusal`` is the
+    note about a caller who could not have the key.
+    """
+
+    verb: Verb
+    found: tuple[State | None, ...]
+    when: Condition
+    answer: str
+    then: State | Literal["as asked", "deleted"] | None = None
+    carried: tuple[str, ...] = ()
+    crashes: int = 0
+    attempts: int = 0
+    life: Literal["anew", "longer", "same"] = "same"
+    refusal: RefusalKind | None = None
+
+
+def _lost(verb: Verb, *states: State) -> tuple[Rule, ...]:
+    """Return the rules of a verb for a claim that is over: no record, another token, one of these states."""
+    return (
+        Rule(verb, NONE, "", "lost"),
+        Rule(verb, ANY, "another token", "lost"),
+        Rule(verb, states, "", "lost"),
+    )
+
+
+# fmt: off
+TABLE: tuple[Rule, ...] = (
+    Rule("claim", NONE, "", "claimed", PROCESSING, attempts=1, life="anew"),
+    Rule("claim", ANY, "another fingerprint", "mismatched", refusal="mismatch"),
+    Rule("claim", ENDS, "", "settled"),
+    # The answer to this very claim was lost.
+    Rule("claim", (PROCESSING,), "the same attempt", "claimed", PROCESSING, UNCHANGED, life="anew"),
+    # Its caller gave up before anything ran.
+    Rule("claim", (PROCESSING,), "an attempt without an answer", "claimed", PROCESSING, CLAIM, attempts=1, life="anew"),
+    Rule("claim", (PROCESSING,), "within its lease", "held", refusal="conflict"),
+    Rule("claim", (PROCESSING,), "", "claimed", PROCESSING, CLAIM, crashes=1, attempts=1, life="anew"),
+    Rule("claim", (QUEUED, INTERRUPTED), "", "claimed", PROCESSING, CLAIM, attempts=1, life="anew"),
+
+    Rule("reserve", NONE, "", "reserved", QUEUED, life="anew"),
+    Rule("reserve", ANY, "another fingerprint", "mismatched", refusal="mismatch"),
+    Rule("reserve", ENDS, "", "settled"),
+    # Not a refusal: the caller gets the result of the first call.
+    Rule("reserve", (PROCESSING,), "", "held"),
+    # The answer to this very reservation was lost, or the first sender publishes again.
+    Rule("reserve", (QUEUED,), "the same task id, with a message", "reserved", QUEUED,
+         _without(UNCHANGED, "reserved", "message"), life="anew"),
+    Rule("reserve", (QUEUED,), "the same task id", "reserved", QUEUED, _without(UNCHANGED, "reserved"), life="anew"),
+    Rule("reserve", (QUEUED,), "the same caller", "reserved", QUEUED, _without(UNCHANGED, "reserved"), life="anew"),
+    Rule("reserve", (QUEUED,), "before its deadline", "held"),
+    # Its sender died before it published: the message goes out under the same task id.
+    Rule("reserve", (QUEUED,), "", "reserved", QUEUED,
+         (*HISTORY, "task_id", "worker", "on_stale", "message"), life="anew"),
+    Rule("reserve", (INTERRUPTED,), "", "reserved", QUEUED, HISTORY, life="anew"),
+
+    *_lost("renew", QUEUED, INTERRUPTED, *ENDS),
+    Rule("renew", (PROCESSING,), "", "renewed", PROCESSING, UNCHANGED, life="anew"),
+
+    # Flushed or evicted: what is carried is the claim's own record.
+    Rule("settle", NONE, "may be restored", "settled", "as asked", OUTCOME, life="anew"),
+    Rule("settle", NONE, "", "none"),
+    Rule("settle", ANY, "another token", "lost"),
+    Rule("settle", ENDS, "", "settled"),
+    Rule("settle", LIVE, "", "settled", "as asked", OUTCOME, life="anew"),
+
+    *_lost("release", INTERRUPTED, *ENDS),
+    Rule("release", (QUEUED, PROCESSING), "a retry is announced", "requeued", QUEUED, WHOLE, life="longer"),
+    Rule("release", (QUEUED, PROCESSING), "has steps", "interrupted", INTERRUPTED, WHOLE),
+    Rule("release", (QUEUED, PROCESSING), "", "released", "deleted"),
+
+    *_lost("interrupt", QUEUED, INTERRUPTED, *ENDS),
+    Rule("interrupt", (PROCESSING,), "", "interrupted", INTERRUPTED, WHOLE, crashes=1),
+
+    *_lost("checkpoint", QUEUED, INTERRUPTED, *ENDS),
+    Rule("checkpoint", (PROCESSING,), "has this step", "kept"),
+    Rule("checkpoint", (PROCESSING,), "", "added", PROCESSING, (*_without(UNCHANGED, "steps"), "deadline_ms")),
+
+    *_lost("mark_delivered", *LIVE),
+    Rule("mark_delivered", (State.COMPLETED,), "", "marked", State.COMPLETED, _without(UNCHANGED, "delivered")),
+    Rule("mark_delivered", (State.FAILED,), "", "marked", State.FAILED, _without(UNCHANGED, "delivered")),
+
+    Rule("requeue", NONE, "", "none"),
+    Rule("requeue", ANY, "another token", "none"),
+    Rule("requeue", (QUEUED, *ENDS), "", "none"),
+    Rule("requeue", (PROCESSING, INTERRUPTED), "has no message", "none"),
+    Rule("requeue", (PROCESSING,), "within its lease, no token given", "none"),
+    Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, WHOLE, crashes=1, life="longer"),
+    Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, WHOLE, life="longer"),
+
+    Rule("sweep", (None, INTERRUPTED, *ENDS), "", "none"),
+    Rule("sweep", (PROCESSING,), "within its lease", "none"),
+    Rule("sweep", (PROCESSING,), "is requeued when stale", "requeued", QUEUED, WHOLE, crashes=1, life="longer"),
+    Rule("sweep", (PROCESSING,), "", "interrupted", INTERRUPTED, WHOLE, crashes=1),
+    Rule("sweep", (QUEUED,), "before its deadline", "none"),
+    # Left to the next reservation.
+    Rule("sweep", (QUEUED,), "has no message", "none"),
+    Rule("sweep", (QUEUED,), "", "requeued", QUEUED, UNCHANGED, life="longer"),
+
+    Rule("forget", NONE, "", "none"),
+    Rule("forget", ANY, "another token", "none"),
+    Rule("forget", ANY, "another state", "none"),
+    Rule("forget", ANY, "", "forgotten", "deleted"),
+)
+# fmt: on

@@ -1,0 +1,297 @@
+"""The contract of every verb in every state: a walk over the table that the stores go by, cell by cell.
+
+A cell is a rule and one of the states that it is for. Each condition says below how to make it true, and how to make it
+false: the walk makes those of the rules before false, and that of the rule itself true.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.stores.base import Store
+from celery_idempotent.stores.table import TABLE, Condition, Rule
+from celery_idempotent.testing.contract.base import (
+    FINGERPRINT,
+    KEY,
+    MESSAGE,
+    OTHER_FINGERPRINT,
+    TASK_ID,
+    VALUE,
+    Advance,
+    ContractBase,
+    attempt,
+)
+
+__all__ = ["CellContract"]
+
+#: The attempt of the claim that is there.
+MINE = b"attempt1"
+ENDING = Stored(content_type="text/plain", content_encoding="utf-8", body=b"an end")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What is there, and what is asked for: at first, what makes as few conditions true as can be."""
+
+    # The record.
+    late: bool = False  # past the lease, or the deadline
+    steps: bool = True
+    stored_message: bytes | None = MESSAGE
+    on_stale: str = "interrupt"
+    taken_over: bool = False
+    # The verb.
+    attempt: bytes = b"another_"
+    unanswered: tuple[bytes, ...] = ()
+    task_id: str = "another"
+    message: bytes | None = None
+    fingerprint: bytes = FINGERPRINT
+    token: int | None = 0  # is added to the record's own
+    another_state: bool = False
+    restore: bool = True
+    retry: bool = False
+    step: str = "ship"
+
+
+#: What makes each condition true, and what makes it false.
+SCENES: dict[Condition, tuple[dict[str, object], dict[str, object]]] = {
+    "": ({}, {}),
+    "another fingerprint": ({"fingerprint": OTHER_FINGERPRINT}, {}),
+    "another token": ({"token": 1}, {}),
+    "another state": ({"another_state": True}, {}),
+    "the same attempt": ({"attempt": MINE}, {}),
+    "an attempt without an answer": ({"unanswered": (attempt(), MINE)}, {}),
+    "the same task id, with a message": ({"task_id": TASK_ID, "message": b"brought"}, {}),
+    "the same task id": ({"task_id": TASK_ID}, {}),
+    "the same caller": ({"taken_over": True}, {}),
+    "within its lease": ({}, {"late": True}),
+    "before its deadline": ({}, {"late": True}),
+    "within its lease, no token given": ({"token": None}, {"late": True, "token": None}),
+    "may be restored": ({}, {"restore": False}),
+    "a retry is announced": ({"retry": True}, {}),
+    "has steps": ({}, {"steps": False}),
+    "has this step": ({"step": "pay"}, {}),
+    "has no message": ({"stored_message": None}, {}),
+    "is requeued when stale": ({"on_stale": "requeue"}, {}),
+}
+EMPTY = {
+    field.name: None if field.default is dataclasses.MISSING else field.default
+    for field in dataclasses.fields(Record)
+}
+CELLS = [
+    pytest.param(rule, found, id=f"{rule.verb} {found.name if found else 'none'} {rule.when}")
+    for rule in TABLE
+    for found in rule.found
+]
+
+
+def scene_of(rule: Rule, found: State | None) -> Scene:
+    """Return what makes this the first rule of its verb that holds."""
+    changes: dict[str, Any] = {}
+    for each in TABLE:
+        if each.verb == rule.verb and found in each.found:
+            if each is rule:
+                break
+            changes |= SCENES[each.when][1]
+    return Scene(**{**changes, **SCENES[rule.when][0]})
+
+
+#: Answers of verbs that say no more than yes or no: these are no.
+NO = ("lost", "none")
+
+
+class CellContract(ContractBase):
+    """Every rule of the table, in every state that it is for."""
+
+    @pytest.mark.parametrize(("rule", "found"), CELLS)
+    def test_a_verb_does_what_the_table_says(
+        self, store: Store, advance: Advance, rule: Rule, found: State | None
+    ) -> None:
+        scene = scene_of(rule, found)
+        claim, left_ms = self._bring(store, advance, scene, found)
+        before = store.get(KEY)
+        assert (before.state if before else None) is found
+        passed = self.lease_ms + 10 if scene.late else 10
+        advance(passed)
+
+        record = before or claim
+        answer, brought = getattr(self, f"_{rule.verb}")(store, scene, record)
+        assert answer in (rule.answer, rule.answer not in NO)
+        after = store.get(KEY)
+        if rule.then is None:
+            assert after == before
+        elif rule.then == "deleted":
+            assert after is None
+        else:
+            assert after is not None
+            self._has_what_the_rule_says(
+                rule, record if found or rule.carried else None, after, brought
+            )
+        if after is not None:
+            known = before.refusals if before else ()
+            noted = [(each.kind, each.task_id) for each in after.refusals[len(known) :]]
+            assert after.refusals[: len(known)] == known
+            assert noted == ([(rule.refusal, "another")] if rule.refusal else [])
+
+        if rule.then not in (None, "deleted"):
+            left_ms -= passed
+            if rule.life == "anew":
+                left_ms = self.keep_ms if rule.verb == "settle" else self.delay_ms + self.keep_ms
+            elif rule.life == "longer":
+                left_ms += self.delay_ms
+            advance(left_ms - self.keep_ms / 2)
+            assert store.get(KEY) is not None
+            advance(self.keep_ms / 2 + 1)
+            assert store.get(KEY) is None
+
+    @property
+    def delay_ms(self) -> int:
+        """Return for how long the verbs take a lease, or set a deadline."""
+        return 2 * self.lease_ms
+
+    def _bring(
+        self, store: Store, advance: Advance, scene: Scene, found: State | None
+    ) -> tuple[Record, int]:
+        """Bring the key into a state, with a past; return the claim, and how long the record lives."""
+        self.reserve(store)
+        assert store.interrupt(KEY, token=self.claim(store).token)
+        claim = self.claim(
+            store, attempt=MINE, on_stale=scene.on_stale, message=scene.stored_message
+        )
+        self.try_claim(store, task_id="refused")
+        if scene.steps:
+            assert store.checkpoint(KEY, token=claim.token, name="pay", value=VALUE)
+        life_ms = self.lease_ms + self.keep_ms
+        match found:
+            case None:
+                assert store.forget(KEY)
+            case State.QUEUED:
+                assert store.release(KEY, token=claim.token, requeue_ms=self.lease_ms)
+                life_ms += self.lease_ms
+                if scene.taken_over:
+                    advance(self.lease_ms + 1)
+                    self.reserve(store, task_id=scene.task_id)
+            case State.INTERRUPTED:
+                assert store.interrupt(KEY, token=claim.token)
+            case State.COMPLETED | State.FAILED:
+                assert self.settle(store, claim, found)
+                life_ms = self.keep_ms
+        return claim, life_ms
+
+    def _has_what_the_rule_says(
+        self, rule: Rule, before: Record | None, after: Record, brought: dict[str, Any]
+    ) -> None:
+        wanted = {**EMPTY, **brought, "identity": KEY, "attempts": 0}
+        wanted |= {name: getattr(before, name) for name in rule.carried}
+        wanted["crashes"] += rule.crashes
+        wanted["attempts"] += rule.attempts
+        if isinstance(rule.then, State):
+            wanted["state"] = rule.then
+        if "token" not in rule.carried:
+            assert after.token > (before.token if before else 0)
+            wanted["token"] = after.token
+        if "updated_ms" not in rule.carried:
+            assert after.updated_ms > (before.updated_ms if before else 0)
+            wanted["updated_ms"] = after.updated_ms
+        if "created_ms" not in rule.carried:
+            wanted["created_ms"] = after.updated_ms
+        if "deadline_ms" not in rule.carried and after.state in (State.PROCESSING, State.QUEUED):
+            assert after.deadline_ms is not None
+            if "updated_ms" in rule.carried:
+                assert before is not None
+                assert before.deadline_ms is not None
+                assert after.deadline_ms > before.deadline_ms
+                wanted["deadline_ms"] = after.deadline_ms
+            else:
+                wanted["deadline_ms"] = after.updated_ms + self.delay_ms
+        found = {name: getattr(after, name) for name in wanted}
+        assert {**found, "refusals": ()} == {**wanted, "refusals": ()}
+
+    # Each verb: its answer, and the fields that it brings.
+
+    def _claim(self, store: Store, scene: Scene, _: Record) -> tuple[str, dict[str, object]]:
+        brought: dict[str, Any] = {
+            "task_id": scene.task_id,
+            "worker": "web-2:1",
+            "on_stale": "fail",
+            "message": scene.message,
+            "fingerprint": scene.fingerprint,
+        }
+        answer = self.try_claim(
+            store,
+            attempt=scene.attempt,
+            unanswered=scene.unanswered,
+            lease_ms=self.delay_ms,
+            **brought,
+        )
+        return type(answer).__name__.lower(), brought
+
+    def _reserve(self, store: Store, scene: Scene, _: Record) -> tuple[str, dict[str, object]]:
+        brought: dict[str, Any] = {
+            "task_id": scene.task_id,
+            "message": scene.message,
+            "fingerprint": scene.fingerprint,
+        }
+        answer = self.try_reserve(store, deadline_ms=self.delay_ms, **brought)
+        return type(answer).__name__.lower(), {**brought, "reserved": True}
+
+    def _renew(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+        token = record.token + (scene.token or 0)
+        return self.renew(store, record, token=token, lease_ms=self.delay_ms), {}
+
+    def _settle(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+        claim = dataclasses.replace(record, token=record.token + (scene.token or 0))
+        brought: dict[str, Any] = {"state": State.FAILED, "value": ENDING, "replaced": True}
+        return self.settle(store, claim, restore=scene.restore, **brought), brought
+
+    def _release(
+        self, store: Store, scene: Scene, record: Record
+    ) -> tuple[bool, dict[str, object]]:
+        token = record.token + (scene.token or 0)
+        requeue_ms = self.delay_ms if scene.retry else None
+        return store.release(KEY, token=token, requeue_ms=requeue_ms), {}
+
+    def _interrupt(
+        self, store: Store, scene: Scene, record: Record
+    ) -> tuple[bool, dict[str, object]]:
+        found = store.interrupt(KEY, token=record.token + (scene.token or 0))
+        assert found is None or found == store.get(KEY)
+        return found is not None, {}
+
+    def _checkpoint(
+        self, store: Store, scene: Scene, record: Record
+    ) -> tuple[bool, dict[str, object]]:
+        token = record.token + (scene.token or 0)
+        brought: dict[str, object] = {"steps": (*record.steps, (scene.step, ENDING))}
+        return store.checkpoint(KEY, token=token, name=scene.step, value=ENDING), brought
+
+    def _mark_delivered(
+        self, store: Store, scene: Scene, record: Record
+    ) -> tuple[bool, dict[str, object]]:
+        token = record.token + (scene.token or 0)
+        return store.mark_delivered(KEY, token=token), {"delivered": True}
+
+    def _requeue(
+        self, store: Store, scene: Scene, record: Record
+    ) -> tuple[bool, dict[str, object]]:
+        token = None if scene.token is None else record.token + scene.token
+        found = store.requeue(KEY, deadline_ms=self.delay_ms, token=token)
+        assert found is None or found == store.get(KEY)
+        return found is not None, {}
+
+    def _sweep(self, store: Store, _: Scene, __: Record) -> tuple[str, dict[str, object]]:
+        report = store.sweep(limit=10, requeue_ms=self.delay_ms)
+        swept = (*report.interrupted, *report.requeued)
+        assert all(record == store.get(KEY) for record in swept)
+        word = "interrupted" if report.interrupted else "requeued" if swept else "none"
+        return word, {}
+
+    def _forget(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+        token = record.token + (scene.token or 0)
+        state = record.state
+        if scene.another_state:
+            state = State.QUEUED if state is State.FAILED else State.FAILED
+        return store.forget(KEY, token=token, state=state), {}
