@@ -131,7 +131,7 @@ class Guard:
                 return refused
             if key is None:
                 with atomic_requests(guarded.non_atomic):
-                    return awaited(guarded.run(), self._name)  # type: ignore[no-any-return]  # the view's
+                    return awaited(guarded.run(), self._name)
             call = Call(
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),

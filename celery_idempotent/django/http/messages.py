@@ -77,7 +77,7 @@ def finished(response: HttpResponseBase, options: HttpOptions) -> HttpResponseBa
     if not getattr(response, "is_rendered", True):
         response = response.render()  # type: ignore[attr-defined]  # of a template
     if not isinstance(response, FileResponse) or response.is_async:
-        return response  # type: ignore[no-any-return]  # whatever the view returned
+        return response
     length = str(response.headers.get("Content-Length", ""))
     if not length.isdecimal() or int(length) > options.max_response_bytes:
         return response
