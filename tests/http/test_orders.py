@@ -359,8 +359,8 @@ def sql(charge: Any) -> Iterator[Any]:
 def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     sql: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from celery_idempotent.django import outbox
     from celery_idempotent.django.http import queueing
-    from celery_idempotent.django.outbox import interceptor as outbox
 
     class Killed(BaseException):
         pass

@@ -29,13 +29,13 @@ __all__ = ["Pages", "guarded"]
 
 logger = logging.getLogger(__name__)
 
-View = TypeVar("View", bound=Callable[..., HttpResponse])
+Page = TypeVar("Page", bound=Callable[..., HttpResponse])
 
 
-def guarded(*methods: str) -> Callable[[View], View]:
+def guarded(*methods: str) -> Callable[[Page], Page]:
     """Let a view see these methods only, of those who may; where the store does not answer, say so."""
 
-    def decorate(view: View) -> View:
+    def decorate(view: Page) -> Page:
         @functools.wraps(view)
         def look_after(
             self: Pages, request: HttpRequest, *args: object, **kwargs: object
@@ -51,7 +51,7 @@ def guarded(*methods: str) -> Callable[[View], View]:
                 context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
                 return self.render(request, "trouble", context, status=503)
 
-        return cast("View", look_after)
+        return cast("Page", look_after)
 
     return decorate
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from celery_idempotent.celery.checks import Finding, check_settings, check_store
 from celery_idempotent.celery.reaper import SWEEP, sweep_interval
 from celery_idempotent.django.admin.charts import Chart, charts
-from celery_idempotent.django.admin.detail import duration
+from celery_idempotent.django.admin.detail import time_in_words
 from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
 from celery_idempotent.errors import InvalidOption
@@ -46,7 +46,7 @@ class Sweeps:
     @property
     def ago(self) -> str:
         """How long ago the last one ended, for people."""
-        return duration(self.ago_ms)
+        return time_in_words(self.ago_ms)
 
     @property
     def well(self) -> bool:
@@ -107,7 +107,9 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         stats=stats,
         answered_ms=answered_ms,
         oldest=oldest,
-        oldest_for="" if oldest is None else duration(max(stats.now_ms - oldest.updated_ms, 0)),
+        oldest_for=""
+        if oldest is None
+        else time_in_words(max(stats.now_ms - oldest.updated_ms, 0)),
         oldest_of_many=oldest_of_many,
         counts=can_count(store),
         sweeps=_sweeps(app, stats),

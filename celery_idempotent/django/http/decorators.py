@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.db import connections
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["idempotent_view", "keyed_view"]
 
 #: A view function, a method that handles requests, or a class of views.
-View = TypeVar("View", bound=Callable[..., Any])
+ViewFunction = Callable[..., Any]
+View = TypeVar("View", bound=ViewFunction)
 
 
 def idempotent_view(view: Any = None, /, **options: Any) -> Any:
@@ -59,17 +60,17 @@ def keyed_view(view: Any = None, /, **options: Any) -> Any:
     return _decorator(view, options, guards=False)
 
 
-def _decorator(view: Any, options: dict[str, Any], *, guards: bool) -> Any:
+def _decorator(view: ViewFunction | None, options: dict[str, object], *, guards: bool) -> object:
     refuse_idle(options, "idempotent" if guards else "keyed")
 
     def decorate(target: View) -> View:
         name = f"{target.__module__}.{target.__qualname__}"
-        return _decorate(target, Marks(name, options, guards=guards))  # type: ignore[no-any-return]
+        return cast("View", _decorate(target, Marks(name, options, guards=guards)))
 
     return decorate if view is None else decorate(view)
 
 
-def _decorate(target: Any, marks: Marks) -> Any:
+def _decorate(target: ViewFunction, marks: Marks) -> Any:
     if isinstance(target, type):
         return _class(target, marks)
     rest: Any = getattr(target, "cls", None)
@@ -77,12 +78,12 @@ def _decorate(target: Any, marks: Marks) -> Any:
         # A view that @api_view or as_view() made: who calls is known only inside of it.
         made = _class(type(rest.__name__, (rest,), {"__module__": rest.__module__}), marks)
         actions = getattr(target, "actions", None)
-        again = made.as_view(*([actions] if actions else []), **target.initkwargs)
+        again = made.as_view(*([actions] if actions else []), **getattr(target, "initkwargs", {}))
         return wraps(target, updated=())(again)
     return _function(target, marks)
 
 
-def _is_rest(cls: Any) -> bool:
+def _is_rest(cls: object) -> bool:
     """Is this a view class of Django REST framework? Not imported: what it is not installed for has none."""
     return isinstance(cls, type) and hasattr(cls, "initialize_request")
 
@@ -108,8 +109,8 @@ def _rest_class(cls: Any, marks: Marks) -> None:
     non_atomic = non_atomic_databases(dispatch)
 
     @wraps(dispatch)
-    def checked(self: Any, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-        refused = _refusal(request, marks, whole=False)
+    def checked(self: Any, request: HttpRequest, *args: object, **kwargs: object) -> Any:
+        refused = _read_request(request, marks, whole=False)
         if refused is not None:
             return refused
         # With a key, the transaction is within the claim.
@@ -121,7 +122,7 @@ def _rest_class(cls: Any, marks: Marks) -> None:
             return _too_large(request, marks.options, error)
 
     @wraps(initial)
-    def begun(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    def begun(self: Any, request: Any, *args: object, **kwargs: object) -> None:
         initial(self, request, *args, **kwargs)
         name = str(request.method).lower()
         handler = getattr(self, name, None)
@@ -134,24 +135,26 @@ def _rest_class(cls: Any, marks: Marks) -> None:
     cls.initial = begun
 
 
-def _function(view: Any, marks: Marks, *, non_atomic: frozenset[str] | None = None) -> Any:
+def _function(
+    view: ViewFunction, marks: Marks, *, non_atomic: frozenset[str] | None = None
+) -> ViewFunction:
     """Wrap a function, a coroutine, or a method that takes a request first."""
     wrapped = _WrappedView(
         view, marks, non_atomic_databases(view) if non_atomic is None else non_atomic
     )
 
     @wraps(view)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if getattr(args[0], "view_is_async", False):  # dispatch() returns what its handler returns
             return wrapped.await_(args, kwargs)
         return wrapped.call(args, kwargs)
 
     @wraps(view)
-    async def await_(*args: Any, **kwargs: Any) -> Any:
+    async def await_(*args: object, **kwargs: object) -> object:
         return await wrapped.await_(args, kwargs)
 
-    made: Any = await_ if iscoroutinefunction(view) else call
-    made.idempotency = marks
+    made: ViewFunction = await_ if iscoroutinefunction(view) else call
+    vars(made)["idempotency"] = marks
     return unwrapped(made) if marks.guards else made
 
 
@@ -161,12 +164,12 @@ class _WrappedView:
     ``non_atomic`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for it.
     """
 
-    def __init__(self, view: Any, marks: Marks, non_atomic: frozenset[str]) -> None:
+    def __init__(self, view: ViewFunction, marks: Marks, non_atomic: frozenset[str]) -> None:
         self._view = view
         self._marks = marks
         self._non_atomic = non_atomic
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Answer a call of a function."""
         try:
             prepared = self._prepare(args, kwargs)
@@ -176,7 +179,7 @@ class _WrappedView:
         except TOO_LARGE as error:
             return _too_large(_request_of(args)[1], self._marks.options, error)
 
-    async def await_(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def await_(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Answer a call of a coroutine."""
         try:
             prepared = self._prepare(args, kwargs)
@@ -194,11 +197,11 @@ class _WrappedView:
             return _too_large(_request_of(args)[1], self._marks.options, error)
 
     def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Guarded | HttpResponseBase | None:
         """Read the key; return what is to be guarded, the answer to a refused request, ``None``: call the view."""
         seen, request = _request_of(args)
-        refused = _refusal(request, self._marks)
+        refused = _read_request(request, self._marks)
         if refused is not None or not self._marks.guards:
             return refused
         if getattr(request, "idempotency_guarded", False):
@@ -225,7 +228,7 @@ def _request_of(args: tuple[Any, ...]) -> tuple[Any, Any]:
     return seen, getattr(seen, "_request", seen)
 
 
-def _refusal(request: Any, marks: Marks, *, whole: bool = True) -> HttpResponseBase | None:
+def _read_request(request: Any, marks: Marks, *, whole: bool = True) -> HttpResponseBase | None:
     """Read the key into ``request.idempotency_key``, and return the answer to a request that has none or a bad one.
 
     The body of a request that is to be queued is received here; a guard does that itself. Not ``whole``: not yet.
@@ -246,7 +249,7 @@ def _refusal(request: Any, marks: Marks, *, whole: bool = True) -> HttpResponseB
     return None
 
 
-def _too_large(request: Any, options: HttpOptions, error: Exception) -> HttpResponseBase:
+def _too_large(request: HttpRequest, options: HttpOptions, error: Exception) -> HttpResponseBase:
     """Answer a request over one of Django's own limits, for which Django has a page."""
     if request.method not in options.methods:
         raise error
@@ -254,26 +257,28 @@ def _too_large(request: Any, options: HttpOptions, error: Exception) -> HttpResp
     return too_large().response(options.docs_url)
 
 
-def _rest_view(seen: Any) -> Any:
+def _rest_view(seen: HttpRequest) -> Any:
     """Return the view of Django REST framework that handles a request, ``None`` of any other kind."""
     view = (getattr(seen, "parser_context", None) or {}).get("view")
     return view if hasattr(view, "finalize_response") else None
 
 
-def _rendered(seen: Any, response: Any, kwargs: dict[str, Any]) -> Any:
+def _rendered(
+    seen: HttpRequest, response: HttpResponseBase, kwargs: dict[str, object]
+) -> HttpResponseBase:
     """Let Django REST framework finish its response now: its bytes are what is kept."""
     view = _rest_view(seen)
     return response if view is None else view.finalize_response(seen, response, **kwargs)
 
 
-def _final(guarded: Guarded, response: Any) -> Any:
+def _final(guarded: Guarded, response: HttpResponseBase) -> HttpResponseBase:
     """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
     view = _rest_view(guarded.seen)
     if view is None or guarded.key is None or not getattr(response, "is_rendered", True):
         return response
     finalize = view.finalize_response
 
-    def once(request: Any, made: Any, *args: Any, **kwargs: Any) -> Any:
+    def once(request: HttpRequest, made: object, *args: object, **kwargs: object) -> object:
         return made if made is response else finalize(request, made, *args, **kwargs)
 
     view.finalize_response = once

@@ -58,7 +58,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return what the status resource says: JSON, in an order for people."""
     result, state = _result_of(record, task, options)
-    told: dict[str, Any] = {
+    described: dict[str, object] = {
         "namespace": record.identity.namespace,
         "key": key,
         "state": state.value,
@@ -68,16 +68,16 @@ def describe(
         "crashes": record.crashes,
     }
     if state is State.INTERRUPTED:
-        told["retryable"] = True
+        described["retryable"] = True
     if state is State.COMPLETED:
-        told |= result
+        described |= result
     if state is State.FAILED:
         failure = failure_of(record, task, options)
-        told |= {
+        described |= {
             "error": {**failure.error, "code": failure.code, "detail": failure.detail},
             "retryable": failure.retryable,
         }
-    return told
+    return described
 
 
 def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions) -> Failure:
@@ -95,12 +95,12 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
     shown = options.show_errors == "all" or (
         options.show_errors == "permanent" and (permanent or own)
     )
-    told = {"type": kind} if options.show_errors != "none" else {}
+    described = {"type": kind} if options.show_errors != "none" else {}
     if shown and message:
-        told["message"] = message
+        described["message"] = message
     detail = message if shown and message else "The operation failed."
     retryable = error is not None and not permanent and not own
-    return Failure(code=code, detail=detail, retryable=retryable, error=told)
+    return Failure(code=code, detail=detail, retryable=retryable, error=described)
 
 
 def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseException | None, str, str]:
@@ -110,18 +110,18 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
             error: BaseException = definition.codec.load_error(record.value)
         except IdempotencyError as unreadable:
             error = unreadable
-        return error, type(error).__name__, _text(error)
+        return error, type(error).__name__, _sendable(error)
     # A view's: all that is kept of it is what its caller may know.
     found: object = None
     if record.value is not None:
         with contextlib.suppress(IdempotencyError):
             found = _JSON.load(record.value)
     parts = found if isinstance(found, dict) else {}
-    kind, message = _text(parts.get("exc_type", "")), _text(parts.get("exc_message", ""))
+    kind, message = _sendable(parts.get("exc_type", "")), _sendable(parts.get("exc_message", ""))
     return (_OWN[kind](message) if kind in _OWN else None), kind, message
 
 
-def _text(value: object) -> str:
+def _sendable(value: object) -> str:
     """Return what a stored value says, as a text that can be sent."""
     try:
         return str(value).encode("utf-8", "replace").decode()
@@ -131,7 +131,7 @@ def _text(value: object) -> str:
 
 def _result_of(
     record: Record, task: IdempotentTask | None, options: HttpOptions
-) -> tuple[dict[str, Any], State]:
+) -> tuple[dict[str, object], State]:
     """Return the members about the result, and the state: who replaced the task may still be at it.
 
     Raises:
@@ -146,10 +146,10 @@ def _result_of(
         return {}, record.state  # kept or not: who knows this task can say
     try:
         if record.value is not None and not record.replaced:
-            return _json({"result": definition.codec.load_value(record.value)}), record.state
+            return _if_json({"result": definition.codec.load_value(record.value)}), record.state
         outcome: Any = task.AsyncResult(record.task_id)
         if outcome.state == "SUCCESS":
-            return _json({"result": outcome.result}), record.state
+            return _if_json({"result": outcome.result}), record.state
         if record.replaced and not outcome.ready():
             return {}, State.PROCESSING
     except (IdempotencyError, AttributeError, NotImplementedError):
@@ -168,24 +168,24 @@ def _result_of(
     return {"result_kept": False}, record.state
 
 
-def _response_of(record: Record) -> dict[str, Any]:
+def _response_of(record: Record) -> dict[str, object]:
     assert record.value is not None
     try:
         response = read_response(record.value)
     except ResultUnavailable:
         return {"result_kept": False}
-    told: dict[str, Any] = {"status": response.status_code}
+    described: dict[str, object] = {"status": response.status_code}
     if is_for_the_view(record.value):
-        return {"result": told}
+        return {"result": described}
     if "Location" in response:
-        told["location"] = response["Location"]
+        described["location"] = response["Location"]
     if response.headers.get("Content-Type", "").partition(";")[0].endswith("json"):
         with contextlib.suppress(ValueError, RecursionError):
-            told["body"] = json.loads(response.content)
-    return _json({"result": told})
+            described["body"] = json.loads(response.content)
+    return _if_json({"result": described})
 
 
-def _json(members: dict[str, Any]) -> dict[str, Any]:
+def _if_json(members: dict[str, object]) -> dict[str, object]:
     """Return the members if JSON can say them."""
     try:
         json.dumps(members, cls=DjangoJSONEncoder)

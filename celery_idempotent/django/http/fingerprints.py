@@ -43,7 +43,7 @@ def read_body(request: HttpRequest, options: HttpOptions) -> None:
         request.body  # noqa: B018  kept by Django
 
 
-def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -> bytes:
+def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOptions) -> bytes:
     """Return the fingerprint of ``request``; ``seen`` is what the view gets (Django REST framework wraps it).
 
     The body stays readable for the view.

@@ -62,11 +62,11 @@ class Guarded:
     """
 
     request: HttpRequest
-    seen: Any
+    seen: HttpRequest
     key: str | None
-    run: Callable[[], Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    run: Callable[[], HttpResponseBase]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     non_atomic: frozenset[str] = frozenset()
 
 
@@ -78,7 +78,7 @@ class _ResponseCodec:
         self._name = name
         self._json = Serializer()
 
-    def dump_value(self, value: Any) -> Stored:
+    def dump_value(self, value: HttpResponseBase) -> Stored:
         """Pack a response."""
         return pack_response(value, self._options, name=self._name)
 
@@ -131,7 +131,7 @@ class Guard:
                 return refused
             if key is None:
                 with atomic_requests(guarded.non_atomic):
-                    return awaited(guarded.run(), self._name)  # type: ignore[no-any-return]  # the view's
+                    return awaited(guarded.run(), self._name)
             call = Call(
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),

@@ -111,7 +111,7 @@ ShowErrors = Literal["none", "permanent", "all"]
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
 
-_text = fitting(lambda value: isinstance(value, str), "takes a text")
+_a_text = fitting(lambda value: isinstance(value, str), "takes a text")
 _number = fitting(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
     "takes a number from 0",
@@ -207,8 +207,8 @@ class HttpOptions(Guarding):
     max_request_bytes: int = option(10 * 1024 * 1024, whole_number, views=_BOTH)
     max_response_bytes: int = option(1024 * 1024, whole_number)
     show_errors: ShowErrors = option("permanent", one_of(ShowErrors), views="keyed")
-    docs_url: str | None = option(None, optional(_text), views=_BOTH)
-    app: str | None = option(None, optional(_text))
+    docs_url: str | None = option(None, optional(_a_text), views=_BOTH)
+    app: str | None = option(None, optional(_a_text))
     namespaces: tuple[str, ...] | None = option(None, optional(_namespaces), views="")
 
     @property

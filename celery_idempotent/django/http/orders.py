@@ -17,7 +17,7 @@ from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.scopes import caller_scope, http_identity
 from celery_idempotent.django.http.status import status_url
-from celery_idempotent.django.outbox.payload import MEANS, absolute
+from celery_idempotent.django.outbox.payload import MEANS, Options, absolute
 from celery_idempotent.django.sql.autocommit import commits_by_hand
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import Identified
@@ -46,9 +46,9 @@ class Order:
 
     task: IdempotentTask
     definition: Definition
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    publish: dict[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    publish: Options
     key: str
     scope: object
     identified: Identified
@@ -104,7 +104,7 @@ class Order:
     def stage(self, task_id: str, alias: str) -> None:
         """Let the outbox of a database publish."""
         # Imported late: its tables are there only where the app is installed.
-        from celery_idempotent.django.outbox import interceptor as outbox
+        from celery_idempotent.django import outbox
 
         publish = {**self.publish, "task_id": task_id}
         outbox.stage(self.task, self.args, self.kwargs, publish, using=alias)
@@ -113,12 +113,12 @@ class Order:
 def read_order(
     request: HttpRequest,
     task: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
     scope: object,
     using: str | None,
-    publish: Mapping[str, Any],
+    publish: Options,
     options: HttpOptions,
 ) -> Order | None:
     """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -26,7 +26,7 @@ def for_people(request: HttpRequest) -> bool:
     return "text/html" in accepted and "application/json" not in accepted
 
 
-def status_page(request: HttpRequest, told: dict[str, Any], *, every: int) -> HttpResponse:
+def status_page(request: HttpRequest, told: dict[str, object], *, every: int) -> HttpResponse:
     """Show what the resource tells; the page asks again each ``every`` seconds until it is settled."""
     result = told.get("result")
     shown = "" if result is None else _laid_out(result)
@@ -34,7 +34,7 @@ def status_page(request: HttpRequest, told: dict[str, Any], *, every: int) -> Ht
     return render(request, "celery_idempotent/http/status.html", context)
 
 
-def _laid_out(result: Any) -> str:
+def _laid_out(result: object) -> str:
     try:
         return json.dumps(result, cls=DjangoJSONEncoder, indent=2)
     except RecursionError:  # json is less patient with what is laid out

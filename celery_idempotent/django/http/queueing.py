@@ -73,8 +73,8 @@ _UNSURE = (
 def enqueue(
     request: Any,
     task: Any,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     scope: object = None,
     using: str | None = None,

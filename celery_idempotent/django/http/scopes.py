@@ -58,7 +58,7 @@ def _user_model() -> Any:
         return None
 
 
-def _kind(user: Any) -> str:
+def _kind(user: object) -> str:
     options = getattr(user, "_meta", None)
     if options is not None:
         return str(options.concrete_model._meta.label_lower)  # noqa: SLF001  as above
@@ -66,7 +66,7 @@ def _kind(user: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def caller_scope(request: Any, options: HttpOptions) -> object:
+def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
     """Return the scope of the caller's keys.
 
     Raises:
@@ -77,33 +77,33 @@ def caller_scope(request: Any, options: HttpOptions) -> object:
         scope = options.scope(request)
         if scope is not None:
             return scope
-        raise _unknown("The request does not say who sends it.")
+        raise _caller_unknown("The request does not say who sends it.")
     user = getattr(request, "user", None)
     if user is not None and user.is_authenticated:
         try:
             return user_scope(user)
         except InvalidKey:
-            raise _unknown("The user has no identity of its own.") from None
+            raise _caller_unknown("The user has no identity of its own.") from None
     if options.anonymous == "session":
         return _session_scope(request)
-    raise _unknown("Log in, or send credentials.")
+    raise _caller_unknown("Log in, or send credentials.")
 
 
 def _session_scope(request: HttpRequest) -> tuple[str, str]:
     session = getattr(request, "session", None)
     if session is None:
-        raise _unknown("There is no session to know the caller by.")
+        raise _caller_unknown("There is no session to know the caller by.")
     if not session.session_key:
         session.save()  # gives it its key
     key = session.session_key
     # Signed cookies keep no session: their "key" is all its content, and changes with it.
     if not key or not session.exists(key):
-        raise _unknown("There is no session to know the caller by.")
+        raise _caller_unknown("There is no session to know the caller by.")
     # A digest: whoever reads records must not be able to take over sessions.
     return ("session", hashlib.sha256(key.encode()).hexdigest())
 
 
-def _unknown(detail: str) -> RequestRefused:
+def _caller_unknown(detail: str) -> RequestRefused:
     return RequestRefused("caller_unknown", detail)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -71,28 +71,28 @@ def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     return respond(request, namespace, key)
 
 
-def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
+def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     """Answer a request for a status; ``request`` may be one of Django REST framework, which knows who asks."""
     options = http_options()
     options = replace(options, show_errors=least_shown(options.show_errors))
     plain: HttpRequest = getattr(request, "_request", request)
     people = for_people(plain)
     try:
-        told = _look_up(request, _text(namespace), _text(key), options)
+        described = _look_up(request, _text(namespace), _text(key), options)
     except RequestRefused as refusal:
         response = _refuse(plain, refusal, options, people=people)
         patch_vary_headers(response, _VARY)
         return response
-    body = json.dumps(told, cls=DjangoJSONEncoder)
+    body = json.dumps(described, cls=DjangoJSONEncoder)
     digest = hashlib.sha256(f"{people} {body}".encode()).hexdigest()[:32]
     if people:
-        response = status_page(plain, told, every=max(round(options.retry_after), 1))
+        response = status_page(plain, described, every=max(round(options.retry_after), 1))
     else:
         response = HttpResponse(body, content_type="application/json")
     response["ETag"] = f'"{digest}"'
     response["Cache-Control"] = "private, no-cache"
     patch_vary_headers(response, _VARY)
-    if not told["settled"]:
+    if not described["settled"]:
         response["Retry-After"] = str(max(round(options.retry_after), 1))
     found = get_conditional_response(plain, etag=response["ETag"], response=response)
     assert found is not None, "there was a response"
@@ -122,7 +122,9 @@ def _found(app: Celery, identity: Identity) -> Record | None:
     return store.get(before.identity) if before else None
 
 
-def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> dict[str, Any]:
+def _look_up(
+    request: HttpRequest, namespace: str, key: str, options: HttpOptions
+) -> dict[str, object]:
     app = celery_app(options.app)
     scope = caller_scope(request, options)
     try:

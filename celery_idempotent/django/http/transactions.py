@@ -18,7 +18,7 @@ __all__ = [
     "unwrapped",
 ]
 
-View = TypeVar("View")
+Wrapped = TypeVar("Wrapped")
 
 
 def non_atomic_databases(view: object) -> frozenset[str]:
@@ -26,7 +26,7 @@ def non_atomic_databases(view: object) -> frozenset[str]:
     return frozenset(getattr(view, "_non_atomic_requests", ()))
 
 
-def unwrapped(view: View) -> View:
+def unwrapped(view: Wrapped) -> Wrapped:
     """Keep Django from putting ``ATOMIC_REQUESTS`` around the guard."""
     vars(view)["_non_atomic_requests"] = set(connections)  # what non_atomic_requests sets
     return view

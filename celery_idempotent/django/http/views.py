@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from django.core.signals import setting_changed
 
@@ -23,18 +22,18 @@ _shown: set[ShowErrors] = set()
 class Marks:
     """One decorated view: its options, and whether it runs in the request; a schema of the API asks for them, too."""
 
-    def __init__(self, name: str, given: dict[str, Any], *, guards: bool) -> None:
+    def __init__(self, name: str, given: dict[str, object], *, guards: bool) -> None:
         self.name = name
         self.guards = guards
         self._given = given
         self._lock = threading.Lock()
         self._guard: Guard | None = None
         # What does not depend on settings is checked now, with the view.
-        http_options(given)
+        options = http_options(given)
         if "show_errors" in given:
-            _shown.add(given["show_errors"])
+            _shown.add(options.show_errors)
         if guards:
-            _namespaces.add(given.get("namespace"))
+            _namespaces.add(options.namespace if "namespace" in given else None)
         setting_changed.connect(self._forget)
 
     def _forget(self, *, setting: str = "", **_: object) -> None:

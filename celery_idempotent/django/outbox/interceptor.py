@@ -28,7 +28,7 @@ from celery_idempotent.celery.publishing import Kept, keeper
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
-from celery_idempotent.django.outbox.payload import Payload, absolute, dump, fixed
+from celery_idempotent.django.outbox.payload import Options, Payload, absolute, dump, fixed
 from celery_idempotent.django.outbox.sending import Sent, name_of, publish, send, send_one, sweep
 from celery_idempotent.django.sql.autocommit import committing
 from celery_idempotent.django.transactions import alias_in_use
@@ -74,7 +74,7 @@ class _Group:
 
     def __init__(self, using: str, name: str | None) -> None:
         self.named = name is not None
-        self.lease = rows.Lease(using, name or uuid.uuid4().hex)
+        self.lease = rows.GroupLease(using, name or uuid.uuid4().hex)
         self.blocked = False
 
 
@@ -123,7 +123,7 @@ def stage(
     task: Task[Any, Any] | Signature[Any],
     args: Any = None,
     kwargs: Any = None,
-    options: dict[str, Any] | None = None,
+    options: Options | None = None,
     *,
     using: str = "default",
     group: str | None = None,
@@ -148,7 +148,7 @@ def stage(
     if group is not None and not 0 < len(group) <= 64:
         raise IdempotencyError("The name of an outbox group has 1 to 64 characters.")
     options = dict(options or {})
-    if not _is_ours(task):
+    if not _stamps_itself(task):
         if not isinstance(task, Signature):
             task = task.signature(args, kwargs, **options)
             args, kwargs, options = None, None, {}
@@ -177,13 +177,13 @@ def _check_swept(app: Celery, using: str) -> None:
         )
 
 
-def _is_ours(task: Any) -> bool:
+def _stamps_itself(task: Any) -> bool:
     """Is this one call of a task that stamps its calls itself, or a chain, which is one call of its first task?"""
     if isinstance(task, Signature):
         kind, app = str(task.task), task.app
         if kind == "celery.chain":
             steps: Any = task.kwargs["tasks"]
-            return bool(steps) and _is_ours(maybe_signature(steps[0], app=app))
+            return bool(steps) and _stamps_itself(maybe_signature(steps[0], app=app))
         task = app.tasks.get(kind)
     return isinstance(task, IdempotentTask) and not is_celerys_own(task)
 
@@ -222,7 +222,7 @@ def _stage_canvas(
     canvas: Signature[Any],
     args: Any,
     kwargs: Any,
-    options: dict[str, Any],
+    options: Options,
     using: str,
     group: str | None,
 ) -> str:
@@ -250,7 +250,7 @@ def _stage_canvas(
     return task_id
 
 
-def _adopt(app: Celery, options: dict[str, Any]) -> None:
+def _adopt(app: Celery, options: Options) -> None:
     """Note whose child this call is: a sweep that sends it is nobody's parent."""
     parent: Any = app.current_worker_task
     if not parent:

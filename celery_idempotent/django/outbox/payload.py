@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from celery.utils import uuid
 from celery.utils.functional import maybe_list
@@ -18,7 +18,17 @@ from celery_idempotent.serializers import NotStored, Serializer, decode, from_by
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["MAX_BYTES", "MEANS", "Payload", "absolute", "dump", "fixed", "load"]
+__all__ = [
+    "MAX_BYTES",
+    "MEANS",
+    "Canvas",
+    "Options",
+    "Payload",
+    "absolute",
+    "dump",
+    "fixed",
+    "load",
+]
 
 #: The largest call that can be staged, serialized.
 MAX_BYTES = 1024 * 1024
@@ -33,6 +43,11 @@ _PARTS = {
 }
 
 
+#: Options of ``apply_async``, and a signature as a dict: Celery has no types for what is in them.
+Options: TypeAlias = dict[str, Any]
+Canvas: TypeAlias = Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
     """A call: of a task of ours that was stamped (``stamped``), or any signature.
@@ -41,12 +56,12 @@ class Payload:
     """
 
     task: str
-    args: Any
-    kwargs: Any
-    options: dict[str, Any]
+    args: object
+    kwargs: object
+    options: Options
     stamped: bool
     once: bool = False
-    canvas: Mapping[str, Any] | None = None
+    canvas: Canvas | None = None
 
 
 def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
@@ -92,11 +107,11 @@ def load(app: Celery, content: bytes) -> Payload:
         DecodeError: if it cannot be read.
     """
     accept = serialization.prepare_accept_content(app.conf.accept_content)
-    found = cast("dict[str, Any]", decode(from_bytes(content), accept))
+    found: Any = decode(from_bytes(content), accept)
     return Payload(**found)
 
 
-def absolute(options: Mapping[str, Any], *, task: str) -> dict[str, Any]:
+def absolute(options: Mapping[str, Any], *, task: str) -> Options:
     """Return options that mean the same whenever the message is sent: delays become points in time.
 
     Raises:
@@ -119,7 +134,7 @@ def absolute(options: Mapping[str, Any], *, task: str) -> dict[str, Any]:
     return kept
 
 
-def fixed(app: Celery, signature: Mapping[str, Any], *, leading: bool = True) -> dict[str, Any]:
+def fixed(app: Celery, signature: Canvas, *, leading: bool = True) -> Options:
     """Return a copy of a canvas whose every part has its id, so that sending it twice sends the same messages twice.
 
     The delays of those parts that start at once (``leading``) become points in time. What Celery still names anew each

@@ -107,7 +107,7 @@ def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) ->
         logger.warning(
             "idempotency: staged message %s could not be sent, and stays: %s",
             label,
-            rows.describe(error),
+            rows.error_text(error),
         )
         return error
     # Should this fail, the message is sent again under the same task id.
@@ -122,7 +122,7 @@ def send(app: Celery, group: str, *, using: str = "default") -> Sent:
 
 
 def _send(app: Celery, group: str, using: str) -> Sent:
-    lease = rows.Lease(using, group)
+    lease = rows.GroupLease(using, group)
     head = rows.head_of(using, group)
     if head is None:
         return Sent()
@@ -182,18 +182,18 @@ def upkeep(app: Celery, *, using: str, limit: int) -> dict[str, int]:
     return {"outbox_sent": report.sent, "outbox_failed": report.failed}
 
 
-def _take_any(using: str, app: str) -> rows.Lease | None:
+def _take_any(using: str, app: str) -> rows.GroupLease | None:
     """Hold one of the groups that wait; ``None`` if there is none."""
     while candidates := rows.heads(using, app, 16):
         for head, group in candidates:
-            lease = rows.Lease(using, group)
+            lease = rows.GroupLease(using, group)
             if lease.take(head):
                 return lease
     return None
 
 
 def _send_group(
-    sender: _Sender, lease: rows.Lease, limit: int, until: float
+    sender: _Sender, lease: rows.GroupLease, limit: int, until: float
 ) -> tuple[int, Exception | None]:
     """Send a group that is held; return how many messages were sent, and what stopped it."""
     sent = 0
