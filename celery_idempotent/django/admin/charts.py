@@ -9,8 +9,6 @@ from datetime import datetime, timedelta, timezone
 
 from celery_idempotent.records import Counted
 
-__all__ = ["SERIES", "Bar", "Chart", "ChartRow", "charts"]
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 #: What is drawn, from below, and the outcomes that it adds up. ``settled`` and ``released`` end what ``claimed`` began.

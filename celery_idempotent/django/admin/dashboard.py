@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-__all__ = ["Board", "Sweeps", "board"]
-
 #: So many tasks have a chart, if none is named.
 CHARTS = 12
 
@@ -78,7 +76,7 @@ class Board:
 
     @property
     def tiles(self) -> dict[str, str]:
-        """The counts as they are told."""
+        """The counts in words."""
         return {name: self.stats.said(name) for name in ("live", "stale", "interrupted", "failed")}
 
 

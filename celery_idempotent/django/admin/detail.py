@@ -1,4 +1,4 @@
-"""The page of one record: all that it says, told to people."""
+"""The page of one record: all that it says, for people."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from datetime import datetime, timedelta, timezone
 from celery_idempotent.celery.operations import Operation, is_live, offered
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores.refusals import KEPT
-
-__all__ = ["Detail", "Moment", "detail", "time_in_words"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -137,14 +135,14 @@ def _began(record: Record) -> str:
 def _between(record: Record) -> list[Moment]:
     """Return what happened between the first claim and the present state, at times that nobody kept."""
     earlier = record.attempts - (record.state is State.PROCESSING)
-    told = 1 if record.state is State.INTERRUPTED else 0
+    shown = 1 if record.state is State.INTERRUPTED else 0
     moments = []
     if earlier > 1 or (earlier == 1 and record.state is State.PROCESSING):
         before = " before" if record.state is State.PROCESSING else ""
         moments.append(Moment(what=f"Claimed {_times(earlier)}{before}"))
-    if record.crashes > told:
-        before = " before" if told else ""
-        moments.append(Moment(what=f"Lost to a crash {_times(record.crashes - told)}{before}"))
+    if record.crashes > shown:
+        before = " before" if shown else ""
+        moments.append(Moment(what=f"Lost to a crash {_times(record.crashes - shown)}{before}"))
     return moments
 
 

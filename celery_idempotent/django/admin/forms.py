@@ -17,8 +17,6 @@ from celery_idempotent.records import Selection, State
 if TYPE_CHECKING:
     from django.http import QueryDict
 
-__all__ = ["PERIODS", "ConfirmForm", "FilterForm", "OperationForm", "PeriodForm"]
-
 #: How long ago a record was made, for the filter.
 _AGES = {
     "1m": ("1 minute", timedelta(minutes=1)),

@@ -16,8 +16,6 @@ from celery_idempotent.records import Identity, Record, Selection, State
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
 
-__all__ = ["LOOK_AT", "PER_PAGE", "SEARCHED", "Listing", "list_page", "search"]
-
 #: So many records make a page, and for them so many keys are looked at.
 PER_PAGE, LOOK_AT = 50, 5000
 

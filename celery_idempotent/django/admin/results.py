@@ -17,15 +17,13 @@ from celery_idempotent.django.admin.values import Shown, text_of
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["BackendResult", "result_of"]
-
 logger = logging.getLogger(__name__)
 
 #: How long a page waits for the result backend, in seconds. Its own limits are for workers: Celery lets Redis take two
 #: minutes, and tries again twenty times.
 PATIENCE = 3.0
 
-#: So many questions may be without an answer at a time: each keeps a thread until the backend's own limits end it.
+#: So many questions may be without an answer at a time: each has a thread until the backend's own limits end it.
 _asking = threading.BoundedSemaphore(4)
 
 

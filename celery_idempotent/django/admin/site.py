@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
 
-__all__ = ["IdempotencyRecordAdmin"]
-
 #: So many messages of the outbox are shown, and so many names of tasks suggested.
 _STAGED, _SUGGESTED = 100, 200
 

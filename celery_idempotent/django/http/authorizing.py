@@ -13,8 +13,6 @@ from celery_idempotent.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["object_permissions", "refused_replay"]
-
 
 def object_permissions(request: HttpRequest, *_: object, **__: object) -> bool:
     """Ask what a view of Django REST framework about one object asks: its ``get_object()``.

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.django.http.options import HttpOptions
 
-__all__ = ["TOO_LARGE", "receive", "too_large"]
-
-#: What Django raises for a request over one of its own limits, whoever reads it.
+#: What Django raises for a request over one of its own limits, at whatever place it is read.
 TOO_LARGE: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
 
 _PIECE: Final = 64 * 1024
@@ -33,7 +31,7 @@ def receive(request: HttpRequest, options: HttpOptions, *, parsed: bool = False)
 
     WSGI hands out a body while it arrives, and tells nobody that it broke off: a reader gets less, as if that were
     all, ``amount=1`` of ``amount=1000``. An ASGI application of Django has all of it before the first view.
-    ``parsed``: whoever wanted to know what it says has looked already.
+    ``parsed``: the view has read it already, as far as it wanted to.
 
     Raises:
         RequestRefused: ``body_incomplete``, ``length_required``, ``body_unreadable`` or ``request_too_large``.
@@ -131,7 +129,7 @@ def _size_in_file(stream: BinaryIO) -> int | None:
 
 
 def _size_taken(stream: BinaryIO) -> int | None:
-    """Return how much there was of a body that others have read; ``None`` if that cannot be told."""
+    """Return how much there was of a body that others have read; ``None`` if that is not known."""
     if not hasattr(stream, "_pos"):
         return None
     while _next_piece(stream):

@@ -28,8 +28,6 @@ from celery_idempotent.errors import InvalidOption
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponseBase
 
-__all__ = ["idempotent_view", "keyed_view"]
-
 #: A view function, a method that handles requests, or a class of views.
 ViewFunction = Callable[..., Any]
 View = TypeVar("View", bound=ViewFunction)

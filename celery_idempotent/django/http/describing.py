@@ -27,8 +27,6 @@ from celery_idempotent.serializers import Serializer
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["Failure", "describe", "failure_of"]
-
 logger = logging.getLogger(__name__)
 
 #: Errors of the library's own that have a code for programs, and the same by their names, as records have them.

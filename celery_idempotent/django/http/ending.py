@@ -8,8 +8,6 @@ from collections.abc import Awaitable
 from contextvars import Context, copy_context
 from typing import TypeVar
 
-__all__ = ["to_the_end"]
-
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")

@@ -20,8 +20,6 @@ from celery_idempotent.identity.fingerprints import NoFormError, Written, digest
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
 
-__all__ = ["read_body", "request_fingerprint"]
-
 #: So many digits, times ten to the power of up to so much, a float tells apart.
 _FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
 

@@ -1,4 +1,4 @@
-"""Guarding one view: claim the key, run the view, keep its answer, repeat it to whoever asks again."""
+"""Guarding one view: claim the key, run the view, store its answer, repeat it to each repetition."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponseBase
-
-__all__ = ["Guard", "Guarded"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +81,9 @@ class _ResponseCodec:
         return pack_response(value, self._options, name=self._name)
 
     def dump_error(self, error: BaseException) -> Stored | None:
-        """Keep what a person may be told."""
-        told = {"exc_type": type(error).__name__, "exc_message": str(error)}
-        stored = self._json.dump(told, max_bytes=None)
+        """Store what a caller may know."""
+        parts = {"exc_type": type(error).__name__, "exc_message": str(error)}
+        stored = self._json.dump(parts, max_bytes=None)
         return None if isinstance(stored, NotStored) else stored
 
     def dump_step(self, name: str, value: object) -> Stored:
@@ -232,12 +230,12 @@ class Guard:
     def _replay(self, record: Record) -> HttpResponseBase:
         if record.state is State.FAILED:
             code = failure_of(record, None, self.options).code
-            told = {
+            details = {
                 "failed_by_operator": "An operator decided that it is not tried again.",
                 "too_many_crashes": f"The process that worked on it died {record.crashes} times, and it is not tried "
                 "again.",
             }
-            detail = told.get(code, "It failed for good.")
+            detail = details.get(code, "It failed for good.")
             return problem(code, detail, docs_url=self.options.docs_url)
         if record.value is None:
             raise RequestRefused("result_not_kept", "The response could not be kept.")

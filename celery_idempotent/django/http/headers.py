@@ -12,8 +12,6 @@ from celery_idempotent.identity.keys import canonical, excess
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
-__all__ = ["MAX_HEADER_CHARS", "read_key"]
-
 #: Nothing longer is looked at: a key of 255 characters, each of them escaped, its quotes, and some parameters.
 MAX_HEADER_CHARS: Final = 1024
 

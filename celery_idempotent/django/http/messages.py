@@ -28,16 +28,6 @@ from celery_idempotent.records import Stored
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-__all__ = [
-    "CONTENT_TYPE",
-    "REPLAYED",
-    "awaited",
-    "finished",
-    "is_for_the_view",
-    "pack_response",
-    "read_response",
-]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -49,7 +39,7 @@ REPLAYED: Final = "Idempotent-Replayed"
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
 #: In the record only: what the middleware outside is to find on the response, as JSON.
 _ATTRIBUTES: Final = "Idempotent-Attributes"
-#: In the record only: whoever wants to see it is asked about by the view.
+#: In the record only: the view is asked who may see it.
 _AUTHORIZED: Final = "Idempotent-Authorized-By-View"
 _MAX_HEAD: Final = 32 * 1024
 

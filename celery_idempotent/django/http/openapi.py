@@ -116,7 +116,7 @@ class IdempotencySchemaMixin:
                 503: _problem("The store or the result backend does not answer; see Retry-After."),
             }
         # What the project says about a status of its own stays.
-        return {**{str(status): told for status, told in own.items()}, **found}
+        return {**{str(status): answer for status, answer in own.items()}, **found}
 
     def _marks(self) -> Marks | None:
         view: Any = self.view  # type: ignore[attr-defined]  # a mixin's

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["Order", "read_order"]
-
 #: What ``enqueue()`` itself says about a message.
-_OURS = ("task_id", "idempotency_key", "idempotency_scope")
+_CHOSEN_HERE = ("task_id", "idempotency_key", "idempotency_scope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +122,10 @@ def read_order(
     """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.
 
     Raises:
-        RequestRefused: if its key or its caller cannot be told, or its body is not whole.
+        RequestRefused: if its key or its caller is not known, or its body is not whole.
         InvalidOption: for an option of the message that is not the caller's to choose.
     """
-    if chosen := [name for name in _OURS if name in publish]:
+    if chosen := [name for name in _CHOSEN_HERE if name in publish]:
         raise InvalidOption(
             f"enqueue() takes no {', '.join(chosen)}: the key is the request's, the scope is given as scope=…, and the "
             "task id belongs to the key."

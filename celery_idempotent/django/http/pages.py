@@ -17,20 +17,23 @@ from celery_idempotent.django.http.problems import CONDITIONS, RequestRefused
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
 
-__all__ = ["for_people", "login_redirect", "refusal_page", "status_page"]
-
 
 def for_people(request: HttpRequest) -> bool:
-    """Does the client prefer a page? Whoever accepts anything gets JSON."""
+    """Does the client prefer a page? One that accepts anything gets JSON."""
     accepted = request.headers.get("Accept", "")
     return "text/html" in accepted and "application/json" not in accepted
 
 
-def status_page(request: HttpRequest, told: dict[str, object], *, every: int) -> HttpResponse:
+def status_page(request: HttpRequest, described: dict[str, object], *, every: int) -> HttpResponse:
     """Show what the resource tells; the page asks again each ``every`` seconds until it is settled."""
-    result = told.get("result")
+    result = described.get("result")
     shown = "" if result is None else _laid_out(result)
-    context = {"told": told, "result": shown, "every": every, "settled": told["settled"]}
+    context = {
+        "told": described,
+        "result": shown,
+        "every": every,
+        "settled": described["settled"],
+    }
     return render(request, "celery_idempotent/http/status.html", context)
 
 

@@ -8,8 +8,6 @@ from typing import Final
 from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpResponse, JsonResponse
 
-__all__ = ["CONDITIONS", "RequestRefused", "problem"]
-
 #: code -> status, title, whether the same request with the same key may succeed later.
 CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "idempotency_key_missing": (400, "The Idempotency-Key header is missing", False),

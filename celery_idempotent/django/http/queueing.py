@@ -7,9 +7,9 @@
                     ├─ Settled ───▶ 200 with the result │ 500, 504 with the error │ retryable: forgotten, reserved anew
                     └─ Mismatched ▶ 422
 
-A 202 is a promise, and outlives the process that gives it: whoever reserves leaves the message with the record, or in
-the outbox, and a sweep sends it should nobody else do so. A reservation of a transaction that may still be rolled back
-promises nothing, and its deadline is near.
+A 202 is a promise, and outlives the process that gives it: the message is stored with the record, or in the outbox,
+and a sweep sends it should nobody else do so. A reservation of a transaction that may still be rolled back promises
+nothing, and its deadline is near.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import joined
 
-__all__ = ["aenqueue", "enqueue"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: A reservation inside a transaction, which may be rolled back without a word: how long it keeps others from theirs.
+#: A reservation inside a transaction, which may be rolled back without a word: how long others wait for its end.
 UNCOMMITTED_MS = 10_000
 
 #: How long the store is given to answer, and another request to commit, in seconds.
@@ -155,7 +153,7 @@ def _claim(order: Order, *, within: bool) -> Reserved | Held | Settled:
                 if not backoff.pause(looks, until=give_up, first=0.02):
                     raise _in_progress(order, "It is not queued yet. Ask again later.")
             case Settled(record, _) if _is_retryable(order, record):
-                # Only this very failure: whoever comes second finds the first one's reservation.
+                # Only this very failure: the second who tries finds the first one's reservation.
                 _patiently(order, partial(_forget, order, record))
             case Mismatched():
                 raise RequestRefused(

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.django.http.options import HttpOptions
 
-__all__ = ["caller_scope", "http_identity", "user_scope"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +27,7 @@ def user_scope(user: Any) -> tuple[object, ...]:
     """Return the scope of a user's keys, for ``apply_async(..., idempotency_scope=user_scope(user))``.
 
     It says that it is a user's: the scopes that a project gives its tasks for reasons of its own (``tenant 5``) never
-    equal that of user 5, and are out of reach of the status resource. Whoever is no user of ``AUTH_USER_MODEL`` (a
+    equal that of user 5, and are out of reach of the status resource. One that is no user of ``AUTH_USER_MODEL`` (a
     customer, a machine) has their class in it, so that customer 5 is not user 5.
 
     Raises:
@@ -99,7 +97,7 @@ def _session_scope(request: HttpRequest) -> tuple[str, str]:
     # Signed cookies keep no session: their "key" is all its content, and changes with it.
     if not key or not session.exists(key):
         raise _caller_unknown("There is no session to know the caller by.")
-    # A digest: whoever reads records must not be able to take over sessions.
+    # A digest: who reads records must not be able to take over sessions.
     return ("session", hashlib.sha256(key.encode()).hexdigest())
 
 

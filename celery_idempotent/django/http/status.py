@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.records import Identity, Record
 
-__all__ = ["respond", "status", "status_url"]
-
 _VARY = ("Accept", "Authorization", "Cookie")
 
 

@@ -9,15 +9,6 @@ from typing import TypeVar
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
-__all__ = [
-    "atomic_aliases",
-    "atomic_requests",
-    "non_atomic_databases",
-    "refuse_open_transactions",
-    "roll_back_requests",
-    "unwrapped",
-]
-
 Wrapped = TypeVar("Wrapped")
 
 

@@ -9,8 +9,6 @@ from django.core.signals import setting_changed
 from celery_idempotent.django.http.guards import Guard
 from celery_idempotent.django.http.options import SETTING, HttpOptions, ShowErrors, http_options
 
-__all__ = ["Marks", "least_shown", "marks_of", "view_namespaces"]
-
 #: The namespaces of guarded views, as the views were given them; ``None``: what the setting says.
 _namespaces: set[str | None] = set()
 

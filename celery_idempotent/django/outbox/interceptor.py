@@ -29,7 +29,14 @@ from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
 from celery_idempotent.django.outbox.payload import Options, Payload, absolute, dump, fixed
-from celery_idempotent.django.outbox.sending import Sent, name_of, publish, send, send_one, sweep
+from celery_idempotent.django.outbox.sending import (
+    Sent,
+    name_of,
+    publish_staged,
+    send,
+    send_one,
+    sweep,
+)
 from celery_idempotent.django.sql.autocommit import committing
 from celery_idempotent.django.transactions import alias_in_use
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
@@ -100,7 +107,7 @@ class _AfterCommit:
                 return
             if not lease.hold():
                 return
-            publishing = partial(publish, self.app, self.content)
+            publishing = partial(publish_staged, self.app, self.content)
             error = send_one(publishing, lease.using, self.pk, self.label)
             if error is not None:
                 lease.fail(self.pk, error)
@@ -251,7 +258,7 @@ def _stage_canvas(
 
 
 def _adopt(app: Celery, options: Options) -> None:
-    """Note whose child this call is: a sweep that sends it is nobody's parent."""
+    """Note whose child this call is: a sweep that sends it is no task."""
     parent: Any = app.current_worker_task
     if not parent:
         return
@@ -282,7 +289,7 @@ def _insert(
 def _group(using: str, name: str | None) -> _Group:
     """Return the group of the transaction at work, or one for this message alone, which looks for older ones itself.
 
-    Django keeps what it will call after the commit in a list, which ends with the transaction: a group that is not in
+    Django has what it will call after the commit in a list, which ends with the transaction: a group that is not in
     it belongs to an earlier one.
     """
     if name is not None:
@@ -304,17 +311,11 @@ def _group(using: str, name: str | None) -> _Group:
 def pending(*, using: str = "default", limit: int = 100) -> list[Pending]:
     """Return the messages that wait, oldest first."""
     waiting = rows.rows(using).annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
+    copied = ("group", "app", "task", "task_id", "key", "scope", "attempts", "error")
     return [
         Pending(
             id=each.pk,
-            group=each.group,
-            app=each.app,
-            task=each.task,
-            task_id=each.task_id,
-            key=each.key,
-            scope=each.scope,
-            attempts=each.attempts,
-            error=each.error,
+            **{name: getattr(each, name) for name in copied},
             age_ms=max(each.now_ms - each.created_ms, 0),
             due_in_ms=each.due_ms - each.now_ms,
         )

@@ -1,10 +1,10 @@
-"""What the outbox keeps of a call: all of it, with nothing left to the moment at which it is sent."""
+"""What the outbox stores of a call: all of it, so that nothing depends on when it is sent."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,22 +18,10 @@ from celery_idempotent.serializers import NotStored, Serializer, decode, from_by
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = [
-    "MAX_BYTES",
-    "MEANS",
-    "Canvas",
-    "Options",
-    "Payload",
-    "absolute",
-    "dump",
-    "fixed",
-    "load",
-]
-
 #: The largest call that can be staged, serialized.
 MAX_BYTES = 1024 * 1024
 
-#: Options that say by which connection to send: whoever sends has its own.
+#: Options that say by which connection to send: the sender has its own.
 MEANS = ("producer", "publisher", "connection", "router")
 
 _PARTS = {
@@ -71,15 +59,9 @@ def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
         IdempotencyError: if it cannot be, could not be read again, or is too large.
     """
     name = serializer or app.conf.task_serializer
-    content = {
-        "task": payload.task,
-        "args": payload.args,
-        "kwargs": payload.kwargs,
-        "options": payload.options,
-        "stamped": payload.stamped,
-        "once": payload.once,
-        "canvas": None if payload.canvas is None else dict(payload.canvas),
-    }
+    content = {line.name: getattr(payload, line.name) for line in fields(payload)}
+    if payload.canvas is not None:
+        content["canvas"] = dict(payload.canvas)
     try:
         stored = Serializer(name, app.conf.accept_content).dump(content, max_bytes=MAX_BYTES)
     except InvalidOption:

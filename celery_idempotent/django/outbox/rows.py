@@ -13,18 +13,6 @@ from django.db.models import Exists, OuterRef, QuerySet
 
 from celery_idempotent.django.outbox.models import ERROR_CHARS, NowMs, OutboxMessage
 
-__all__ = [
-    "LEASE_MS",
-    "GroupLease",
-    "add",
-    "delete",
-    "error_text",
-    "has_earlier",
-    "head_of",
-    "heads",
-    "rows",
-]
-
 logger = logging.getLogger(__name__)
 
 #: How long one who sends a group is left alone: from the staging to the commit, and for each message after it.
