@@ -24,10 +24,10 @@ from celery_idempotent.identity.stamp import (
     RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
-    bound,
-    own_id,
-    said_of,
+    message_id,
+    read_stamp,
     stamp_of,
+    with_stamp,
 )
 from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.claim import Claim, current_claim
@@ -184,7 +184,7 @@ def identify(
     explicit = (key is not None and KEY_HEADER not in kept) or (
         scope is not None and SCOPE_HEADER not in kept
     )
-    said = said_of(headers, task_id)
+    said = read_stamp(headers, task_id)
     if "key" in said and not explicit:
         return None
     if retried is not None and not explicit:
@@ -200,12 +200,12 @@ def identify(
         identified = definition.identify(
             args,
             kwargs,
-            task_id=uuid() if eager else own_id(headers, task_id),
+            task_id=uuid() if eager else message_id(headers, task_id),
             nesting=options.get("replaced_task_nesting") or 0,
             key=key,
             scope=scope,
         )
-    options["headers"] = bound(headers, str(task_id), identified)
+    options["headers"] = with_stamp(headers, str(task_id), identified)
     return identified
 
 
@@ -315,9 +315,9 @@ def _once(
 
 def _as_task(options: dict[str, Any], task_id: str) -> None:
     """Let a call go out under the task id that its key has already."""
-    said = said_of(options["headers"], options["task_id"])
+    said = read_stamp(options["headers"], options["task_id"])
     options["task_id"] = task_id
-    options["headers"] = bound(options["headers"], task_id, more=said)
+    options["headers"] = with_stamp(options["headers"], task_id, more=said)
 
 
 def until_lost(options: Mapping[str, Any]) -> int:
