@@ -32,7 +32,7 @@ from django.db import DatabaseError, transaction
 from django.http import HttpResponse, JsonResponse
 from kombu.exceptions import OperationalError
 
-from celery_idempotent.celery.publishing import RESERVED_MS
+from celery_idempotent.celery.reserving import RESERVED_MS
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, http_options
@@ -50,7 +50,6 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
-from celery_idempotent.stores.base import joined
 
 logger = logging.getLogger(__name__)
 
@@ -295,9 +294,8 @@ class _AtCommit:
         give_back = threading.Thread(target=_give_back, args=(order, record))
         self._rolled_back = weakref.finalize(self, give_back.start)
         self._rolled_back.atexit = False
-        if joined(
-            order.store
-        ):  # of a reservation in that very transaction nothing is left to give back
+        # Of a reservation in that very transaction nothing is left to give back.
+        if order.store.joined():
             self._rolled_back.detach()
 
     def __call__(self) -> None:
