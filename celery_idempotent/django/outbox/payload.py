@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -44,8 +44,8 @@ class Payload:
     """
 
     task: str
-    args: object
-    kwargs: object
+    args: Sequence[object] | None
+    kwargs: Mapping[str, object] | None
     options: Options
     stamped: bool
     once: bool = False
