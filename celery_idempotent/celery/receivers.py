@@ -26,7 +26,7 @@ from celery_idempotent.identity.stamp import (
     read_stamp,
     with_stamp,
 )
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 
 __all__ = ["is_foreign"]
@@ -129,9 +129,9 @@ def check_setup(sender: Any = None, **_: Any) -> None:
 
 
 @worker_process_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.counters")
-def write_tally(**_: Any) -> None:
+def write_counters(**_: Any) -> None:
     """Write what a process of the pool counted before it ends."""
-    tally.write()
+    counters.write()
 
 
 @worker_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.finish")
