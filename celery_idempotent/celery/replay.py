@@ -27,7 +27,7 @@ def replay(
 ) -> Any:
     """Answer from the record: return its value or raise its exception.
 
-    A redelivery of the very message that settled it sends on what the first delivery did not; any other
+    A redelivery of the very message that settled it sends the callbacks that the first delivery did not; any other
     duplicate is a link of its own chain, a member of its own chord.
     """
     own = record.task_id == request.id

@@ -69,13 +69,13 @@ class StaysError(Exception):
 
 
 class Dropped(Ignore):
-    """A duplicate is dropped, and whoever watches events shall see it: the worker's main process tells them."""
+    """A duplicate is dropped; the worker's main process sends the event about it, for monitors."""
 
 
 def conflict(
     task: IdempotentTask, request: Any, record: Record, left_ms: int, *, other: bool = False
 ) -> NoReturn:
-    """Somebody holds the key: send this copy round again, or say so, as the task's policy wants.
+    """Another call holds the key: republish this copy with a countdown, or end it, by the task's policy.
 
     A redelivery (the holder's own task id) may be the broker's only copy, and failing it would fail
     the original's chord and chain: it always goes round again, and leaves the result alone. So does a call that is no

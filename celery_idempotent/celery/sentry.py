@@ -1,4 +1,4 @@
-"""What Sentry's Celery integration is not to be told a second time; nothing where that is not in use."""
+"""Keeps errors from being reported to Sentry twice, where its Celery integration is in use."""
 
 from __future__ import annotations
 

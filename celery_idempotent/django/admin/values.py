@@ -57,7 +57,7 @@ def shown(app: Celery, definition: Definition | None, record: Record) -> Shown:
         return text_of(codec.load_value(stored))
     except IdempotencyError as error:
         return Shown(trouble=str(error))
-    except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
+    except Exception as error:  # noqa: BLE001  a stored value may run code of the project when it is read
         return Shown(trouble=f"It cannot be read ({type(error).__name__}).")
 
 

@@ -98,16 +98,16 @@ class RedisCache:
         return self._keys.prefix
 
     def look(self, identity: Identity) -> Cached | Ticket | None:
-        """Return the record or, on a miss, a ticket; ``None`` if there is no answer or nobody may fill."""
+        """Return the record or, on a miss, a ticket; ``None`` if there is no answer, or the key is being forgotten."""
         return self._look(identity, always=b"")
 
     def ticket(self, identity: Identity) -> Ticket | None:
-        """Return a ticket, also where there is an entry; ``None`` if there is no answer or nobody may fill."""
+        """Return a ticket, also where there is an entry; ``None`` if there is no answer, or it is being forgotten."""
         found = self._look(identity, always=b"1")
         return found if isinstance(found, Ticket) else None
 
     def fill(self, identity: Identity, ticket: Ticket, retained: Retained) -> bool:
-        """Keep what was read from the truth after the ticket was given; was it taken?"""
+        """Cache what was read from the truth after the ticket was given; ``False`` if the ticket is no longer valid."""
         record = retained.record
         try:
             packed = pack_settled(
@@ -167,7 +167,7 @@ class RedisCache:
             if not record.state.settled:
                 raise ValueError(record.state)
         except (StoreMisconfigured, ValueError, IndexError):
-            # Of a newer version, or not ours. The truth knows.
+            # Written by a newer version, or not by this library: ask the truth.
             logger.warning("idempotency: the cached record of %s cannot be read: dropped", identity)
             self.drop(identity)
             return None
