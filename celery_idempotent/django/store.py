@@ -316,7 +316,7 @@ class DjangoStore:
     ) -> Page:
         """Return about ``limit`` of the selected records."""
         return self.lines.run(
-            lambda session: browse.browse(
+            lambda session: browse.list_records(
                 session, selection, cursor=cursor, limit=limit, look_at=look_at
             )
         )

@@ -20,7 +20,7 @@ COUNTED = 10_000
 _COUNTER = "celery_idempotent_counter"
 
 
-def browse(
+def list_records(
     session: Session, selection: Selection, *, cursor: str, limit: int, look_at: int
 ) -> Page:
     """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""

@@ -32,7 +32,7 @@ from celery_idempotent.records import Identity, Record, Retained
 from celery_idempotent.stores.hybrid.breaker import Breaker
 from celery_idempotent.stores.redis.channel import exchange, passing
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpack
+from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpack_record
 from celery_idempotent.stores.redis.scripts import CACHE_VERBS, script
 from celery_idempotent.stores.redis.url import link_and_prefix
 
@@ -163,7 +163,7 @@ class RedisCache:
         if word != b"hit":
             return None
         try:
-            record = unpack(identity, rest[0])
+            record = unpack_record(identity, rest[0])
             if not record.state.settled:
                 raise ValueError(record.state)
         except (StoreMisconfigured, ValueError, IndexError):

@@ -36,7 +36,7 @@ from celery_idempotent.stores.redis.packed import (
     pack_settled,
     pack_state,
     pack_token,
-    unpack,
+    unpack_record,
     unreadable,
 )
 from celery_idempotent.stores.redis.scripts import VERBS, Command, plain, script
@@ -114,14 +114,14 @@ class RedisStore(Browsing, Upkeep):
                 request.attempt,
                 b"%d" % lease_ms,
                 b"%d" % (lease_ms + request.keep_ms),
-                _checked(request.fingerprint),
+                _fingerprint_argument(request.fingerprint),
                 pack_claimant(request.task_id, request.worker, request.message),
                 _ON_STALE_ARGUMENT[request.on_stale],
                 b"".join(request.unanswered),
             )
         )
         if word == b"claimed":
-            record = unpack(identity, rest[0])
+            record = unpack_record(identity, rest[0])
             if not replicated:
                 self._release(identity, record.token, requeue_ms=lease_ms, keep_crashes=True)
                 raise self._not_replicated("claim", identity)
@@ -195,13 +195,13 @@ class RedisStore(Browsing, Upkeep):
                 hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
                 b"%d" % deadline_ms,
                 b"%d" % (deadline_ms + keep_ms),
-                _checked(fingerprint),
+                _fingerprint_argument(fingerprint),
                 owner,
                 pack_message(message),
             )
         )
         if word == b"reserved":
-            return Reserved(unpack(identity, rest[0]))
+            return Reserved(unpack_record(identity, rest[0]))
         return self._refusal(identity, word, rest)
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
@@ -222,13 +222,13 @@ class RedisStore(Browsing, Upkeep):
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
         word, *rest = self._ask_about("interrupt", identity, pack_token(token))
-        return unpack(identity, rest[0]) if word == b"interrupted" else None
+        return unpack_record(identity, rest[0]) if word == b"interrupted" else None
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
         bucket, name = self._keys.locate(identity)
         packed = self._ask(plain(bucket, b"GET", name))
-        return None if packed is None else unpack(identity, packed)
+        return None if packed is None else unpack_record(identity, packed)
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None
@@ -239,7 +239,7 @@ class RedisStore(Browsing, Upkeep):
         word, *rest = self._ask_about("requeue", identity, b"%d" % deadline_ms, attempt, only)
         if word == b"unreadable":
             raise unreadable(identity)
-        return unpack(identity, rest[0]) if word == b"requeued" else None
+        return unpack_record(identity, rest[0]) if word == b"requeued" else None
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
@@ -267,7 +267,7 @@ class RedisStore(Browsing, Upkeep):
         """Return why a key cannot be had."""
         if word == b"unreadable":
             raise unreadable(identity)
-        record = unpack(identity, rest[0])
+        record = unpack_record(identity, rest[0])
         match word:
             case b"held":
                 return Held(record, left_ms=rest[1])
@@ -307,7 +307,7 @@ class RedisStore(Browsing, Upkeep):
         return answer, acknowledged >= self._replicas
 
 
-def _checked(fingerprint: bytes | None) -> bytes:
+def _fingerprint_argument(fingerprint: bytes | None) -> bytes:
     if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
         raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
     return fingerprint or b""
