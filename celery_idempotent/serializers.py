@@ -197,7 +197,7 @@ def _decompress(body: bytes, method: str, limit: int) -> bytes | None:
 
 
 def _unpacker(decoder: Any) -> Any:
-    """Return what unpacks no more at a time than it is told; ``None`` for a compressor that somebody has registered.
+    """Return a decompressor that unpacks a bounded size at a time; ``None`` for a compressor that a project registered.
 
     What the standard library and zstd call so stands beside their ``decompress()``.
     """
@@ -227,7 +227,7 @@ class _Brotli:
     def decompress(self, body: bytes, limit: int) -> bytes:
         try:
             found: bytes = self._unpacker.process(body, output_buffer_limit=limit)
-        except TypeError:  # before brotli 1.2 nothing could be told
+        except TypeError:  # before brotli 1.2 there was no such limit
             found = self._unpacker.process(body)
         return found
 

@@ -173,7 +173,7 @@ def identify(
 ) -> Identified | None:
     """Put the stamp into the headers in ``options``, and with it the task id, and return what was stamped now.
 
-    A message that was stamped before (a retry, a copy that comes back) keeps its stamp, whatever its arguments.
+    A message that was stamped before (a retry, a republished one) has its first stamp, whatever its arguments.
     """
     headers = as_mapping(options.get("headers"))
     task_id = options.get("task_id")

@@ -91,7 +91,7 @@ def _marked(step: Any, run: str) -> Any:
 
 
 def is_foreign(step: Mapping[str, Any]) -> bool:
-    """Is this a task that is known here, and known to be none of ours? Its messages are none of our business."""
+    """Is this a task of the app that is not idempotent? Its messages are left alone."""
     task = _app_of(step).tasks.get(step.get("task"))
     return task is not None and not _is_ours(task)
 
@@ -105,7 +105,7 @@ def _is_ours(task: Any) -> bool:
 
 
 def _has_ours(app: Any) -> bool:
-    """Has this app any task of ours? Then a task that it does not know may be one as well."""
+    """Does this app have idempotent tasks? Then a task that it does not know may be one as well."""
     return any(map(_is_ours, app.tasks.values()))
 
 

@@ -88,7 +88,7 @@ class IdempotentTask(TaskBase):
     reject_on_worker_lost = None
     Request = "celery_idempotent.celery.request:Request"
 
-    #: Which of its acknowledgement options the task leaves open.
+    #: The acknowledgement options that the task does not set itself.
     _open: tuple[str, ...]
 
     #: Assigned whole, as the last step: Celery lets other threads see a task that is half bound.
@@ -325,7 +325,7 @@ class IdempotentTask(TaskBase):
         again = self.signature_from_request(
             request,
             retries=request.retries,
-            # As a message that goes round again: the operation has begun in time.
+            # As for a message that was republished: the operation has begun in time.
             expires=None,
             add_to_parent=False,
             **republish.as_published(request),
@@ -385,7 +385,7 @@ class IdempotentTask(TaskBase):
                     f"{self.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
                     "before its transaction is committed: give the replacement a key of its own."
                 )
-            # Of a canvas nobody knows when its turn comes: until then its message must not be taken for lost.
+            # When the turn of a canvas' task comes is unknown: until then its message must not count as lost.
             lost_ms = publishing.until_lost(sig.options) if parts == [sig] else None
             definition.runner.release(claim, requeue_ms=lost_ms)
         if claim.given_back or self.request.is_eager:

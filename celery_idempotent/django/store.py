@@ -380,7 +380,7 @@ class DjangoStore:
         name = digest(record.identity)
 
         def work(session: Session) -> bool:
-            # A write waits for whoever is writing the row, also where nobody would have to change it.
+            # A write waits for the transaction that has the row locked, even if there is nothing to change.
             session.write(
                 "UPDATE celery_idempotent_record SET version = version + 1"
                 " WHERE digest = %s AND token = %s",

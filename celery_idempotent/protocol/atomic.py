@@ -2,7 +2,7 @@
 
 ::
 
-    claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is still ours ─▶ COMMIT ─▶ ack
+    claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is unchanged ─▶ COMMIT ─▶ ack
                            │        │          └─ no ─▶ ROLLBACK, go on as a duplicate
                            │        └─ raises ─▶ ROLLBACK, release, raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out

@@ -232,7 +232,7 @@ class MemoryStore:
             return None if after is None else self._put(after)
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue what nobody sent."""
+        """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
         with self._locked():
             now = self._clock() // 1000
             due = [

@@ -120,7 +120,7 @@ def oldest_processing(store: Store) -> tuple[Record | None, bool]:
 
 
 def _spellings(text: str) -> list[str]:
-    """Return the canonical keys that somebody who types this may mean: as it is, as a str, as a task id."""
+    """Return the canonical keys that a typed text may mean: as it is, as a str, as a task id."""
     found = [text]
     with contextlib.suppress(InvalidKey):
         found.append(canonical(text, task="search"))

@@ -21,7 +21,7 @@ __all__ = ["for_people", "login_redirect", "refusal_page", "status_page"]
 
 
 def for_people(request: HttpRequest) -> bool:
-    """Does the client prefer a page? Whoever accepts anything gets JSON."""
+    """Does the client prefer a page? One that accepts anything gets JSON."""
     accepted = request.headers.get("Accept", "")
     return "text/html" in accepted and "application/json" not in accepted
 

@@ -23,7 +23,7 @@ __all__ = ["MAX_BYTES", "MEANS", "Payload", "absolute", "dump", "fixed", "load"]
 #: The largest call that can be staged, serialized.
 MAX_BYTES = 1024 * 1024
 
-#: Options that say by which connection to send: whoever sends has its own.
+#: Options that say by which connection to send: the sender has its own.
 MEANS = ("producer", "publisher", "connection", "router")
 
 _PARTS = {
@@ -35,7 +35,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A call: of a task of ours that was stamped (``stamped``), or any signature.
+    """A call: of an idempotent task that was stamped (``stamped``), or any signature.
 
     ``once``: its key is to be reserved before it is sent (``idempotency_publish_once``).
     """

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LIMIT = 10_000
 BUDGET_SECONDS = 25.0
 
-#: After so many groups in a row that did not reach the broker, a sweep leaves the others in peace.
+#: After so many groups in a row that did not reach the broker, a sweep does not try the others.
 MAX_UNREACHED = 3
 
 _BATCH = 200
@@ -116,7 +116,7 @@ def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) ->
 
 
 def send(app: Celery, group: str, *, using: str = "default") -> Sent:
-    """Send a group now, in order, also one that rests after a failure, but none that somebody else is sending."""
+    """Send a group now, in order, also one that rests after a failure, but none that another process is sending."""
     with committing(connections[using]):
         return _send(app, group, using)
 

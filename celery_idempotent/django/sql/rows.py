@@ -1,4 +1,4 @@
-"""From rows to what a store keeps, and back: every statement that reads or writes one record."""
+"""From rows to records, and back: every statement that reads or writes one record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LETTERS = {
     State.FAILED: "F",
 }
 _STATES = {letter: state for state, letter in LETTERS.items()}
-#: A key that was given back: for everybody as if there were no row, which only keeps its token.
+#: A key that was given back: as if there were no row, but for the token, which must not be given out twice.
 RELEASED = "R"
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 

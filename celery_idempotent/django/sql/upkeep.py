@@ -38,7 +38,7 @@ def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
         return [lease in renewed for lease in leases]
     renewed = _renew_free(session, distinct) if len(distinct) > 1 else set()
     rest = [lease for lease in distinct if lease not in renewed]
-    # The first row that nobody lets go ends this, and shall not always come before the same others.
+    # The first row that stays locked ends this; in random order, so that the same others are not always left out.
     random.shuffle(rest)
     renewed.update(lease for lease in rest if _renewed(session, lease))
     return [lease in renewed for lease in leases]
@@ -95,7 +95,7 @@ def _renewed(session: Session, lease: Renewal) -> bool:
 
 
 def _renew_free(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
-    """Renew those leases whose rows nobody is at, without a wait; return them."""
+    """Renew the leases whose rows are not locked, without a wait; return them."""
     if session.words.vendor == "postgresql":
         return _renew_at_once(session, leases)
     if not session.connection.features.has_select_for_update_skip_locked:

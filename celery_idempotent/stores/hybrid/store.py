@@ -73,7 +73,7 @@ class HybridStore:
         return f"<HybridStore: {self.cache!r} before {self.truth!r}>"
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it; a settled one is answered by the cache."""
+        """Take the key if no live claim holds it; a settled one is answered by the cache."""
         found = self.cache.look(request.identity)
         if isinstance(found, Cached) and _serves(
             found.record, request.fingerprint, request.task_id
@@ -118,7 +118,7 @@ class HybridStore:
         replaced: bool = False,
         restore: bool = True,
     ) -> bool:
-        """Write the end state to the truth; then cache what it keeps."""
+        """Write the end state to the truth; then cache what is stored there."""
         done = self.truth.settle(
             record,
             state=state,
@@ -160,7 +160,7 @@ class HybridStore:
             ) from error
         forgotten = self.truth.forget(identity, token=token, state=state)
         if self.truth.joined():
-            # Nobody knows when, or whether, it will be committed: the tombstone stays for its time.
+            # When the transaction commits, and if, is unknown here: the tombstone stays for its full time.
             return forgotten
         try:
             # It may be lost by now, and a copy of the record in its place.
@@ -174,7 +174,7 @@ class HybridStore:
     def forget_mark(self, identity: Identity, *, token: int) -> None:
         """Forget what a run without retention left, also without a cache that does not answer.
 
-        Nobody takes such a mark for an answer: should a copy turn up, whoever finds it forgets it again. A server that
+        Such a mark is never an answer: should a copy of it turn up, the next read forgets it again. A server that
         refuses writes alone would answer with the copy again and again: then this raises, as :meth:`forget` does.
         """
         try:
