@@ -34,7 +34,7 @@ __all__ = ["AtomicRun", "Repeats", "in_transaction", "transactional"]
 
 logger = logging.getLogger(__name__)
 
-#: So often a run begins again at once when its transaction failed at the very end.
+#: How often a run begins again at once when its transaction failed at the very end.
 MAX_REPEATS = 4
 
 

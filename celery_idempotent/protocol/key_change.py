@@ -47,7 +47,7 @@ _BACK_MS = 60_000
 #: How long to wait for an operation that shares the old key, before it is asked for again.
 _PAUSE_MS = 1000
 
-#: So far this machine's clock and the store's may be apart.
+#: How far this machine's clock and the store's may be apart.
 _SKEW_MS = 60_000
 
 

@@ -16,7 +16,7 @@ __all__ = ["KEPT", "KINDS", "WHO_BYTES", "cut", "unpack_refusals", "with_refusal
 
 #: How many a record has at most.
 KEPT = 5
-#: So much is kept of a task id.
+#: How many bytes of a task id are stored.
 WHO_BYTES = 100
 
 _HEAD_BYTES = 8

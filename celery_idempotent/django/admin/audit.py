@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Note", "entries"]
 
-#: So many entries a page shows.
+#: How many entries a page shows.
 _SHOWN = 20
 
 

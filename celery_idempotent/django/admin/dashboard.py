@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Board", "Sweeps", "board"]
 
-#: So many tasks have a chart, if none is named.
+#: How many tasks have a chart, if none is named.
 CHARTS = 12
 
 

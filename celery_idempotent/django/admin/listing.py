@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK_AT", "PER_PAGE", "SEARCHED", "Listing", "browse", "search"]
 
-#: So many records make a page, and for them so many keys are looked at.
+#: How many records make a page, and how many keys are looked at for it.
 PER_PAGE, LOOK_AT = 50, 5000
 
 #: In so many tasks a key is searched for if none is named.

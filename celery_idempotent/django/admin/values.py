@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST", "Shown", "shown", "text_of"]
 
-#: So many characters of a value are shown.
+#: How many characters of a value are shown.
 LONGEST = 10_000
 
 #: Bodies of more bytes are not even read; compressed ones may hold a thousand times as much.

@@ -48,7 +48,7 @@ _ON_STALE_ARGUMENT = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.item
 
 
 class RedisStore(Browsing, Upkeep):
-    """Keeps the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
+    """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
     ``redis+cluster://h1:p1,h2:p2``, with redis-py's options and ``prefix`` in its query; ``prefix``
@@ -102,7 +102,7 @@ class RedisStore(Browsing, Upkeep):
         return self._replicas
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it."""
+        """Take the key if no live claim holds it."""
         if len(request.attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         identity, lease_ms = request.identity, request.lease_ms
