@@ -7,45 +7,47 @@ that outlives it, and nothing is held while the task runs.
 
 from __future__ import annotations
 
-import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
 from celery_idempotent.django.sql import atomic, browse, elsewhere, refusals, shortcuts, upkeep
 from celery_idempotent.django.sql.autocommit import commits_by_hand, committing
-from celery_idempotent.django.sql.connections import Lines, Session
+from celery_idempotent.django.sql.connections import Busy, Lines, Session
 from celery_idempotent.django.sql.holders import end_holder
 from celery_idempotent.django.sql.reach import missing_bounds
-from celery_idempotent.django.sql.rows import Row, digest, pack_steps, read, remove, write
+from celery_idempotent.django.sql.rows import (
+    Row,
+    delete_lease,
+    digest,
+    read,
+    remove,
+    write,
+    write_steps,
+)
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
-    Claimed,
     ClaimRequest,
     Counted,
-    Held,
     Identity,
-    Mismatched,
     Page,
     Record,
+    RefusalKind,
     Renewal,
-    Reservation,
-    Reserved,
     Retained,
     Selection,
-    State,
     Stats,
-    Stored,
     SweepReport,
 )
-from celery_idempotent.stores import transitions
 from celery_idempotent.stores.base import ATTEMPT_BYTES, skew_ms
-from celery_idempotent.stores.transitions import Kept
+from celery_idempotent.stores.cas import DecidingStore, Done, asked_by, report, with_refusals
+from celery_idempotent.stores.machine import Asked, StoredRecord
+from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -55,10 +57,8 @@ __all__ = ["DjangoStore", "open_django"]
 
 T = TypeVar("T")
 
-_HELD_MS = 1_000
 
-
-class DjangoStore:
+class DjangoStore(DecidingStore[Row]):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -78,234 +78,106 @@ class DjangoStore:
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
+    def _look(self, session: Session, identity: Identity) -> Row:
+        return read(session, digest(identity), identity)
+
+    def _at(self, identity: Identity, verb: Callable[[Row], T]) -> T:
+        return self.lines.run(lambda session: verb(self._look(session, identity)))
+
+    def _write(self, look: Row, after: StoredRecord) -> None:
+        write(look, after)
+
+    def _write_steps(self, look: Row, after: StoredRecord) -> None:
+        (write_steps if look.lease_counts else write)(look, after)
+
+    def _remove(self, look: Row, *, forget: bool) -> None:
+        remove(look, forget=forget)
+
+    def _refuse(self, look: Row, kind: RefusalKind, task_id: str) -> None:
+        refusals.note_refusal(look, kind, task_id)
+
+    def _may_take_over(self, look: Row) -> bool:
+        # If it may not be ended, its transaction holds locks that our run would wait for.
+        return look.stored is None or end_holder(look.session, look.stored.record)
+
+    def _check(self, asked: Asked) -> None:
+        fields = asked.fields
+        if asked.attempt is None or len(asked.attempt) != ATTEMPT_BYTES:
+            raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
+        if fields["fingerprint"] is not None and len(fields["fingerprint"]) != FINGERPRINT_BYTES:
+            raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
+        for name in ("task_id", "worker"):
+            # PostgreSQL knows no NUL, and a message may bring one.
+            fields[name] = fields.get(name, "").replace("\0", "\ufffd")
+
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
-        attempt, identity = request.attempt, request.identity
-        if len(attempt) != ATTEMPT_BYTES:
-            raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
-        asked = Record(
-            identity=identity,
-            state=State.PROCESSING,
-            token=0,
-            created_ms=0,
-            updated_ms=0,
-            deadline_ms=request.lease_ms,
-            fingerprint=_checked(request.fingerprint),
-            task_id=_text(request.task_id),
-            worker=_text(request.worker),
-            on_stale=request.on_stale,
-            message=request.message,
-        )
-
-        def decide(session: Session, row: Row) -> Answer:
-            taken = transitions.claimed(
-                row.kept, _from_now(asked, row), attempt, row.now_ms, request.unanswered
-            )
-            if not isinstance(taken, Record):
-                return taken
-            old = None if row.kept is None or taken.token else row.kept.record
-            if old is not None and old.attempts and not end_holder(session, old):
-                # It may not be ended: its transaction holds locks that our run would wait for.
-                return Held(old, left_ms=_HELD_MS)
-            life_ms = request.lease_ms + request.keep_ms
-            return Claimed(_take(session, row, taken, attempt, life_ms))
+        asked, identity = asked_by(request), request.identity
+        self._check(asked)
 
         def work(session: Session) -> Answer:
-            taken = shortcuts.claim(session, asked, attempt, request.keep_ms)
-            if taken is not None:
-                return Claimed(taken)
-            row = read(session, digest(identity), identity)
-            answer = decide(session, row)
-            if isinstance(answer, (Held, Mismatched)):
-                refusals.note(session, row, answer, request.task_id)
-            return answer
+            taken = shortcuts.claim(session, asked)
+            return taken or self._claim(self._look(session, identity), asked)
 
         return self.lines.run(work)
 
-    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
+    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
+        shortcut = shortcuts.SHORTCUTS.get(verb)
+
+        def work(session: Session) -> Done:
+            done = None if shortcut is None else shortcut(session, identity, asked)
+            return done or self._do(verb, self._look(session, identity), asked)
+
+        return self.lines.run(work)
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
-        if not leases:
-            return []
-        return self.lines.run(lambda session: upkeep.renew(session, leases))
-
-    def settle(
-        self,
-        record: Record,
-        *,
-        state: Literal[State.COMPLETED, State.FAILED],
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        restore: bool = True,
-    ) -> bool:
-        """Write the end state, unless the key has another token by now."""
-        keep_ms = max(keep_ms, 1)
-
-        def work(session: Session) -> bool:
-            if shortcuts.settle(session, record, state, value, keep_ms, replaced):
-                return True
-            row = read(session, digest(record.identity), record.identity)
-            if row.kept is not None:
-                if row.kept.record.token != record.token:
-                    return False
-                if row.kept.record.state.settled:
-                    return True
-            elif not restore:
-                return False
-            end = transitions.settled(
-                record, row.kept, state=state, value=value, replaced=replaced, now_ms=row.now_ms
-            )
-            write(session, row, Kept(end, row.now_ms + keep_ms))
-            return True
-
-        return self.lines.run(work)
-
-    def reserve(
-        self,
-        identity: Identity,
-        *,
-        task_id: str,
-        deadline_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        message: bytes | None = None,
-    ) -> Reservation:
-        """Take the key for a message that is about to be published."""
-        # Tells who reserves also where the record keeps another's task id.
-        attempt = hashlib.blake2b(task_id.encode(), digest_size=ATTEMPT_BYTES).digest()
-        asked = Record(
-            identity=identity,
-            state=State.QUEUED,
-            token=0,
-            created_ms=0,
-            updated_ms=0,
-            deadline_ms=deadline_ms,
-            attempts=0,
-            fingerprint=_checked(fingerprint),
-            task_id=_text(task_id),
-            reserved=True,
-            message=message,
-        )
-
-        def decide(session: Session, row: Row) -> Reservation:
-            taken = transitions.reserved(row.kept, _from_now(asked, row), attempt, row.now_ms)
-            if not isinstance(taken, Record):
-                if isinstance(taken, Mismatched):
-                    refusals.note(session, row, taken, task_id)
-                return taken
-            return Reserved(_take(session, row, taken, attempt, deadline_ms + keep_ms))
-
-        return self._about(identity, decide)
-
-    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of a step."""
-
-        def decide(session: Session, row: Row) -> bool:
-            kept = _held(row, token)
-            if kept is None or not row.lease_counts:
-                return False
-            after = transitions.add_step(kept.record, name, value)
-            if after is not kept.record:
-                # Only the lease: the record may be part of the task's own transaction.
-                session.expect(
-                    "UPDATE celery_idempotent_lease SET steps = %s, version = version + 1"
-                    " WHERE digest = %s AND version = %s",
-                    (pack_steps(after.steps), row.digest, row.lease_version),
-                )
-            return True
-
-        return self._about(identity, decide)
-
-    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
-        """Note that the callbacks of the settled task were sent."""
-        return self.lines.run(lambda session: shortcuts.mark_delivered(session, identity, token))
-
-    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
-        """Give the key back."""
-
-        def decide(session: Session, row: Row) -> bool:
-            kept = _held(row, token, State.PROCESSING, State.QUEUED)
-            if kept is None:
-                return False
-            after = transitions.given_back(kept, requeue_ms, row.now_ms)
-            if after is None:
-                remove(session, row)
-            else:
-                write(session, row, after)
-            return True
-
-        def work(session: Session) -> bool:
-            if shortcuts.release(session, identity, token, may_requeue=requeue_ms is not None):
-                return True
-            return decide(session, read(session, digest(identity), identity))
-
-        return self.lines.run(work)
-
-    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner."""
-
-        def decide(session: Session, row: Row) -> Record | None:
-            kept = _held(row, token)
-            if kept is None:
-                return None
-            after = transitions.interrupted(kept, row.now_ms)
-            write(session, row, after)
-            return after.record
-
-        return self._about(identity, decide)
+        return self.lines.run(lambda session: upkeep.renew(session, renewals)) if renewals else []
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
+        name = digest(identity)
+        look = self.lines.run(lambda session: read(session, name, identity, refusals=True))
+        return with_refusals(look)
 
-        def work(session: Session) -> Record | None:
-            row = read(session, digest(identity), identity, refusals=True)
-            if row.kept is None:
-                return None
-            return replace(row.kept.record, refusals=refusals.unpack(row.refusals))
+    def _do(self, verb: Verb, look: Row, asked: Asked) -> Done:
+        gone = look.stored is None and look.id is not None
+        if verb == "forget" and gone and asked.token is None and asked.state is None:
+            # What is left of a record that was given back, or has expired.
+            remove(look, forget=True)
+        return super()._do(verb, look, asked)
 
-        return self.lines.run(work)
-
-    def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None
-    ) -> Record | None:
-        """Make an unfinished record that has a message QUEUED."""
-
-        def decide(session: Session, row: Row) -> Record | None:
-            kept = row.kept
-            if kept is None or not transitions.may_requeue(kept.record, token, row.now_ms):
-                return None
-            after = transitions.requeued(kept, deadline_ms, row.now_ms)
-            if after is None:
-                return None
-            write(session, row, after)
-            return after.record
-
-        return self._about(identity, decide)
+    def retained(self, identity: Identity) -> Retained | None:
+        """Return the settled record as it is committed, and for how long it is kept."""
+        # Within the thread's transaction it would see what is not committed yet.
+        return None if self.joined() else super().retained(identity)
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue what nobody sent."""
-        return upkeep.sweep(self.lines, limit=limit, requeue_ms=requeue_ms)
+        """Interrupt or requeue what is stale, requeue what nobody sent; one transaction for each."""
+        due = self.lines.run(lambda session: upkeep.find_due(session, limit + 1))
+        more, due = len(due) > limit, due[:limit]
+        # Sweeps at once shall not all wait for the same row, one after another.
+        random.shuffle(due)
+        swept = [self._sweep_lease(name, requeue_ms) for name in due]
+        return report([record for record in swept if record], more=more)
+
+    def _sweep_lease(self, name: bytes, requeue_ms: int) -> Record | None:
+        def work(session: Session) -> Record | None:
+            look = read(session, name)
+            if look.lease_counts:
+                return self._sweep(look, requeue_ms)
+            delete_lease(look)  # left behind by a task that settled in its own transaction
+            return None
+
+        # Busy: a task that froze between the settle in its own transaction and the COMMIT. The next claim ends its
+        # session; nobody else's record shall wait for that.
+        with suppress(Busy):
+            return self.lines.run(work)
+        return None
 
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention, in batches."""
         return upkeep.prune(self.lines, limit=limit)
-
-    def forget(
-        self, identity: Identity, *, token: int | None = None, state: State | None = None
-    ) -> bool:
-        """Delete the record; with ``token`` and ``state`` only if it has these."""
-
-        def decide(session: Session, row: Row) -> bool:
-            kept = row.kept
-            if token is not None and (kept is None or kept.record.token != token):
-                return False
-            if state is not None and (kept is None or kept.record.state is not state):
-                return False
-            if row.id is not None:
-                remove(session, row, forget=True)
-            return row.kept is not None
-
-        return self._about(identity, decide)
 
     def stats(self) -> Stats:
         """Count the records that have a lease row."""
@@ -337,19 +209,6 @@ class DjangoStore:
     def note_sweep(self) -> None:
         """Note that a sweep ended just now."""
         self.lines.run(browse.note_sweep)
-
-    def retained(self, identity: Identity) -> Retained | None:
-        """Return the settled record as it is committed, and for how long it is kept."""
-
-        def decide(_: Session, row: Row) -> Retained | None:
-            if row.kept is None or not row.kept.record.state.settled:
-                return None
-            record, now = row.kept.record, row.now_ms
-            age_ms = max(now - record.updated_ms, 0)
-            return Retained(record, age_ms=age_ms, left_ms=row.kept.expires_ms - now)
-
-        # Within the thread's transaction it would see what is not committed yet.
-        return None if self.joined() else self._about(identity, decide)
 
     def missing_bounds(self) -> Sequence[str]:
         """Return the options that would bound the waits for a server that stays silent, and are not set.
@@ -418,11 +277,6 @@ class DjangoStore:
         """Close the store's own connections; the threads' are Django's."""
         self.lines.close()
 
-    def _about(self, identity: Identity, decide: Callable[[Session, Row], T]) -> T:
-        """Look at the record, and do what it asks for."""
-        name = digest(identity)
-        return self.lines.run(lambda session: decide(session, read(session, name, identity)))
-
 
 def open_django(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> DjangoStore:  # noqa: ARG001
     """Open ``django://`` or ``django://alias``."""
@@ -446,38 +300,3 @@ def _by_itself(
 ) -> Iterator[atomic.AtomicRun]:
     with committing(own), run as begun:
         yield begun
-
-
-def _from_now(asked: Record, row: Row) -> Record:
-    """Return the record that is asked for, with its times."""
-    assert asked.deadline_ms is not None
-    now = row.now_ms
-    return replace(asked, created_ms=now, updated_ms=now, deadline_ms=now + asked.deadline_ms)
-
-
-def _take(session: Session, row: Row, new: Record, attempt: bytes, life_ms: int) -> Record:
-    """Write a claim or a reservation, with the next token unless it has one."""
-    if not new.token:
-        new = replace(new, token=max(row.highest + 1, row.now_us))
-    requeues = row.kept.requeues if row.kept is not None else 0
-    write(session, row, Kept(new, row.now_ms + life_ms, attempt, requeues))
-    return new
-
-
-def _held(row: Row, token: int, *states: State) -> Kept | None:
-    """Return what is kept if it has this token and one of the states, PROCESSING by default."""
-    kept = row.kept
-    if kept is None or kept.record.token != token:
-        return None
-    return kept if kept.record.state in (states or (State.PROCESSING,)) else None
-
-
-def _text(value: str) -> str:
-    """Return a text that every database takes: PostgreSQL knows no NUL, and a message may bring one."""
-    return value.replace("\0", "\ufffd")
-
-
-def _checked(fingerprint: bytes | None) -> bytes | None:
-    if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
-        raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
-    return fingerprint

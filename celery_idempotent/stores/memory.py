@@ -8,41 +8,41 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import NamedTuple, TypeVar
 
 from celery_idempotent.records import (
-    Answer,
-    Claimed,
-    ClaimRequest,
     Counted,
-    Held,
     Identity,
-    Mismatched,
     Page,
     Record,
     RefusalKind,
-    Renewal,
-    Reservation,
-    Reserved,
-    Retained,
     Selection,
-    Settled,
     State,
     Stats,
-    Stored,
     SweepReport,
 )
-from celery_idempotent.stores import transitions
 from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.transitions import Kept
+from celery_idempotent.stores.cas import DecidingStore, report
+from celery_idempotent.stores.machine import StoredRecord
+from celery_idempotent.stores.refusals import with_refusal
 
 __all__ = ["MemoryStore"]
+
+T = TypeVar("T")
 
 HOUR_US = 3_600_000_000
 
 
-class MemoryStore:
-    """Keeps the records of one process; a forked child goes on with a copy of its own.
+class Found(NamedTuple):
+    """What one look found."""
+
+    stored: StoredRecord | None
+    now_us: int
+    highest: int
+
+
+class MemoryStore(DecidingStore[Found]):
+    """The records of one process; a forked child goes on with a copy of its own.
 
     ``clock`` gives the time in microseconds since the epoch; see
     :class:`celery_idempotent.testing.FakeClock`.
@@ -50,7 +50,7 @@ class MemoryStore:
 
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or _wall_clock_us
-        self._kept: dict[Identity, Kept] = {}
+        self._records: dict[Identity, StoredRecord] = {}
         self._counts: Counter[tuple[int, str, str]] = Counter()
         self._highest_token = 0
         self._swept_ms: int | None = None
@@ -59,231 +59,70 @@ class MemoryStore:
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
-        return f"<MemoryStore: {len(self._kept)} records>"
+        return f"<MemoryStore: {len(self._records)} records>"
 
-    def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it."""
-        with self._locked():
+    def _at(self, identity: Identity, verb: Callable[[Found], T]) -> T:
+        with self._locked():  # so nobody writes between the look and the write
             now_us = self._clock()
-            now = now_us // 1000
-            kept = self._find(request.identity, now)
-            new = Record(
-                identity=request.identity,
-                state=State.PROCESSING,
-                token=0,
-                created_ms=now,
-                updated_ms=now,
-                deadline_ms=now + request.lease_ms,
-                fingerprint=request.fingerprint,
-                task_id=request.task_id,
-                worker=request.worker,
-                on_stale=request.on_stale,
-                message=request.message,
-            )
-            taken = transitions.claimed(kept, new, request.attempt, now, request.unanswered)
-            if not isinstance(taken, Record):
-                if kept is not None and not isinstance(taken, Settled):
-                    self._refuse(kept, taken, request.task_id, now)
-                return taken
-            life_ms = request.lease_ms + request.keep_ms
-            return Claimed(self._take(kept, taken, request.attempt, now_us, life_ms))
+            stored = self._records.get(identity)
+            if stored is not None and stored.expires_ms <= now_us // 1000:
+                stored = None
+            return verb(Found(stored, now_us, self._highest_token))
 
-    def reserve(
-        self,
-        identity: Identity,
-        *,
-        task_id: str,
-        deadline_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        message: bytes | None = None,
-    ) -> Reservation:
-        """Take the key for a message that is about to be published."""
-        # Tells who reserves also where the record keeps another's task id; equal to no attempt of
-        # a claim.
-        attempt = b"reserved by " + task_id.encode()
-        with self._locked():
-            now_us = self._clock()
-            now = now_us // 1000
-            kept = self._find(identity, now)
-            new = Record(
-                identity=identity,
-                state=State.QUEUED,
-                token=0,
-                created_ms=now,
-                updated_ms=now,
-                deadline_ms=now + deadline_ms,
-                attempts=0,
-                fingerprint=fingerprint,
-                task_id=task_id,
-                reserved=True,
-                message=message,
-            )
-            taken = transitions.reserved(kept, new, attempt, now)
-            if not isinstance(taken, Record):
-                if kept is not None and isinstance(taken, Mismatched):
-                    self._refuse(kept, taken, task_id, now)
-                return taken
-            return Reserved(self._take(kept, taken, attempt, now_us, deadline_ms + keep_ms))
+    def _write(self, look: Found, after: StoredRecord) -> None:
+        self._highest_token = max(look.highest, after.record.token)
+        self._records[after.record.identity] = after
 
-    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew."""
-        with self._locked():
-            return [self._renew(lease) for lease in leases]
+    def _remove(self, look: Found, *, forget: bool) -> None:  # noqa: ARG002
+        assert look.stored is not None
+        del self._records[look.stored.record.identity]
 
-    def settle(
-        self,
-        record: Record,
-        *,
-        state: Literal[State.COMPLETED, State.FAILED],
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        restore: bool = True,
-    ) -> bool:
-        """Write the end state, unless the key has another token by now."""
-        with self._locked():
-            now = self._clock() // 1000
-            kept = self._find(record.identity, now)
-            if kept is not None:
-                if kept.record.token != record.token:
-                    return False
-                if kept.record.state.settled:
-                    return True
-            elif not restore:
-                return False
-            end = transitions.settled(
-                record, kept, state=state, value=value, replaced=replaced, now_ms=now
-            )
-            refusals = kept.refusals if kept is not None else ()
-            self._kept[record.identity] = Kept(end, now + max(keep_ms, 1), refusals=refusals)
-            return True
-
-    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of a step."""
-        with self._locked():
-            kept = self._held(identity, token)
-            if kept is None:
-                return False
-            record = transitions.add_step(kept.record, name, value)
-            self._kept[identity] = replace(kept, record=record)
-            return True
-
-    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
-        """Note that the callbacks of the settled task were sent."""
-        with self._locked():
-            kept = self._held(identity, token, State.COMPLETED, State.FAILED)
-            if kept is None:
-                return False
-            self._kept[identity] = replace(kept, record=replace(kept.record, delivered=True))
-            return True
-
-    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
-        """Give the key back."""
-        with self._locked():
-            kept = self._held(identity, token, State.PROCESSING, State.QUEUED)
-            if kept is None:
-                return False
-            after = transitions.given_back(kept, requeue_ms, self._clock() // 1000)
-            if after is None:
-                del self._kept[identity]
-            else:
-                self._kept[identity] = after
-            return True
-
-    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner."""
-        with self._locked():
-            kept = self._held(identity, token)
-            if kept is None:
-                return None
-            return self._put(transitions.interrupted(kept, self._clock() // 1000))
-
-    def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is."""
-        with self._locked():
-            kept = self._find(identity, self._clock() // 1000)
-            return None if kept is None else replace(kept.record, refusals=kept.refusals)
-
-    def retained(self, identity: Identity) -> Retained | None:
-        """Return the settled record, and for how long it is kept."""
-        with self._locked():
-            now = self._clock() // 1000
-            kept = self._find(identity, now)
-            if kept is None or not kept.record.state.settled:
-                return None
-            age_ms = max(now - kept.record.updated_ms, 0)
-            return Retained(kept.record, age_ms=age_ms, left_ms=kept.expires_ms - now)
+    def _refuse(self, look: Found, kind: RefusalKind, task_id: str) -> None:
+        assert look.stored is not None
+        refusals = with_refusal(look.stored.refusals, kind, task_id, look.now_us // 1000)
+        self._write(look, look.stored._replace(refusals=refusals))
 
     def joined(self) -> bool:
         """Nothing here is undone: there are no transactions."""
         return False
 
-    def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None
-    ) -> Record | None:
-        """Make an unfinished record that has a message QUEUED."""
-        with self._locked():
-            now = self._clock() // 1000
-            kept = self._find(identity, now)
-            if kept is None or not transitions.may_requeue(kept.record, token, now):
-                return None
-            after = transitions.requeued(kept, deadline_ms, now)
-            return None if after is None else self._put(after)
-
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
         with self._locked():
-            now = self._clock() // 1000
+            now_ms = self._clock() // 1000
             due = [
-                after
-                for kept in self._kept.values()
-                if kept.expires_ms > now and _due(kept.record, now)
-                if (after := transitions.swept(kept, requeue_ms, now)) is not None
+                stored.record.identity
+                for stored in self._records.values()
+                if stored.expires_ms > now_ms and _may_be_swept(stored.record, now_ms)
             ]
-            records = [self._put(after) for after in due[:limit]]
-            return SweepReport(
-                interrupted=tuple(r for r in records if r.state is State.INTERRUPTED),
-                requeued=tuple(r for r in records if r.state is State.QUEUED),
-                more=len(due) > limit,
-            )
+            swept = [
+                self._at(identity, lambda look: self._sweep(look, requeue_ms))
+                for identity in due[:limit]
+            ]
+            return report([record for record in swept if record], more=len(due) > limit)
 
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention."""
         with self._locked():
-            now = self._clock() // 1000
-            past = [identity for identity, kept in self._kept.items() if kept.expires_ms <= now]
+            now_ms = self._clock() // 1000
+            past = [name for name, stored in self._records.items() if stored.expires_ms <= now_ms]
             for identity in past[:limit]:
-                del self._kept[identity]
+                del self._records[identity]
             return len(past[:limit])
-
-    def forget(
-        self, identity: Identity, *, token: int | None = None, state: State | None = None
-    ) -> bool:
-        """Delete the record; with ``token`` and ``state`` only if it has these."""
-        with self._locked():
-            kept = self._find(identity, self._clock() // 1000)
-            if kept is None or token not in (None, kept.record.token):
-                return False
-            if state not in (None, kept.record.state):
-                return False
-            del self._kept[identity]
-            return True
 
     def stats(self) -> Stats:
         """Count the records."""
-        with self._locked():
-            now = self._clock() // 1000
-            records = [kept.record for kept in self._kept.values() if kept.expires_ms > now]
-            due = [_due(record, now) for record in records if record.deadline_ms is not None]
-            return Stats(
-                live=len(due) - sum(due),
-                stale=sum(due),
-                interrupted=sum(record.state is State.INTERRUPTED for record in records),
-                failed=sum(record.state is State.FAILED for record in records),
-                now_ms=now,
-                swept_ms=self._swept_ms,
-            )
+        now_ms, records = self._alive()
+        deadlines = [r.deadline_ms for r in records if r.deadline_ms is not None]
+        stale = sum(deadline_ms <= now_ms for deadline_ms in deadlines)
+        return Stats(
+            live=len(deadlines) - stale,
+            stale=stale,
+            interrupted=sum(record.state is State.INTERRUPTED for record in records),
+            failed=sum(record.state is State.FAILED for record in records),
+            now_ms=now_ms,
+            swept_ms=self._swept_ms,
+        )
 
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
@@ -291,24 +130,22 @@ class MemoryStore:
         """Return about ``limit`` of the selected records; the cursor is how many came before."""
         if cursor and not cursor.isdecimal():
             raise ValueError("this cursor belongs to another list")
-        with self._locked():
-            now, start = self._clock() // 1000, int(cursor or 0)
-            records = [kept.record for kept in self._kept.values() if kept.expires_ms > now]
-            if selection.newest_first:
-                records = [record for record in records if record.state in selection.wanted]
-                records.sort(key=lambda record: record.updated_ms, reverse=True)
-            found: list[Record] = []
-            at = start
-            while at < len(records) and at - start < look_at and len(found) < limit:
-                if selection.includes(records[at], now):
-                    found.append(replace(records[at], value=None, message=None, steps=()))
-                at += 1
-            return Page(
-                records=tuple(found),
-                cursor=str(at) if at < len(records) else "",
-                looked_at=at - start,
-                now_ms=now,
-            )
+        now_ms, records = self._alive()
+        if selection.newest_first:
+            wanted = [record for record in records if record.state in selection.wanted]
+            records = sorted(wanted, key=lambda record: record.updated_ms, reverse=True)
+        found: list[Record] = []
+        at = start = int(cursor or 0)
+        while at < len(records) and at - start < look_at and len(found) < limit:
+            if selection.includes(records[at], now_ms):
+                found.append(replace(records[at], value=None, message=None, steps=()))
+            at += 1
+        return Page(
+            records=tuple(found),
+            cursor=str(at) if at < len(records) else "",
+            looked_at=at - start,
+            now_ms=now_ms,
+        )
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         """Add to the counters of this hour."""
@@ -335,7 +172,7 @@ class MemoryStore:
             self._swept_ms = self._clock() // 1000
 
     def close(self) -> None:
-        """Keep everything: there is nothing to close."""
+        """Nothing is open."""
 
     def _locked(self) -> threading.RLock:
         # Another thread may have held the parent's lock at the moment of the fork; in the child
@@ -345,50 +182,18 @@ class MemoryStore:
             self._pid = os.getpid()
         return self._lock
 
-    def _find(self, identity: Identity, now_ms: int) -> Kept | None:
-        kept = self._kept.get(identity)
-        return kept if kept is not None and kept.expires_ms > now_ms else None
-
-    def _held(self, identity: Identity, token: int, *states: State) -> Kept | None:
-        """Return what is kept if it has this token and one of the states, PROCESSING by default."""
-        kept = self._find(identity, self._clock() // 1000)
-        if kept is None or kept.record.token != token:
-            return None
-        return kept if kept.record.state in (states or (State.PROCESSING,)) else None
-
-    def _take(
-        self, kept: Kept | None, new: Record, attempt: bytes, now_us: int, life_ms: int
-    ) -> Record:
-        """Keep a claim or a reservation, with the next token unless it has one."""
-        if not new.token:
-            self._highest_token = max(self._highest_token + 1, now_us)
-            new = replace(new, token=self._highest_token)
-        expires_ms = now_us // 1000 + life_ms
-        if kept is None:
-            return self._put(Kept(new, expires_ms, attempt))
-        return self._put(replace(kept, record=new, expires_ms=expires_ms, attempt=attempt))
-
-    def _refuse(self, kept: Kept, answer: Held | Mismatched, task_id: str, now_ms: int) -> None:
-        kind: RefusalKind = "conflict" if isinstance(answer, Held) else "mismatch"
-        self._put(transitions.refused(kept, kind, task_id, now_ms))
-
-    def _put(self, kept: Kept) -> Record:
-        self._kept[kept.record.identity] = kept
-        return kept.record
-
-    def _renew(self, lease: Renewal) -> bool:
-        kept = self._held(lease.identity, lease.token)
-        if kept is None:
-            return False
-        deadline_ms = self._clock() // 1000 + lease.lease_ms
-        renewed = replace(kept.record, deadline_ms=deadline_ms)
-        self._put(replace(kept, record=renewed, expires_ms=deadline_ms + lease.keep_ms))
-        return True
+    def _alive(self) -> tuple[int, Sequence[Record]]:
+        """Return the time, and the records that have not expired."""
+        with self._locked():
+            now_ms = self._clock() // 1000
+            stored = self._records.values()
+            return now_ms, [each.record for each in stored if each.expires_ms > now_ms]
 
 
-def _due(record: Record, now_ms: int) -> bool:
-    """Is this an unfinished record whose lease or deadline is past?"""
-    return record.deadline_ms is not None and record.deadline_ms <= now_ms
+def _may_be_swept(record: Record, now_ms: int) -> bool:
+    """Is this past its lease or deadline, and not a reservation that a sweep has no message of?"""
+    past = record.deadline_ms is not None and record.deadline_ms <= now_ms
+    return past and (record.state is State.PROCESSING or record.message is not None)
 
 
 def _wall_clock_us() -> int:

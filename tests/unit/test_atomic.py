@@ -21,9 +21,8 @@ from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.options import read_table
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.stores import transitions
+from celery_idempotent.stores.machine import Asked, StoredRecord, decide
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.transitions import Kept
 from celery_idempotent.testing import FakeClock
 from tests.unit.test_runner import (
     IDENTITY,
@@ -77,12 +76,12 @@ class Database(MemoryStore):
     @property
     def effect(self) -> bool:
         """Was the row committed?"""
-        return EFFECT in self._kept
+        return EFFECT in self._records
 
     def write(self) -> None:
         """What a task does."""
         assert self.open is not None, "the body runs outside of its transaction"
-        self.open.pending[EFFECT] = Kept(a_record(), 2**62)
+        self.open.pending[EFFECT] = StoredRecord(a_record(), 2**62)
 
 
 def a_record() -> Record:
@@ -93,7 +92,7 @@ class Transaction:
     def __init__(self, store: Database, record: Record | None) -> None:
         self.store = store
         self.record = record
-        self.pending: dict[Identity, Kept] = {}
+        self.pending: dict[Identity, StoredRecord] = {}
 
     def __enter__(self) -> Transaction:
         if self.store.at_begin is not None:
@@ -105,7 +104,7 @@ class Transaction:
         self.store.open = None
         if error is None:
             self.store.at_commit()
-            self.store._kept.update(self.pending)  # one instruction: a commit is that, too
+            self.store._records.update(self.pending)  # one instruction: a commit is that, too
             self.store.after_commit()
 
     def passes(self, error: Exception) -> bool:
@@ -120,15 +119,18 @@ class Transaction:
         if self.store.at_settle is not None:
             self.store.at_settle()
         assert self.record is not None
-        kept = self.store._kept.get(self.record.identity)
-        if kept is None or kept.record.token != self.record.token:
-            return False
-        now = self.store._clock() // 1000
-        end = transitions.settled(
-            self.record, kept, state=state, value=value, replaced=replaced, now_ms=now
+        stored, now = self.store._records.get(self.record.identity), self.store._clock() // 1000
+        asked = Asked(
+            fields={"state": state, "value": value, "replaced": replaced},
+            token=self.record.token,
+            keep_ms=keep_ms,
+            restore=False,
+            claim=self.record,
         )
-        self.pending[self.record.identity] = Kept(end, now + keep_ms)
-        return True
+        move = decide("settle", stored, asked, now)
+        if move.writes:
+            self.pending[self.record.identity] = move.after(stored, asked, now, 0)
+        return move.answer == "settled"
 
 
 def failing(error: BaseException) -> Any:
@@ -500,7 +502,7 @@ class TestUnguarded:
     def test_a_body_that_expects_a_transaction_has_one_when_observing(self, execute, database):
         assert execute(writing(database), mode="observe") == Ran(42)
         assert database.get(IDENTITY).state is State.COMPLETED
-        del database._kept[EFFECT]
+        del database._records[EFFECT]
         assert execute(writing(database), task_id="t2", mode="observe") == Ran(42)
         assert database.effect
 

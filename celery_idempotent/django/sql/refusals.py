@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from django.db import Error
 
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import kind as kind_of
-from celery_idempotent.django.sql.rows import Row
-from celery_idempotent.records import Held, Mismatched, Refusal
+from celery_idempotent.records import Refusal, RefusalKind
 from celery_idempotent.stores.refusals import KEPT, KINDS, WHO_BYTES, cut
 
-__all__ = ["note", "unpack"]
+if TYPE_CHECKING:
+    from celery_idempotent.django.sql.rows import Row
+
+__all__ = ["note_refusal", "split_refusals"]
 
 #: Kind, length of the task id, task id, milliseconds.
 _CALLER = 1 + 3 + WHO_BYTES
@@ -61,13 +64,13 @@ _TRIES = 3
 _SQLITE_MS = 50
 
 
-def note(session: Session, row: Row, answer: Held | Mismatched, task_id: str) -> None:
+def note_refusal(row: Row, kind: RefusalKind, task_id: str) -> None:
     """Note who could not have the key, unless the database has no time for that."""
-    assert row.kept is not None
+    assert row.stored is not None
+    session = row.session
     who = cut(task_id).replace("\0", "\ufffd")
-    letter = "c" if isinstance(answer, Held) else "m"
-    entry = f"{letter}{len(who):03}{who:<{WHO_BYTES}}{row.now_ms:014}"
-    params = (row.digest, row.kept.record.created_ms, entry)
+    entry = f"{kind[0]}{len(who):03}{who:<{WHO_BYTES}}{row.now_us // 1000:014}"
+    params = (row.digest, row.stored.record.created_ms, entry)
     with _impatient(session):
         for _ in range(_TRIES):
             if _tried(session, params):
@@ -86,7 +89,7 @@ def _tried(session: Session, params: tuple[object, ...]) -> bool:
     return True
 
 
-def unpack(entries: str | None) -> tuple[Refusal, ...]:
+def split_refusals(entries: str | None) -> tuple[Refusal, ...]:
     """Return what is noted, the latest last."""
     found = []
     for at in range(0, len(entries or ""), _WIDTH):

@@ -9,9 +9,10 @@ from typing import Any
 
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import Dialect
+from celery_idempotent.django.sql.refusals import split_refusals
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, OnStale, Record, State, Stored
-from celery_idempotent.stores.transitions import Kept
+from celery_idempotent.records import Identity, OnStale, Record, Refusal, State, Stored
+from celery_idempotent.stores.machine import StoredRecord
 from celery_idempotent.stores.values import pack_text, pack_value, unpack_text, unpack_value
 
 __all__ = [
@@ -23,13 +24,12 @@ __all__ = [
     "delete_lease",
     "digest",
     "due_ms",
-    "insert",
-    "pack_steps",
     "read",
     "record_of",
     "remove",
     "summary_columns",
     "write",
+    "write_steps",
 ]
 
 #: Enough that nobody finds a second key for a digest; a collision would hurt only its maker, and is
@@ -95,13 +95,13 @@ _DELETE_REFUSALS = "DELETE FROM celery_idempotent_refusals WHERE digest = %s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one look found. ``kept`` is what is there for others, ``None`` if it is over.
+    """What one look found, within a session. ``stored`` is what is there for others, ``None`` if it is over.
 
     ``lease_version`` is the version of whatever lease row there is; ``lease_counts`` tells whether
     it belongs to the record. ``highest`` is the largest token that is known of.
-    ``refusals`` is what the record notes of them, if it was asked for.
     """
 
+    session: Session
     digest: bytes
     now_us: int
     highest: int
@@ -113,13 +113,7 @@ class Row:
     created_ms: int = 0
     lease_version: int | None = None
     lease_counts: bool = False
-    kept: Kept | None = None
-    refusals: str | None = None
-
-    @property
-    def now_ms(self) -> int:
-        """The time of the look, by the database's clock."""
-        return self.now_us // 1000
+    stored: StoredRecord | None = None
 
 
 def digest(identity: Identity) -> bytes:
@@ -133,15 +127,15 @@ def read(
 ) -> Row:
     """Look at a record without locking anything, in one statement."""
     words = session.words
-    entries = _READ_REFUSALS if refusals else "NULL"
+    read_refusals = _READ_REFUSALS if refusals else "NULL"
     level = getattr(session.connection, "isolation_level", None)
     if level == "read uncommitted" and not session.inside:
         # Only MySQL means it. A result that is not committed may never be: the next statement is
         # to see none.
         session.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-    ((now_us, mark, noted, row_id, prune_ms, namespace, scope, key, *rest),) = session.rows(
+    ((now_us, mark, entries, row_id, prune_ms, namespace, scope, key, *rest),) = session.rows(
         f"SELECT {words.now_us}, (SELECT max(token) FROM celery_idempotent_highwatermark),"
-        f" {entries}, r.id, r.prune_ms, r.namespace, r.scope, r.{words.key}, {_READ_RECORD}, {_READ_LEASE}"
+        f" {read_refusals}, r.id, r.prune_ms, r.namespace, r.scope, r.{words.key}, {_READ_RECORD}, {_READ_LEASE}"
         " FROM (SELECT 1 AS one) o"
         " LEFT JOIN celery_idempotent_record r ON r.digest = %s"
         " LEFT JOIN celery_idempotent_lease l ON l.digest = %s",
@@ -150,16 +144,25 @@ def read(
     record, lease = rest[: len(_RECORD)], rest[len(_RECORD) :]
     lease_version = lease[3]
     if row_id is None:
-        return Row(digest=name, now_us=now_us, highest=mark or 0, lease_version=lease_version)
+        return Row(
+            session=session,
+            digest=name,
+            now_us=now_us,
+            highest=mark or 0,
+            lease_version=lease_version,
+        )
     found = Identity(namespace=namespace, scope=scope, key=key)
     if identity is not None and identity != found:
         raise StoreMisconfigured(f"{identity} and {found} share a digest: one of them was forged")
     token, version, state = record[0], record[4], record[7]
     counts = state in "QPI" and lease_version is not None and lease[0] == token
-    kept = None if state == RELEASED else _kept(found, record, lease if counts else None)
-    if kept is not None and kept.expires_ms <= now_us // 1000:
-        kept = None
+    stored = None
+    if state != RELEASED:
+        stored = _stored(found, record, lease if counts else None, split_refusals(entries))
+        if stored.expires_ms <= now_us // 1000:
+            stored = None
     return Row(
+        session=session,
         digest=name,
         now_us=now_us,
         highest=max(mark or 0, token),
@@ -171,29 +174,29 @@ def read(
         created_ms=record[1],
         lease_version=lease_version,
         lease_counts=counts,
-        kept=kept,
-        refusals=noted,
+        stored=stored,
     )
 
 
-def insert(session: Session, name: bytes, kept: Kept) -> bool:
+def _insert(session: Session, name: bytes, stored: StoredRecord) -> bool:
     """Write the row of a new record, within a transaction; ``False`` if there is one by now."""
-    identity = kept.record.identity
-    columns = _record_values(kept, version=0)
+    identity = stored.record.identity
+    columns = _record_values(stored, version=0)
     written = session.write(
         "INSERT INTO celery_idempotent_record"
         f" (digest, prune_ms, namespace, scope, {session.words.key}, {', '.join(_RECORD)})"
         f" VALUES ({', '.join(['%s'] * (5 + len(columns)))}){session.words.or_nothing}",
-        (name, kept.expires_ms, identity.namespace, identity.scope, identity.key, *columns),
+        (name, stored.expires_ms, identity.namespace, identity.scope, identity.key, *columns),
     )
     return written == 1
 
 
-def write(session: Session, row: Row, after: Kept) -> None:
-    """Write what a look was turned into; whoever wrote in between makes the verb begin again."""
+def write(row: Row, after: StoredRecord) -> None:
+    """Write what follows a look; the verb begins again if somebody else wrote in between."""
+    session = row.session
     with session.transaction():
         if row.id is None:
-            if not insert(session, row.digest, after):
+            if not _insert(session, row.digest, after):
                 # The next look finds it.
                 session.again()
         else:
@@ -206,17 +209,27 @@ def write(session: Session, row: Row, after: Kept) -> None:
             if after.record.token < row.token:
                 # The settled record of a claim that was given back, and claimed again since.
                 session.write(session.words.raise_mark, (row.token,))
-            if row.kept is None and after.record.created_ms == row.created_ms:
+            if row.stored is None and after.record.created_ms == row.created_ms:
                 # Given back and claimed within a millisecond: its refusals would seem to be ours.
                 session.write(_DELETE_REFUSALS, (row.digest,))
         if after.record.state is State.COMPLETED:
-            delete_lease(session, row)
+            delete_lease(row)
         else:
-            _write_lease(session, row, after)  # also of a failed one, to be found by operators
+            _write_lease(row, after)  # also of a failed one, to be found by operators
 
 
-def remove(session: Session, row: Row, *, forget: bool = False) -> None:
+def write_steps(row: Row, after: StoredRecord) -> None:
+    """Write the steps alone: the record may be part of the task's own transaction."""
+    row.session.expect(
+        "UPDATE celery_idempotent_lease SET steps = %s, version = version + 1"
+        " WHERE digest = %s AND version = %s",
+        (_pack_steps(after.record.steps), row.digest, row.lease_version),
+    )
+
+
+def remove(row: Row, *, forget: bool) -> None:
     """Give the key back, and with ``forget`` delete the row as well; its token is remembered."""
+    session = row.session
     with session.transaction():
         if forget:
             session.expect(
@@ -226,19 +239,19 @@ def remove(session: Session, row: Row, *, forget: bool = False) -> None:
             session.write(_DELETE_REFUSALS, (row.digest,))
             session.write(session.words.raise_mark, (row.token,))
         else:
-            prune_ms = min(row.prune_ms, row.now_ms + PRUNE_SLACK_MS)
+            prune_ms = min(row.prune_ms, row.now_us // 1000 + PRUNE_SLACK_MS)
             session.expect(
                 "UPDATE celery_idempotent_record SET state = %s, version = %s, expires_ms = %s,"
                 " prune_ms = %s, value = NULL WHERE id = %s AND version = %s",
-                (RELEASED, row.version + 1, row.now_ms, prune_ms, row.id, row.version),
+                (RELEASED, row.version + 1, row.now_us // 1000, prune_ms, row.id, row.version),
             )
-        delete_lease(session, row)
+        delete_lease(row)
 
 
-def delete_lease(session: Session, row: Row) -> None:
+def delete_lease(row: Row) -> None:
     """Delete the lease row that the look found, if any."""
     if row.lease_version is not None:
-        session.expect(
+        row.session.expect(
             "DELETE FROM celery_idempotent_lease WHERE digest = %s AND version = %s",
             (row.digest, row.lease_version),
         )
@@ -266,10 +279,10 @@ def record_of(row: Sequence[Any]) -> Record:
     record, lease = rest[: len(_RECORD)], rest[len(_RECORD) :]
     live = record[7] in "QPI" and lease[0] is not None
     identity = Identity(namespace=namespace, scope=scope, key=key)
-    return _kept(identity, record, lease if live else None).record
+    return _stored(identity, record, lease if live else None).record
 
 
-def pack_steps(steps: Sequence[tuple[str, Stored]]) -> bytes | None:
+def _pack_steps(steps: Sequence[tuple[str, Stored]]) -> bytes | None:
     """Return the steps one after another: length in 4 bytes, name after its length in 2, value."""
     packed = b""
     for name, value in steps:
@@ -288,7 +301,8 @@ def _unpack_steps(packed: bytes) -> tuple[tuple[str, Stored], ...]:
     return tuple(steps)
 
 
-def _write_lease(session: Session, row: Row, after: Kept) -> None:
+def _write_lease(row: Row, after: StoredRecord) -> None:
+    session = row.session
     if row.lease_version is None:
         columns = ", ".join(_LEASE)
         session.expect(
@@ -303,13 +317,13 @@ def _write_lease(session: Session, row: Row, after: Kept) -> None:
         )
 
 
-def _record_values(kept: Kept, version: int) -> tuple[object, ...]:
-    record = kept.record
+def _record_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
+    record = stored.record
     return (
         record.token,
         record.created_ms,
         record.updated_ms,
-        kept.expires_ms,
+        stored.expires_ms,
         version,
         record.crashes,
         record.attempts,
@@ -323,25 +337,30 @@ def _record_values(kept: Kept, version: int) -> tuple[object, ...]:
     )
 
 
-def _lease_values(kept: Kept, version: int) -> tuple[object, ...]:
-    record = kept.record
+def _lease_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
+    record = stored.record
     return (
         record.token,
         record.deadline_ms,
         due_ms(record),
-        kept.expires_ms,
+        stored.expires_ms,
         version,
-        kept.requeues,
+        stored.requeues,
         LETTERS[record.state],
         record.on_stale[0],
-        kept.attempt,
+        stored.attempt,
         record.worker,
         record.message,
-        pack_steps(record.steps),
+        _pack_steps(record.steps),
     )
 
 
-def _kept(identity: Identity, record: Sequence[Any], lease: Sequence[Any] | None) -> Kept:
+def _stored(
+    identity: Identity,
+    record: Sequence[Any],
+    lease: Sequence[Any] | None,
+    refusals: tuple[Refusal, ...] = (),
+) -> StoredRecord:
     token, created_ms, updated_ms, expires_ms, _, crashes, attempts, letter = record[:8]
     reserved, replaced, delivered, fingerprint, task_id, value = record[8:]
     state = _STATES.get(letter)
@@ -357,7 +376,7 @@ def _kept(identity: Identity, record: Sequence[Any], lease: Sequence[Any] | None
     if lease is not None:
         _, deadline_ms, expires_ms, _, requeues, on_stale, attempt, worker, message, steps = lease
     live = not state.settled
-    return Kept(
+    return StoredRecord(
         Record(
             identity=identity,
             state=state,
@@ -381,4 +400,5 @@ def _kept(identity: Identity, record: Sequence[Any], lease: Sequence[Any] | None
         expires_ms,
         bytes(attempt),
         requeues,
+        refusals,
     )

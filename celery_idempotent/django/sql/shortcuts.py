@@ -7,26 +7,27 @@ elsewhere there is the long way alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS
 from celery_idempotent.django.sql.rows import LETTERS, PRUNE_SLACK_MS, RELEASED, digest
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.stores.cas import Done
+from celery_idempotent.stores.machine import Asked, decide
+from celery_idempotent.stores.table import Verb
 from celery_idempotent.stores.values import pack_value
 
-__all__ = ["claim", "mark_delivered", "release", "settle"]
+__all__ = ["SHORTCUTS", "claim"]
 
 
-def claim(session: Session, asked: Record, attempt: bytes, keep_ms: int) -> Record | None:
-    """Claim a key that has no row; ``None`` if it has one.
-
-    ``asked`` has no times; its deadline is the length of the lease.
-    """
+def claim(session: Session, asked: Asked) -> Claimed | None:
+    """Claim a key that has no row; ``None`` if it has one."""
     if session.words.vendor != "postgresql":
         return None
-    identity, lease_ms = asked.identity, asked.deadline_ms or 0
-    name = digest(identity)
+    fields, lease_ms = asked.fields, asked.delay_ms or 0
+    identity, life_ms = fields["identity"], lease_ms + asked.keep_ms
+    name, letter = digest(identity), LETTERS[State.PROCESSING]
     found = session.rows(
         f"{_clock(session)}, r AS ("
         "INSERT INTO celery_idempotent_record (digest, namespace, scope, key, token, created_ms,"
@@ -54,35 +55,22 @@ def claim(session: Session, asked: Record, attempt: bytes, keep_ms: int) -> Reco
         ") SELECT token, created_ms FROM r",
         (
             name, identity.namespace, identity.scope, identity.key,
-            lease_ms + keep_ms, lease_ms + keep_ms, LETTERS[asked.state],
-            asked.fingerprint, asked.task_id, name,
-            lease_ms, lease_ms, LETTERS[asked.state], asked.on_stale[0], attempt, asked.worker,
-            asked.message,
+            life_ms, life_ms, letter, fields["fingerprint"], fields["task_id"], name,
+            lease_ms, lease_ms, letter, fields["on_stale"][0], asked.attempt, fields["worker"],
+            fields["message"],
         ),
     )  # fmt: skip
     if not found:
         return None
     ((token, now_ms),) = found
-    return replace(
-        asked,
-        token=token,
-        created_ms=now_ms,
-        updated_ms=now_ms,
-        deadline_ms=now_ms + lease_ms,
-    )
+    return Claimed(decide("claim", None, asked, now_ms).after(None, asked, now_ms, token).record)
 
 
-def settle(
-    session: Session,
-    record: Record,
-    state: State,
-    value: Stored | None,
-    keep_ms: int,
-    replaced: bool,
-) -> bool:
-    """Complete a claim that is unfinished and not over; ``False`` for any other, and for a failure."""
+def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
+    """Complete a claim that is unfinished and not over; ``None`` for any other, and for a failure."""
+    state, value, keep_ms = asked.fields["state"], asked.fields["value"], asked.keep_ms
     if session.words.vendor != "postgresql" or state is not State.COMPLETED:
-        return False
+        return None
     found = session.rows(
         f"{_clock(session)}, r AS ("
         "UPDATE celery_idempotent_record AS record SET state = %s, value = %s, replaced = %s,"
@@ -97,20 +85,20 @@ def settle(
         (
             LETTERS[state],
             None if value is None else pack_value(value),
-            replaced,
+            asked.fields["replaced"],
             keep_ms,
             keep_ms + PRUNE_SLACK_MS,
-            digest(record.identity),
-            record.token,
+            digest(identity),
+            asked.token,
         ),
     )
-    return bool(found)
+    return Done("settled") if found else None
 
 
-def release(session: Session, identity: Identity, token: int, *, may_requeue: bool) -> bool:
-    """Give back a claim without steps; ``False`` for any other."""
+def _release(session: Session, identity: Identity, asked: Asked) -> Done | None:
+    """Give back a claim without steps; ``None`` for any other."""
     if session.words.vendor != "postgresql":
-        return False
+        return None
     found = session.rows(
         f"{_clock(session)}, r AS ("
         "UPDATE celery_idempotent_record AS record SET state = %s, value = NULL,"
@@ -123,20 +111,28 @@ def release(session: Session, identity: Identity, token: int, *, may_requeue: bo
         " AND lease.steps IS NULL AND lease.expires_ms > us / 1000 RETURNING record.digest"
         "), l AS (DELETE FROM celery_idempotent_lease USING r"
         " WHERE celery_idempotent_lease.digest = r.digest) SELECT 1 FROM r",
-        (RELEASED, PRUNE_SLACK_MS, digest(identity), token, may_requeue),
+        (RELEASED, PRUNE_SLACK_MS, digest(identity), asked.token, asked.delay_ms is not None),
     )
-    return bool(found)
+    return Done("released") if found else None
 
 
-def mark_delivered(session: Session, identity: Identity, token: int) -> bool:
-    """Mark a settled record, on any database; ``False`` if there is none with this token."""
+def _mark_delivered(session: Session, identity: Identity, asked: Asked) -> Done:
+    """Mark a settled record, on any database."""
     marked = session.write(
         "UPDATE celery_idempotent_record SET delivered = %s, version = version + 1"
         " WHERE digest = %s AND token = %s AND state IN ('C', 'F')"
         f" AND expires_ms > {session.words.now_ms}",
-        (True, digest(identity), token),
+        (True, digest(identity), asked.token),
     )
-    return marked == 1
+    return Done("marked" if marked == 1 else "lost")
+
+
+#: Verbs that are one statement, where this is all that they need; ``None`` leaves one to the long way.
+SHORTCUTS: Mapping[Verb, Callable[[Session, Identity, Asked], Done | None]] = {
+    "settle": _settle,
+    "release": _release,
+    "mark_delivered": _mark_delivered,
+}
 
 
 def _clock(session: Session) -> str:

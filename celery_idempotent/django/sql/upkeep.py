@@ -6,12 +6,11 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from celery_idempotent.django.sql.connections import Busy, Lines, Session
-from celery_idempotent.django.sql.rows import delete_lease, digest, read, write
-from celery_idempotent.records import Record, Renewal, State, SweepReport
-from celery_idempotent.stores import transitions
+from celery_idempotent.django.sql.connections import Lines, Session
+from celery_idempotent.django.sql.rows import digest
+from celery_idempotent.records import Renewal
 
-__all__ = ["PRUNE_BATCH", "prune", "renew", "sweep"]
+__all__ = ["PRUNE_BATCH", "find_due", "prune", "renew"]
 
 #: How many rows one transaction of a prune deletes: see docs/sql.md for what others cost.
 PRUNE_BATCH = 1_000
@@ -44,28 +43,15 @@ def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
     return [lease in renewed for lease in leases]
 
 
-def sweep(lines: Lines, *, limit: int, requeue_ms: int) -> SweepReport:
-    """Interrupt or requeue what is stale, requeue what nobody sent; one transaction for each."""
-
-    def find(session: Session) -> list[bytes]:
-        now = session.words.now_ms
-        found = session.rows(
-            "SELECT digest FROM celery_idempotent_lease"
-            f" WHERE due_ms <= {now} AND expires_ms > {now} ORDER BY due_ms LIMIT %s",
-            (limit + 1,),
-        )
-        return [bytes(name) for (name,) in found]
-
-    due = lines.run(find)
-    more, due = len(due) > limit, due[:limit]
-    # Sweeps at once shall not all wait for the same row, one after another.
-    random.shuffle(due)
-    swept = [record for name in due if (record := _swept(lines, name, requeue_ms))]
-    return SweepReport(
-        interrupted=tuple(r for r in swept if r.state is State.INTERRUPTED),
-        requeued=tuple(r for r in swept if r.state is State.QUEUED),
-        more=more,
+def find_due(session: Session, limit: int) -> list[bytes]:
+    """Return the digests of leases that are past their end, in no order, so that sweeps at once meet rarely."""
+    now = session.words.now_ms
+    found = session.rows(
+        "SELECT digest FROM celery_idempotent_lease"
+        f" WHERE due_ms <= {now} AND expires_ms > {now} ORDER BY due_ms LIMIT %s",
+        (limit,),
     )
+    return [bytes(name) for (name,) in found]
 
 
 def prune(lines: Lines, *, limit: int) -> int:
@@ -132,32 +118,6 @@ def _renew_at_once(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
     )
     renewed = {(bytes(name), token) for name, token in found}
     return {lease for lease in leases if _order(lease) in renewed}
-
-
-def _swept(lines: Lines, name: bytes, requeue_ms: int) -> Record | None:
-    try:
-        return lines.run(lambda session: _sweep(session, name, requeue_ms))
-    except Busy:
-        # A task that froze between the settle in its own transaction and the COMMIT. The next claim
-        # ends its session; nobody else's record shall wait for that.
-        return None
-
-
-def _sweep(session: Session, name: bytes, requeue_ms: int) -> Record | None:
-    """Decide about one lease that seemed due, from what is there now."""
-    row = read(session, name)
-    if not row.lease_counts:
-        # Left behind by a task that settled in its own transaction.
-        delete_lease(session, row)
-        return None
-    kept, now = row.kept, row.now_ms
-    if kept is None or kept.record.deadline_ms is None or kept.record.deadline_ms > now:
-        return None
-    after = transitions.swept(kept, requeue_ms, now)
-    if after is None:
-        return None
-    write(session, row, after)
-    return after.record
 
 
 def _prune(session: Session, batch: int) -> tuple[int, int]:

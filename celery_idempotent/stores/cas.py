@@ -1,0 +1,307 @@
+"""The verbs of a store that decides in Python, written once: look, decide, write if what was seen is still there.
+
+A store says how it looks and how it writes (:class:`DecidingStore`). What is decided is in the table, see
+:mod:`celery_idempotent.stores.machine`. Where somebody else writes between the look and the write, the store begins the
+verb again::
+
+    worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
+    worker B      look: none ─ decide: claimed ─ write: done
+
+A store that can do a verb in one statement overrides it, and is held to the same contract.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from celery_idempotent.records import (
+    Answer,
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Mismatched,
+    Record,
+    RefusalKind,
+    Renewal,
+    Reservation,
+    Reserved,
+    Retained,
+    Settled,
+    State,
+    Stored,
+    SweepReport,
+)
+from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.machine import Asked, Move, StoredRecord, decide
+from celery_idempotent.stores.table import Verb
+
+__all__ = ["DecidingStore", "Done", "asked_by", "report", "with_refusals"]
+
+T = TypeVar("T")
+
+#: A deadline doubles no more often than that: from a minute to 17 hours.
+_DOUBLINGS = 10
+#: How long somebody waits for a claim that may not be taken over.
+_WAIT_MS = 1_000
+
+
+class Look(Protocol):
+    """What one look found: ``stored`` unless it has expired, the store's time, and the largest token known."""
+
+    @property
+    def stored(self) -> StoredRecord | None: ...
+    @property
+    def now_us(self) -> int: ...
+    @property
+    def highest(self) -> int: ...
+
+
+L = TypeVar("L", bound=Look)
+
+
+class Done(NamedTuple):
+    """What a verb did: its answer, as the table has it, and the record if one was written."""
+
+    answer: str
+    record: Record | None = None
+
+
+class DecidingStore(ABC, Generic[L]):
+    """A store that decides in Python."""
+
+    @abstractmethod
+    def _at(self, identity: Identity, verb: Callable[[L], T]) -> T:
+        """Look at a key and do a verb with that; both again if somebody else wrote in between."""
+
+    @abstractmethod
+    def _write(self, look: L, after: StoredRecord) -> None:
+        """Store this instead of what the look found."""
+
+    @abstractmethod
+    def _remove(self, look: L, *, forget: bool) -> None:
+        """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""
+
+    @abstractmethod
+    def _refuse(self, look: L, kind: RefusalKind, task_id: str) -> None:
+        """Note who could not have the key."""
+
+    def _write_steps(self, look: L, after: StoredRecord) -> None:
+        """Store the steps of a run, which are all that has changed."""
+        self._write(look, after)
+
+    def _may_take_over(self, look: L) -> bool:  # noqa: ARG002
+        """See that nobody is at work under the claim that the look found; ``False`` if that cannot be had."""
+        return True
+
+    def _check(self, asked: Asked) -> None:
+        """Refuse, or replace, what this store cannot store of a claim or a reservation."""
+
+    def claim(self, request: ClaimRequest) -> Answer:
+        """Take the key if nobody holds it."""
+        asked = asked_by(request)
+        self._check(asked)
+        return self._at(request.identity, lambda look: self._claim(look, asked))
+
+    def _claim(self, look: L, asked: Asked) -> Answer:
+        move = decide("claim", look.stored, asked, look.now_us // 1000)
+        if not move.writes:
+            return self._denied(look, move, asked)
+        after = _after(move, look, asked)
+        old = None if look.stored is None else look.stored.record
+        takes_over = old is not None and old.attempts and old.token != after.record.token
+        if old is not None and takes_over and not self._may_take_over(look):
+            return Held(old, left_ms=_WAIT_MS)
+        self._write(look, after)
+        return Claimed(after.record)
+
+    def reserve(
+        self,
+        identity: Identity,
+        *,
+        task_id: str,
+        deadline_ms: int,
+        keep_ms: int,
+        fingerprint: bytes | None = None,
+        message: bytes | None = None,
+    ) -> Reservation:
+        """Take the key for a message that is about to be published."""
+        asked = Asked(
+            fields={
+                "identity": identity,
+                "fingerprint": fingerprint,
+                "task_id": task_id,
+                "reserved": True,
+                "message": message,
+            },
+            # Tells who reserves also where the record has another's task id.
+            attempt=hashlib.blake2b(task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
+            delay_ms=deadline_ms,
+            keep_ms=keep_ms,
+        )
+        self._check(asked)
+        return self._at(identity, lambda look: self._reserve(look, asked))
+
+    def _reserve(self, look: L, asked: Asked) -> Reservation:
+        move = decide("reserve", look.stored, asked, look.now_us // 1000)
+        if not move.writes:
+            return self._denied(look, move, asked)
+        after = _after(move, look, asked)
+        self._write(look, after)
+        return Reserved(after.record)
+
+    def _denied(self, look: L, move: Move, asked: Asked) -> Held | Settled | Mismatched:
+        assert look.stored is not None
+        record, now_ms = look.stored.record, look.now_us // 1000
+        if move.refusal is not None:
+            self._refuse(look, move.refusal, asked.fields["task_id"])
+        match move.answer:
+            case "held":
+                return Held(record, left_ms=max((record.deadline_ms or 0) - now_ms, 0))
+            case "settled":
+                return Settled(record, age_ms=max(now_ms - record.updated_ms, 0))
+        return Mismatched(record)
+
+    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
+        """Do what the table says about a key."""
+        return self._at(identity, lambda look: self._do(verb, look, asked))
+
+    def _do(self, verb: Verb, look: L, asked: Asked) -> Done:
+        move = decide(verb, look.stored, asked, look.now_us // 1000)
+        if move.writes:
+            after = _after(move, look, asked)
+            (self._write_steps if verb == "checkpoint" else self._write)(look, after)
+            return Done(move.answer, after.record)
+        if move.deletes:
+            self._remove(look, forget=verb == "forget")
+        return Done(move.answer)
+
+    def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
+        """Let each lease start anew."""
+        return [
+            self._ask(
+                "renew",
+                each.identity,
+                Asked(fields={}, token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms),
+            ).answer
+            == "renewed"
+            for each in renewals
+        ]
+
+    def settle(
+        self,
+        record: Record,
+        *,
+        state: Literal[State.COMPLETED, State.FAILED],
+        value: Stored | None,
+        keep_ms: int,
+        replaced: bool = False,
+        restore: bool = True,
+    ) -> bool:
+        """Write the end state, unless the key has another token by now."""
+        asked = Asked(
+            fields={"state": state, "value": value, "replaced": replaced},
+            attempt=b"",
+            token=record.token,
+            keep_ms=max(keep_ms, 1),
+            restore=restore,
+            claim=record,
+        )
+        return self._ask("settle", record.identity, asked).answer == "settled"
+
+    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+        """Give the key back."""
+        asked = Asked(fields={}, token=token, delay_ms=requeue_ms)
+        return self._ask("release", identity, asked).answer != "lost"
+
+    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
+        """Note that a crash took the owner."""
+        return self._ask("interrupt", identity, Asked(fields={}, token=token)).record
+
+    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
+        """Add the result of a step."""
+        asked = Asked(fields={}, token=token, step=(name, value))
+        return self._ask("checkpoint", identity, asked).answer != "lost"
+
+    def mark_delivered(self, identity: Identity, *, token: int) -> bool:
+        """Note that the callbacks of the settled task were sent."""
+        asked = Asked(fields={"delivered": True}, token=token)
+        return self._ask("mark_delivered", identity, asked).answer == "marked"
+
+    def requeue(
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+    ) -> Record | None:
+        """Make an unfinished record that has a message QUEUED."""
+        asked = Asked(fields={}, attempt=b"", token=token, delay_ms=deadline_ms)
+        return self._ask("requeue", identity, asked).record
+
+    def forget(
+        self, identity: Identity, *, token: int | None = None, state: State | None = None
+    ) -> bool:
+        """Delete the record; with ``token`` and ``state`` only if it has these."""
+        asked = Asked(fields={}, token=token, state=state)
+        return self._ask("forget", identity, asked).answer == "forgotten"
+
+    def _sweep(self, look: L, requeue_ms: int) -> Record | None:
+        """Interrupt or requeue a record that seemed stale; return it as it is then."""
+        requeues = 0 if look.stored is None else look.stored.requeues
+        delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
+        return self._do("sweep", look, Asked(fields={}, attempt=b"", delay_ms=delay_ms)).record
+
+    def get(self, identity: Identity) -> Record | None:
+        """Return the record as it is."""
+        return with_refusals(self._at(identity, lambda look: look))
+
+    def retained(self, identity: Identity) -> Retained | None:
+        """Return the settled record, and for how long it is kept."""
+
+        def verb(look: L) -> Retained | None:
+            if look.stored is None or not look.stored.record.state.settled:
+                return None
+            record, now_ms = look.stored.record, look.now_us // 1000
+            age_ms = max(now_ms - record.updated_ms, 0)
+            return Retained(record, age_ms=age_ms, left_ms=look.stored.expires_ms - now_ms)
+
+        return self._at(identity, verb)
+
+
+def asked_by(request: ClaimRequest) -> Asked:
+    """Return what a claim asks for."""
+    return Asked(
+        fields={
+            "identity": request.identity,
+            "fingerprint": request.fingerprint,
+            "task_id": request.task_id,
+            "worker": request.worker,
+            "on_stale": request.on_stale,
+            "message": request.message,
+        },
+        attempt=request.attempt,
+        unanswered=request.unanswered,
+        delay_ms=request.lease_ms,
+        keep_ms=request.keep_ms,
+    )
+
+
+def with_refusals(look: Look) -> Record | None:
+    """Return the record that a look found, with its refusals."""
+    stored = look.stored
+    return None if stored is None else replace(stored.record, refusals=stored.refusals)
+
+
+def report(swept: Sequence[Record], *, more: bool) -> SweepReport:
+    """Return what a sweep did."""
+    return SweepReport(
+        interrupted=tuple(r for r in swept if r.state is State.INTERRUPTED),
+        requeued=tuple(r for r in swept if r.state is State.QUEUED),
+        more=more,
+    )
+
+
+def _after(move: Move, look: Look, asked: Asked) -> StoredRecord:
+    token = max(look.highest + 1, look.now_us)
+    return move.after(look.stored, asked, look.now_us // 1000, token)
