@@ -241,8 +241,8 @@ def _not_stored(
 def first_accepted(candidates: Iterable[str], accept: Iterable[str]) -> str:
     """Return the first format, by name or content type, that is installed and that the app reads itself.
 
-    An app may store its results as msgpack for others, and not accept msgpack. What a record is
-    written with nobody chose then: it takes what the app can read. If there is none, it is the
+    An app may store its results as msgpack for others, and not accept msgpack. The format of a record is
+    not configured then: it is the first that the app can read. If there is none, it is the
     first candidate, and :class:`Serializer` says what is wrong with it.
     """
     accepted = {content_types.get(name, name) for name in accept}

@@ -47,7 +47,7 @@ CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
-#: Taken for the patience of a broker that has none, in seconds.
+#: Stands for the visibility timeout of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
 
 
@@ -78,7 +78,7 @@ def conflict(
     """Another call holds the key: republish this copy with a countdown, or end it, by the task's policy.
 
     A redelivery (the holder's own task id) may be the broker's only copy, and failing it would fail
-    the original's chord and chain: it always goes round again, and leaves the result alone. So does a call that is no
+    the original's chord and chain: it is always republished, and the result stays untouched. So does a call that is no
     duplicate of what the holder does (``other``).
     """
     policy = task.idempotency_policy

@@ -52,7 +52,7 @@ def _named() -> Any:
 def _current() -> Celery:
     """Return Celery's current app, or the only real one.
 
-    An app is the current one only in the thread that made it; a thread of a web server gets a default app with nobody's
+    An app is the current one only in the thread that made it; a thread of a web server gets a default app without
     settings, unless the project calls ``app.set_default()``.
     """
     state: Any = _state

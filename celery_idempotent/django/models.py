@@ -128,7 +128,7 @@ class Lease(models.Model):
 class Refusals(models.Model):
     """The calls that could not have a key: a row only for keys with such calls.
 
-    It counts if its record has the same birth. Nobody but the refused write it.
+    It counts if its record has the same birth. Only refused calls write it.
     """
 
     digest = ShortBinaryField(max_length=16, primary_key=True)

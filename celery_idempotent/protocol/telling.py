@@ -167,7 +167,7 @@ class Reporter:
         """Report one outcome: see :class:`~celery_idempotent.signals.Event` for what is said of it.
 
         ``store`` spares a look into the app's settings. ``line`` is what the log says instead of the usual. Without
-        ``has_writer`` nobody but the caller writes the counters of this process: a worker's main process, which forks,
+        ``has_writer`` only the caller writes the counters of this process: a worker's main process, which forks,
         has no thread for that.
         """
         counter, usual = OUTCOMES[outcome]

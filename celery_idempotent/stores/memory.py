@@ -176,7 +176,7 @@ class MemoryStore(DecidingStore[Found]):
 
     def _locked(self) -> threading.RLock:
         # Another thread may have held the parent's lock at the moment of the fork; in the child
-        # nobody would free it.
+        # no thread would free it.
         if self._pid != os.getpid():
             self._lock = threading.RLock()
             self._pid = os.getpid()

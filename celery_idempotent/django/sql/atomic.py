@@ -52,7 +52,7 @@ _runs: WeakValueDictionary[tuple[Identity, int], AtomicRun] = WeakValueDictionar
 _SAVEPOINT = "celery_idempotent_run"
 _OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
 
-#: Bounds one wait of ours, and no statement of the task: what its COMMIT waits for is its own business, too.
+#: Bounds one wait of ours, and no statement of the task, nor its COMMIT.
 _PATIENCE = (
     (
         "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), patience AS MATERIALIZED"

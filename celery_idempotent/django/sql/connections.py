@@ -153,7 +153,7 @@ class Lines:
             if trouble == "lost" and not lost:
                 lost = True
                 continue
-            # Whoever was first needs a moment; so many at once shall not meet again.
+            # The first of them needs a moment to finish.
             if trouble not in ("conflict", "duplicate") or not backoff.pause(
                 attempt, until=give_up, first=0.002, longest=0.05
             ):

@@ -32,7 +32,7 @@ __all__ = [
     "write_steps",
 ]
 
-#: Enough that nobody finds a second key for a digest; a collision would hurt only its maker, and is
+#: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
 #: noticed, for the row keeps the names.
 DIGEST_BYTES = 16
 #: How much later than its end a row may be looked at by a prune: the indexed time is written again
@@ -369,7 +369,7 @@ def _stored(
             f"the record of {identity} was written by a newer version of celery-idempotent:"
             " upgrade this one"
         )
-    # A live record has a lease, unless somebody deleted it by hand: then it is stale at once.
+    # A live record has a lease, unless it was deleted by hand: then it is stale at once.
     deadline_ms, requeues, on_stale, attempt, worker, message, steps = (
         updated_ms, 0, "i", b"", "", None, None,
     )  # fmt: skip

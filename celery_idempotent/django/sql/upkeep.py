@@ -25,10 +25,10 @@ _RENEW = (
 def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
     """Let each lease start anew; only lease rows are written, which no task's transaction holds.
 
-    Somebody may have frozen while he wrote one of them. That costs this one its renewal, and raises when all others
-    have theirs: to be tried again.
+    A process may have frozen while it wrote one of them. That one is not renewed, and raises once all others are: to be
+    tried again.
     """
-    # In one order, so that two who renew the same never wait for each other.
+    # In one order: two processes that renew the same leases in different orders would deadlock.
     distinct = sorted(set(leases), key=_order)
     if session.words.vendor == "sqlite":
         # One writer: its lock is the only one there is to wait for.

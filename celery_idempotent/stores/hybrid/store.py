@@ -44,7 +44,7 @@ class HybridStore:
     longer than the truth keeps it; every other answer, and every write, is the truth's. So a cache that is flushed,
     dead, slow, or back with old data costs speed and never a second effect. :meth:`forget` is the one verb that needs
     it: it fails while the cache does not answer, because an entry might outlive the record. (:meth:`forget_mark` does
-    without: what it forgets answers nobody.)
+    without: what it forgets is never an answer.)
 
     Two questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
     refusal), and for the very task that settled it as long as its callbacks are not known to be sent.
