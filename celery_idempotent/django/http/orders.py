@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from celery_idempotent.celery.publishing import identify, until_lost
+from celery_idempotent.celery.publishing import stamp_call
+from celery_idempotent.celery.reserving import lost_after_ms
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.decorators import require_key
@@ -76,7 +77,7 @@ class Order:
     @property
     def patience_ms(self) -> int:
         """For how long the message, sent now, is not taken for lost."""
-        return until_lost(self.publish)
+        return lost_after_ms(self.publish)
 
     def message(self, task_id: str) -> bytes | None:
         """Return what a sweep publishes if this process does not, ``None`` where that is not for the record.
@@ -91,7 +92,7 @@ class Order:
             task=str(self.task.name),
         )
         options["task_id"] = task_id
-        identify(self.definition, self.args, self.kwargs, options)
+        stamp_call(self.definition, self.args, self.kwargs, options)
         again = self.task.signature(tuple(self.args), dict(self.kwargs), options=options)
         return self.definition.codec.dump_message(again)
 
