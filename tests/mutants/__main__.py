@@ -76,7 +76,10 @@ def notice(mutant: Mutant, tests: tuple[str, ...]) -> tuple[str, float]:
         copy = Path(directory) / "celery_idempotent"
         shutil.copytree(installed, copy, ignore=shutil.ignore_patterns("__pycache__"))
         target = copy / mutant.file
-        target.write_text(mutant.applied(target.read_text()))
+        text = target.read_text()
+        if text.count(mutant.old) != 1:
+            return "BROKEN", 0
+        target.write_text(text.replace(mutant.old, mutant.new))
         # One after the other, so that the first, which mostly notices, need not wait for the rest.
         codes = []
         for test in tests:

@@ -22,11 +22,6 @@ class Mutant:
     bug: str
     killers: tuple[str, ...]
 
-    def applied(self, text: str) -> str:
-        """Return the text of the file with the bug in it."""
-        assert text.count(self.old) == 1, f"{self.id}: {text.count(self.old)} times in {self.file}"
-        return text.replace(self.old, self.new)
-
 
 def mutants() -> list[Mutant]:
     """Return all mutants; a group is a file."""

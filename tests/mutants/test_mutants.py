@@ -35,7 +35,7 @@ def test_every_anchor_is_there_once(file):
     assert [each.id for each in of_file if each.old == each.new] == []
     if file.endswith(".py"):
         for each in of_file:
-            ast.parse(each.applied(text), each.id)
+            ast.parse(text.replace(each.old, each.new), each.id)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
@@ -43,7 +43,7 @@ def test_its_killers_are_there(mutant: Mutant):
     assert mutant.bug
     assert mutant.killers
     for killer in mutant.killers:
-        path, *names = killer.split("::")
+        path, *names = killer.split()[0].split("::")
         text = (ROOT / path).read_text()
         for name in names:
             assert re.search(rf"^\s*(class|def) {name}\b", text, re.MULTILINE), killer
