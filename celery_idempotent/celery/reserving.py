@@ -28,7 +28,6 @@ from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Held, Mismatched, Reservation, Reserved, Settled, State
 from celery_idempotent.stores import Store, get_store
-from celery_idempotent.stores.base import forget_mark
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
@@ -115,7 +114,7 @@ def _reserve(
         )
         if not isinstance(answer, (Settled, Mismatched)) or not policy.forgets(answer.record):
             return answer
-        forget_mark(store, answer.record.identity, token=answer.record.token)
+        store.forget_mark(answer.record.identity, token=answer.record.token)
 
 
 def _use_task_id(options: Options, task_id: str) -> None:

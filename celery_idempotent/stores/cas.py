@@ -13,7 +13,7 @@ A store that can do a verb in one statement overrides it, and is held to the sam
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -36,7 +36,7 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.machine import Asked, Move, StoredRecord, decide
 from celery_idempotent.stores.table import Verb
 
@@ -71,8 +71,10 @@ class Done(NamedTuple):
     record: Record | None = None
 
 
-class DecidingStore(ABC, Generic[L]):
+class DecidingStore(Store, Generic[L]):
     """A store that decides in Python."""
+
+    supports_cache = True
 
     @abstractmethod
     def _at(self, identity: Identity, verb: Callable[[L], T]) -> T:

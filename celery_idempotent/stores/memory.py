@@ -48,6 +48,8 @@ class MemoryStore(DecidingStore[Found]):
     :class:`celery_idempotent.testing.FakeClock`.
     """
 
+    supports_counting = True
+
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or _wall_clock_us
         self._records: dict[Identity, StoredRecord] = {}
@@ -82,9 +84,13 @@ class MemoryStore(DecidingStore[Found]):
         refusals = with_refusal(look.stored.refusals, kind, task_id, look.now_us // 1000)
         self._write(look, look.stored._replace(refusals=refusals))
 
-    def joined(self) -> bool:
-        """Nothing here is undone: there are no transactions."""
-        return False
+    def now_ms(self) -> int:
+        """Return the time by the store's clock."""
+        return self._clock() // 1000
+
+    def skews_ms(self) -> Sequence[int]:
+        """Return nothing: the clock is this machine's own, or one of a test that may differ."""
+        return ()
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""

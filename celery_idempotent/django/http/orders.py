@@ -68,7 +68,7 @@ class Order:
     @property
     def outbox(self) -> str | None:
         """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
-        alias: str | None = getattr(self.store, "outbox_alias", None)
+        alias = self.store.outbox_alias
         if alias is None or alias != (self.using or DEFAULT_DB_ALIAS) or self.eager:
             return None
         # What is staged is to be committed with this request's own work, or at once.

@@ -169,7 +169,7 @@ def stage(
 
 def _check_swept(app: Celery, using: str) -> None:
     """Raise where nobody would send what a dead process left."""
-    swept = getattr(get_store(app), "outbox_alias", None)
+    swept = get_store(app).outbox_alias
     if swept != using:
         raise StoreMisconfigured(
             f"Messages staged in the database {using!r} are swept where idempotency_store is django://{using} or a "
