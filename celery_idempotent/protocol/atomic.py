@@ -2,7 +2,7 @@
 
 ::
 
-    claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is unchanged ─▶ COMMIT ─▶ ack
+    claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is still ours ─▶ COMMIT ─▶ ack
                            │        │          └─ no ─▶ ROLLBACK, go on as a duplicate
                            │        └─ raises ─▶ ROLLBACK, release, raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
@@ -34,7 +34,7 @@ __all__ = ["AtomicRun", "Repeats", "in_transaction", "transactional"]
 
 logger = logging.getLogger(__name__)
 
-#: How often a run begins again at once when its transaction failed at the very end.
+#: So often a run begins again at once when its transaction failed at the very end.
 MAX_REPEATS = 4
 
 

@@ -17,7 +17,7 @@ __all__ = ["Background", "Job", "background"]
 
 logger = logging.getLogger(__name__)
 
-#: How many jobs wait at most. What a dropped one would have done happens later, when a lease or a deadline ends.
+#: So many jobs wait at most. Of one that is dropped, a lease or a deadline does the work later.
 LIMIT = 10_000
 
 #: The pauses between two tries while a store does not answer, in seconds.

@@ -46,14 +46,13 @@ def worker_name(pid: int) -> str:
 class Call:
     """One delivery of one call: what it is about, and who works on it.
 
-    ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of
-    a settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
-    exceptions, beside the policy's permanent errors, end the operation, where a client may ask for its outcome: they
-    settle FAILED. ``on_late_error`` makes of an exception that comes after the body, from the end of its transaction,
-    what the task would have made of it in there: a retry perhaps. ``unanswered`` are the attempts to claim of earlier
-    rounds of the message that no store answered. ``around`` tells which transactions of the caller the run is part
-    of, and its record is not: the end waits for them. ``before`` is what the call was about before a deploy that
-    changed its key.
+    ``longest_wait_ms`` bounds how long the policy ``"wait"`` may hold its worker. ``on_settled`` is told the token of a
+    settle by this call. ``message`` is what a sweep publishes should the claim go stale. ``is_failure`` says which
+    exceptions, beside the policy's permanent errors, end the operation for whoever asks for its outcome: they settle
+    FAILED. ``on_late_error`` makes of an exception that comes after the body, from the end of its transaction, what the
+    task would have made of it in there: a retry perhaps. ``unanswered`` are the attempts to claim of earlier rounds of
+    the message that no store answered. ``around`` tells which transactions of the caller the run is part of, and its
+    record is not: the end waits for them. ``before`` is what the call was about before a deploy that changed its key.
     """
 
     identity: Identity
@@ -74,7 +73,7 @@ class Call:
         return self.is_failure is not None and self.is_failure(error)
 
     def late_error(self, error: Exception) -> Exception:
-        """Return what is raised for an exception that came after the body; an error of this library stays as it is."""
+        """Return what is raised for an exception that came after the body; one of ours is what it is."""
         if self.on_late_error is None or isinstance(error, IdempotencyError):
             return error
         return self.on_late_error(error)
@@ -94,7 +93,7 @@ class Codec(StepCodec, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The body ran, and its result is recorded (or could not be, which was logged)."""
+    """The body ran, and its result is recorded (or could not be: then somebody was told)."""
 
     value: Any
 
@@ -109,7 +108,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Another run has the key, for ``left_ms`` more unless the lease is renewed.
+    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed.
 
     ``other``: at another operation, which shares the key that this one had before a deploy.
     """

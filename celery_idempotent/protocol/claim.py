@@ -172,7 +172,7 @@ class Claim:
         return renewed
 
     def ensure(self) -> None:
-        """Make sure, by asking the store, that no newer claim exists: call it before an irreversible step.
+        """Make sure, by asking the store, that the claim is still ours: call it before an irreversible step.
 
         Raises:
             LeaseLost: if the claim is gone.

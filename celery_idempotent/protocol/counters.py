@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 #: A process writes what it counted at most so often, in seconds.
 EVERY = 5.0
 
-#: How many different tasks and outcomes wait to be written while a store is down; the rest is dropped.
+#: So many different tasks and outcomes wait to be written while a store is down, the rest is dropped.
 MOST = 10_000
 
 

@@ -123,7 +123,7 @@ def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
 
 
 def answer(record: Record) -> Record | None:
-    """Return what a run in the same transaction made of a held record, ``None`` if another call holds it."""
+    """Return what a run in the same transaction made of a held record, ``None`` if somebody else holds it."""
     end = _waiting.get(_claim_of(record))
     return end.record if end is not None and end.here else None
 

@@ -1,7 +1,7 @@
 """A claim under two identities, while a deploy changes one to the other.
 
 Workers of before know an operation by its old identity alone, and those of after the deploy by both. These claim the
-new identity and then the old one, settle both, and so exclude each other and the former, in either order::
+new identity and then the old one, settle both, and so exclude each other and the former, whoever comes first::
 
     before   claim O ──────────────────── run ─ settle O
     after      claim N ─ claim O: Held ─ release N, come back: Settled ─ replay
@@ -58,8 +58,7 @@ def claimed(
     """Return what a claim under both identities comes to, and the old record if that was claimed as well.
 
     ``answer`` is that of the new identity. What an earlier run left under the old one, crashes and steps, is taken
-    over. Where the old one is settled, so is a reservation of the new one (``settle``): a client may ask for its
-    outcome.
+    over. Where the old one is settled, so is a reservation of the new one (``settle``): somebody may ask for its end.
     """
     if not isinstance(answer, Claimed):
         return answer, None
@@ -97,7 +96,7 @@ def is_other(before: Identified | None, record: Record) -> bool:
 
 
 def reserve(store: Store, identified: Identified, *, task_id: str, **how: Any) -> Reservation:
-    """Reserve both identities; an earlier call under either of them is the answer."""
+    """Reserve both identities; whoever was first under either is who answers."""
     new, before = identified.identity, identified.before
     answer = store.reserve(new, task_id=task_id, fingerprint=identified.fingerprint, **how)
     if before is None or not isinstance(answer, Reserved):

@@ -32,12 +32,12 @@ TICK = 5.0
 #: The thread ends when it has had nothing to do for so many seconds.
 LINGER = 10.0
 
-#: For how long the end of an app or a process waits until the last counts are written, in seconds.
+#: Whoever ends, an app or a process, waits so long for the last counts to be written, in seconds.
 EXIT_PATIENCE = 2.0
 
 
 class Renewable(Protocol):
-    """What the heartbeat renews."""
+    """What the heartbeat keeps alive."""
 
     lost: bool
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
@@ -95,7 +95,7 @@ class Heartbeat:
         self._next = float("inf")
 
     def add(self, claim: Renewable) -> None:
-        """Renew ``claim`` until :meth:`remove`."""
+        """Keep ``claim`` alive until :meth:`remove`."""
         interval = claim.lease.lease_ms / 3000
         due = claim.renewed_at + interval
         with self._lock:

@@ -1,4 +1,4 @@
-"""Reporting an outcome: its counter, its signal and its line in the log, in one call, the same for every caller.
+"""Reporting an outcome: its counter, its signal and its line in the log, in one call, whoever reports it.
 
 A worker, a publisher, an HTTP request, a sweep, an operator and a program all come here. Each outcome is reported where
 it becomes a fact, and there alone: the line says what happened to the key, while what becomes of the message (it comes
@@ -115,7 +115,7 @@ _CLAIMED_AGAIN = Line(
     "task %(task_id)s (%(task)s) runs %(identity)s again (crash %(crashes)s, attempt %(attempts)s)",
 )
 
-#: A FAILED that no run ended with: an operator should see it.
+#: A FAILED that nobody's run ended with: a person should know.
 FAILED_WITHOUT_RUN = Line(logging.ERROR, "%(error)s")
 
 _OBSERVED = (
@@ -167,7 +167,7 @@ class Reporter:
         """Report one outcome: see :class:`~celery_idempotent.signals.Event` for what is said of it.
 
         ``store`` spares a look into the app's settings. ``line`` is what the log says instead of the usual. Without
-        ``has_writer`` only the caller writes the counters of this process: a worker's main process, which forks,
+        ``has_writer`` nobody but the caller writes the counters of this process: a worker's main process, which forks,
         has no thread for that.
         """
         counter, usual = OUTCOMES[outcome]

@@ -34,7 +34,7 @@ def is_unfinished(value: object) -> bool:
 
 
 def close(name: str, value: Any) -> IdempotencyError:
-    """Give up a run that was never begun, and return the message about it."""
+    """Give up a run that nobody has begun, and return what to say about it."""
     for end in ("close", "cancel"):
         if callable(how := getattr(value, end, None)):
             how()

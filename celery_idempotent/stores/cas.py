@@ -1,8 +1,8 @@
 """The verbs of a store that decides in Python, written once: look, decide, write if what was seen is still there.
 
 A store says how it looks and how it writes (:class:`DecidingStore`). What is decided is in the table, see
-:mod:`celery_idempotent.stores.machine`. Where another process writes between the look and the write, the store begins
-the verb again::
+:mod:`celery_idempotent.stores.machine`. Where somebody else writes between the look and the write, the store begins the
+verb again::
 
     worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
     worker B      look: none ─ decide: claimed ─ write: done
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 #: A deadline doubles no more often than that: from a minute to 17 hours.
 _DOUBLINGS = 10
-#: How long a call waits for a claim that may not be taken over.
+#: How long somebody waits for a claim that may not be taken over.
 _WAIT_MS = 1_000
 
 
@@ -78,7 +78,7 @@ class DecidingStore(Store, Generic[L]):
 
     @abstractmethod
     def _at(self, identity: Identity, verb: Callable[[L], T]) -> T:
-        """Look at a key and do a verb with that; both again if another process wrote in between."""
+        """Look at a key and do a verb with that; both again if somebody else wrote in between."""
 
     @abstractmethod
     def _write(self, look: L, after: StoredRecord) -> None:
@@ -97,14 +97,14 @@ class DecidingStore(Store, Generic[L]):
         self._write(look, after)
 
     def _may_take_over(self, look: L) -> bool:  # noqa: ARG002
-        """Make sure that no run is at work under the claim that was found; ``False`` if that is not possible."""
+        """See that nobody is at work under the claim that the look found; ``False`` if that cannot be had."""
         return True
 
     def _check(self, asked: Asked) -> None:
         """Refuse, or replace, what this store cannot store of a claim or a reservation."""
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if no live claim holds it."""
+        """Take the key if nobody holds it."""
         asked = asked_by(request)
         self._check(asked)
         return self._at(request.identity, lambda look: self._claim(look, asked))

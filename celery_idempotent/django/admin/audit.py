@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Note", "entries"]
 
-#: How many entries a page shows.
+#: So many entries a page shows.
 _SHOWN = 20
 
 
 class Note:
     """Who does what to which key, and why: written down before it is done, so that nothing is done without a trace.
 
-    Should the process die in between, the note says that the end is unknown.
+    Should the process die in between, the note says that nobody knows how it ended.
     """
 
     def __init__(

@@ -62,15 +62,15 @@ class Pages(Base):
     # -- who may what
 
     def has_add_permission(self, request: HttpRequest) -> bool:  # noqa: ARG002
-        """Never: records are made by tasks."""
+        """Nobody: records are made by tasks."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Never: there is a permission for each operation."""
+        """Nobody: there is a permission for each operation."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Never: there is a permission to forget."""
+        """Nobody: there is a permission to forget."""
         return False
 
     def may(self, request: HttpRequest, what: str) -> bool:

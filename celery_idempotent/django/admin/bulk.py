@@ -48,7 +48,7 @@ class BulkPages(OperationPages):
         query, post = request.GET.urlencode(), request.POST
         back = self.address("changelist") + (f"?{query}" if query else "")
         if request.method == "GET":
-            return HttpResponseRedirect(back)  # after a log-in
+            return HttpResponseRedirect(back)  # somebody who had to log in first
         operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
         if operation is None:
             return _nothing(request, back, "No action selected. Nothing was done.")

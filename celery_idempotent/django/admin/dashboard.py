@@ -1,4 +1,4 @@
-"""The dashboard: how many records need attention, what happened to tasks, whether sweeps run, how the store is."""
+"""The dashboard: how many records need somebody, what happened to tasks, whether sweeps run, how the store is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Board", "Sweeps", "board"]
 
-#: How many tasks have a chart, if none is named.
+#: So many tasks have a chart, if none is named.
 CHARTS = 12
 
 
@@ -34,7 +34,7 @@ CHARTS = 12
 class Sweeps:
     """Whether sweeps run: ``last`` is when the last one ended, ``ago_ms`` how long ago that was.
 
-    ``interval`` is in seconds, ``None`` where this app schedules no sweeps.
+    ``interval`` is in seconds, ``None`` where somebody else than this app asks for sweeps, if anybody does.
     """
 
     interval: float | None

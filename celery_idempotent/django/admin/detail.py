@@ -17,7 +17,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Something that happened to a record, or will; without ``at`` where the time is not recorded.
+    """Something that happened to a record, or will; without ``at`` where nobody kept the time.
 
     ``task_id`` is who it happened to, where that is not the record's own task.
     """
@@ -135,7 +135,7 @@ def _began(record: Record) -> str:
 
 
 def _between(record: Record) -> list[Moment]:
-    """Return what happened between the first claim and the present state, at times that are not recorded."""
+    """Return what happened between the first claim and the present state, at times that nobody kept."""
     earlier = record.attempts - (record.state is State.PROCESSING)
     told = 1 if record.state is State.INTERRUPTED else 0
     moments = []

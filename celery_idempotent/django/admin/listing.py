@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOK_AT", "PER_PAGE", "SEARCHED", "Listing", "browse", "search"]
 
-#: How many records make a page, and how many keys are looked at for it.
+#: So many records make a page, and for them so many keys are looked at.
 PER_PAGE, LOOK_AT = 50, 5000
 
 #: In so many tasks a key is searched for if none is named.
@@ -28,7 +28,7 @@ SEARCHED = 30
 class Listing:
     """A page of records. ``cursor`` asks for the next one; ``looked_at`` keys were seen since the list began.
 
-    ``unsearched``: how many tasks were not asked whether they have the key. ``cut``: there were too many unfinished
+    ``unsearched``: of so many tasks nobody asked whether they have the key. ``cut``: there were too many unfinished
     and failed records to look at each of them for a task id.
     """
 
@@ -119,7 +119,7 @@ def oldest_processing(store: Store) -> tuple[Record | None, bool]:
 
 
 def _spellings(text: str) -> list[str]:
-    """Return the canonical keys that a typed text may mean: as it is, as a str, as a task id."""
+    """Return the canonical keys that somebody who types this may mean: as it is, as a str, as a task id."""
     found = [text]
     with contextlib.suppress(InvalidKey):
         found.append(canonical(text, task="search"))

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 #: minutes, and tries again twenty times.
 PATIENCE = 3.0
 
-#: How many questions may be without an answer at a time: each occupies a thread until the backend's own timeout.
+#: So many questions may be without an answer at a time: each keeps a thread until the backend's own limits end it.
 _asking = threading.BoundedSemaphore(4)
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IdempotencyRecordAdmin"]
 
-#: How many messages of the outbox are shown, and how many names of tasks suggested.
+#: So many messages of the outbox are shown, and so many names of tasks suggested.
 _STAGED, _SUGGESTED = 100, 200
 
 

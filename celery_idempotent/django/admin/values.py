@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LONGEST", "Shown", "shown", "text_of"]
 
-#: How many characters of a value are shown.
+#: So many characters of a value are shown.
 LONGEST = 10_000
 
 #: Bodies of more bytes are not even read; compressed ones may hold a thousand times as much.
@@ -57,7 +57,7 @@ def shown(app: Celery, definition: Definition | None, record: Record) -> Shown:
         return text_of(codec.load_value(stored))
     except IdempotencyError as error:
         return Shown(trouble=str(error))
-    except Exception as error:  # noqa: BLE001  a stored value may run code of the project when it is read
+    except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
         return Shown(trouble=f"It cannot be read ({type(error).__name__}).")
 
 

@@ -1,4 +1,4 @@
--- Put a tombstone in place of the entry: nothing is answered or filled until it is lifted.
+-- Put a tombstone in place of the entry: nothing is answered, and nobody fills, until it is lifted.
 --
 -- KEYS     1 entry · 2 generation (of the bucket)
 -- ARGV     1 the tombstone's name, 8 bytes · 2 a new generation, 8 bytes · 3 life of the tombstone, ms

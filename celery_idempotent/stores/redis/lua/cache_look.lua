@@ -4,7 +4,7 @@
 -- ARGV     1 a generation, 8 random bytes, for a bucket that has none · 2 '1' for a ticket in any case, else ''
 -- returns  {'hit', record, ms since it was settled}
 --          {'miss', generation, now in ms, history}: the ticket
---          {'buried'}: the key is being forgotten, and must not be filled
+--          {'buried'}: the key is being forgotten, so nobody may fill
 --
 -- Entries are laid out as cache.py says. An entry is believed only by the master on which it was written, and only as
 -- long as that server has not been restarted, demoted or replaced: each time Redis starts a new history (its

@@ -1,4 +1,4 @@
--- Take the key if no live claim holds it. Put after live.lua and refusals.lua.
+-- Take the key if nobody holds it. Put after live.lua and refusals.lua.
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
 -- ARGV     1 attempt id, 8 bytes · 2 lease, ms · 3 life of the record, ms

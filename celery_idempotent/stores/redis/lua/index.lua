@@ -1,4 +1,4 @@
--- Index those of these records that are INTERRUPTED, which an older version did not do.
+-- Index those of these records that are INTERRUPTED, as whoever interrupted them did not.
 --
 -- KEYS     1 interrupted · 2... records
 -- returns  'indexed'

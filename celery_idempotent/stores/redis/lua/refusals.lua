@@ -25,10 +25,10 @@ local function settled_with(record, refusals)
     .. struct.pack('>I2', #refusals) .. refusals .. record:sub(at)
 end
 
--- Note in a record that a call was refused: 'c' for a conflict, 'm' for a mismatch. Keeps five.
+-- Note in a record that somebody was refused: 'c' for a conflict, 'm' for a mismatch. Keeps five.
 --
--- What the holder, a sweep or a settle goes by stays as it is. A record of more than 64 KiB takes no note: it
--- would be written again for each refusal. Nor does a server that takes no writes at the moment, and it answers all the same.
+-- What the holder, a sweep or a settle goes by stays as it is. A record of more than 64 KiB takes no note: nobody shall
+-- have it written again and again. Nor does a server that takes no writes at the moment, and it answers all the same.
 local function refuse(name, record, kind, now, who)
   if #record > 65536 then return end
   local live = record:sub(1, 1):find('[PIQ]')

@@ -8,7 +8,7 @@ if not old or old:sub(1, 1) ~= 'P' or old:sub(3, 9) ~= ARGV[1] then return 'lost
 local time = redis.call('TIME')
 local deadline = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2]
 local new = old:sub(1, 23) .. struct.pack('>I6', deadline) .. old:sub(30)
--- ZREM comes first: it succeeds also on a server without memory left, so that no lease is lost there.
+-- ZREM comes first, so that a server without memory left lets nobody lose a lease.
 redis.call('ZREM', KEYS[2], KEYS[1])
 redis.call('SET', KEYS[1], new, 'PX', ARGV[3])
 redis.call('ZADD', KEYS[2], deadline, KEYS[1])

@@ -9,7 +9,7 @@
 --          {'mismatched', record}
 --          {'unreadable'}: written by a newer version
 --
--- A mismatch is noted in the record. What is held is not: that call gets the id of the first one.
+-- A mismatch is noted in the record. What is held is not: whoever asks is led to the first call.
 local fingerprint, owner = ARGV[4], ARGV[5] .. '\0\0' .. ARGV[6]
 local time = redis.call('TIME')
 local micros = time[1] * 1000000 + time[2]

@@ -31,7 +31,7 @@ for i = 3, #KEYS do
       end
     end
   elseif not old or state == 'I' or state == 'C' or state == 'F' then
-    -- Expired or evicted, swept or settled meanwhile. What a newer version wrote is left
+    -- Expired or evicted, swept or settled by somebody else. What a newer version wrote is left
     -- to that version.
     redis.call('ZREM', KEYS[1], name)
   end
