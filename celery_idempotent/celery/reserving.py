@@ -36,9 +36,6 @@ __all__ = ["RESERVED_MS", "lost_after_ms", "reserve_and_send"]
 
 logger = logging.getLogger(__name__)
 
-_PUBLISHED_BEFORE = Line(
-    logging.DEBUG, "%(task)s is not published again: %(identity)s belongs to task %(first)s"
-)
 _UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
@@ -68,7 +65,7 @@ def reserve_and_send(
         return send(**options)
     match answer:
         case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
-            report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
+            report(signals.replayed, identity, task_id, record)
             return task.AsyncResult(record.task_id)
         case Held(record, _):
             # Its worker never came back, and with early acks its message is gone, too.
@@ -76,7 +73,7 @@ def reserve_and_send(
             return send(**options)
         case Settled(record, _):
             if record.state is State.COMPLETED:
-                report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
+                report(signals.replayed, identity, task_id, record)
                 return task.AsyncResult(record.task_id)
             return send(**options)
         case Mismatched(record):
