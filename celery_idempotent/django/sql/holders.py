@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from django.db import Error
 
 from celery_idempotent.django.sql.dialects import error_code
-from celery_idempotent.django.sql.rows import digest
 
 if TYPE_CHECKING:
     from celery_idempotent.django.sql.connections import Session
-    from celery_idempotent.records import Record
+    from celery_idempotent.records import Identity, Record
 
 __all__ = ["end_holder", "lock_name", "lock_number"]
 
@@ -24,7 +23,7 @@ logger = logging.getLogger("celery_idempotent.django.holders")  # the docs name 
 #: How long a session that was told to end is waited for.
 _END_SECONDS = 2.0
 #: Claims whose session could not be ended, as this process has said already: a duplicate asks again and again.
-_told: deque[tuple[bytes, int]] = deque(maxlen=1000)
+_told: deque[tuple[Identity, int]] = deque(maxlen=1000)
 #: What MySQL and PostgreSQL say to someone who may not end a session, and to one that is too late.
 _NOT_ALLOWED, _GONE = ("42501", 1095), (1094,)
 
@@ -42,12 +41,12 @@ def lock_name(session: Session, name: bytes, token: int) -> str:
     return f"celery_idempotent:{packed.hexdigest()}"
 
 
-def end_holder(session: Session, record: Record) -> bool:
-    """End the session whose transaction runs this claim, if any.
+def end_holder(session: Session, name: bytes, record: Record) -> bool:
+    """End the session whose transaction runs this claim, if any; ``name`` is the digest of its key.
 
     ``False`` if it may not be ended. If one was, the verb begins again: it may have committed.
     """
-    name, token = digest(record.identity), record.token
+    token = record.token
     if session.inside:
         return True  # nobody else sees the record
     if session.words.vendor == "postgresql":
@@ -89,7 +88,7 @@ def end_holder(session: Session, record: Record) -> bool:
 
 def _not_ended(record: Record, why: str) -> bool:
     """Tell operators, once: without them nothing happens until the session ends."""
-    claim = (digest(record.identity), record.token)
+    claim = (record.identity, record.token)
     if claim not in _told:
         _told.append(claim)
         logger.warning(
