@@ -1,4 +1,4 @@
-"""How settings are read: durations, and which settings something was made of, to make it anew once they change."""
+"""Reads settings: durations, and snapshots that show when what was made from settings has to be made again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Snapshot", "loaded", "milliseconds"]
 
 
 class Snapshot:
-    """Some settings of an app, as far as they are set in its process: ``app.conf.name = value``, ``update()``.
+    """The values of some settings that were changed in this process: ``app.conf.name = value``, ``app.conf.update()``.
 
-    What else settings come from is read once, with the configuration object.
+    Only these can change later. Configuration modules and defaults are read once.
     """
 
     __slots__ = ("_conf", "_keys", "_set", "_size")
@@ -28,7 +28,7 @@ class Snapshot:
         self._set = self._look()
 
     def holds(self, app: Celery) -> bool:
-        """Is it all as it was? Asked for every call, so it costs next to nothing."""
+        """Are all values as they were? This is asked for every call of a task, so it has to be cheap."""
         conf: Any = app.conf
         if conf is not self._conf:
             return False
@@ -45,7 +45,7 @@ class Snapshot:
 
 
 def loaded(app: Celery) -> Any:
-    """Return the app's settings: until one is read, ``app.conf`` is an object that knows none."""
+    """Return the app's settings, loaded: until one is read, ``app.conf`` is an empty placeholder."""
     app.conf.get("task_acks_late")
     return app.conf
 

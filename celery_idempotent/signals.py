@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from celery.utils.dispatch import Signal
 
-from celery_idempotent.records import Identity, Record
+from celery_idempotent.records import Identity, Record, State
 
 __all__ = [
     "Event",
@@ -41,9 +41,12 @@ __all__ = [
 class Event:
     """What happened: to which key, in which call of which task.
 
-    ``record`` is the record as far as it is known (the holder's, in a conflict); ``error`` the exception behind a
-    failure; ``count`` how many records a sweep interrupted; ``observed`` that this is what would have happened, had
-    ``idempotency_mode`` not been ``"observe"``. Of what an operator did, ``who`` and ``reason`` tell by whom and why.
+    ``task`` is the task's registered name (a view's name; the namespace, where no task of the app has it). ``record``
+    is the record as far as it is known: the holder's in a conflict, the claim's in what a run writes. ``state`` is the
+    state that was written, ``None`` if the record was deleted, or nothing was written. ``error`` is the exception
+    behind a failure; ``count`` how many records a sweep interrupted; ``observed`` says that this is what would have
+    happened, had ``idempotency_mode`` not been ``"observe"``. ``who`` did it: the operator whom an operation names,
+    else the process (``hostname:pid/id``); ``reason`` is why, as far as somebody said so.
     """
 
     task: str
@@ -55,13 +58,19 @@ class Event:
     observed: bool = False
     who: str = ""
     reason: str = ""
+    state: State | None = None
+
+    @property
+    def namespace(self) -> str:
+        """What the key is for; ``""`` for an event without a key. By default it is the task's name."""
+        return "" if self.identity is None else self.identity.namespace
 
 
-#: A key was reserved, and its message is published (``idempotency_publish_once``).
+#: A key was reserved, and its message is on its way (``idempotency_publish_once``, ``enqueue``).
 reserved = Signal(name="idempotency_reserved")
 #: The key is ours, and run() is about to start.
 claimed = Signal(name="idempotency_claimed")
-#: The stored result or exception answers this call.
+#: The first call answers this one: its stored result or exception, or its task id where it was published or queued.
 replayed = Signal(name="idempotency_replayed")
 #: Somebody else holds the key.
 conflicted = Signal(name="idempotency_conflicted")

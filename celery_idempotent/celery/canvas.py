@@ -33,7 +33,7 @@ from celery_idempotent.identity.stamp import (
     RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
-    said_of,
+    read_stamp,
 )
 
 __all__ = ["install"]
@@ -120,7 +120,7 @@ def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) 
     given = leading or given
     if is_foreign(part) or str(part.task).startswith("celery."):
         return part
-    said = said_of(as_mapping(options.get("headers")), options.get("task_id"))
+    said = read_stamp(as_mapping(options.get("headers")), options.get("task_id"))
     if given.key is not None and KEY_HEADER not in options and RAW_KEY not in said:
         key = (given.key, *given.path) if given.path else given.key
         canonical(key, task=str(part.task))  # raises before anything is sent
@@ -139,5 +139,5 @@ def _take(options: dict[str, Any], name: str, word: str) -> Any:
     headers = options.get("headers")
     if isinstance(headers, dict) and name in headers:
         options["headers"] = {each: headers[each] for each in headers if each != name}
-        value = said_of(headers, None).get(word) if value is None else value
+        value = read_stamp(headers, None).get(word) if value is None else value
     return value

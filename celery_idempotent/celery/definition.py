@@ -14,7 +14,7 @@ from celery import Task
 from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.keys import Identifier
+from celery_idempotent.identity.identifier import Identifier
 from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.policy import (
     Policy,

@@ -23,7 +23,7 @@ from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.identity.stamp import as_mapping, said_of
+from celery_idempotent.identity.stamp import as_mapping, read_stamp
 from celery_idempotent.records import Identity, State
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def sends_on(request: Any) -> bool:
         or request.errbacks
         or request.chain
         or request.chord
-        or UNDELIVERED in said_of(as_mapping(request.headers), request.id)
+        or UNDELIVERED in read_stamp(as_mapping(request.headers), request.id)
     )
 
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import enum
 import logging
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery_idempotent import signals
-from celery_idempotent.celery.reaper import REQUEUE_MS, event_of, send_again
-from celery_idempotent.celery.registry import definition_of, task_name_of
-from celery_idempotent.errors import FailedByOperator, InProgress, InvalidOption
-from celery_idempotent.protocol.counters import tally
-from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Identity, Record, Selection, State, Stored
-from celery_idempotent.serializers import NotStored, Serializer
-from celery_idempotent.signals import emit
+from celery_idempotent.celery import reaper
+from celery_idempotent.errors import FailedByOperator, InProgress
+from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.protocol.telling import Line
+from celery_idempotent.records import Identity, Record, Selection, State
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -38,8 +35,6 @@ __all__ = [
     "offered",
     "operate",
 ]
-
-logger = logging.getLogger(__name__)
 
 Operation = Literal["release", "forget", "fail", "requeue"]
 
@@ -112,7 +107,8 @@ def operate(
         return Outcome.CHANGED
     if not force and is_live(record, clock_ms(store)):
         return Outcome.LIVE
-    by = _Operator(app, store, who or "an operator", reason)
+    line = Line(logging.WARNING, f"%(who)s chose to {operation} %(identity)s%(why)s")
+    by = _Operator(app, store, who or "an operator", reason, line)
     match operation:
         case "release":
             outcome = _release(by, record)
@@ -122,9 +118,8 @@ def operate(
             outcome = _fail(by, record)
         case "forget":
             outcome = _forget(by, record)
-    if outcome is Outcome.DONE:
-        why = f": {' '.join(reason.split())}" if reason else ""  # in one line
-        logger.warning("idempotency: %s chose to %s %s%s", by.who, operation, identity, why)
+    if outcome is not Outcome.CHANGED:
+        heartbeat.start()  # which writes the counters
     return outcome
 
 
@@ -174,70 +169,41 @@ class _Operator:
     store: Store
     who: str
     reason: str
+    line: Line
 
-    def tell(
-        self, signal: Signal, outcome: str, record: Record, error: BaseException | None = None
-    ) -> None:
-        """Send the event, and count it."""
-        event = event_of(record, error)
-        emit(signal, None, replace(event, who=self.who, reason=self.reason))
-        tally.count(self.store, task_name_of(self.app, record.identity.namespace), outcome)
+    def report(self, outcome: Signal, record: Record, **more: Any) -> None:
+        """Report what was done."""
+        by = {"who": self.who, "reason": self.reason, "line": self.line}
+        reaper.report(self.app, self.store, outcome, record, **by, **more)
 
 
 def _forget(by: _Operator, record: Record) -> Outcome:
     # The state, too: a run that completed a moment ago is not what was seen.
     if not by.store.forget(record.identity, token=record.token, state=record.state):
         return Outcome.CHANGED
-    by.tell(signals.forgotten, "forgotten", record)
+    by.report(signals.forgotten, record)
     return Outcome.DONE
 
 
 def _release(by: _Operator, record: Record) -> Outcome:
     if not by.store.release(record.identity, token=record.token):
         return Outcome.CHANGED
-    by.tell(signals.released, "released", record)
+    by.report(signals.released, record, state=State.INTERRUPTED if record.steps else None)
     return Outcome.DONE
 
 
 def _requeue(by: _Operator, record: Record) -> Outcome:
     # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-    queued = by.store.requeue(record.identity, deadline_ms=REQUEUE_MS, token=record.token)
+    queued = by.store.requeue(record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token)
     if queued is None:
         return Outcome.CHANGED
-    sent = send_again(by.app, queued, None, who=by.who, reason=by.reason)
+    sent = reaper.send_again(by.app, by.store, queued, who=by.who, reason=by.reason, line=by.line)
     return Outcome.DONE if sent else Outcome.UNSENT
 
 
 def _fail(by: _Operator, record: Record) -> Outcome:
-    app, store = by.app, by.store
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
-    definition = definition_of(app, record.identity.namespace)
-    keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
-    value = _told(app, error) if definition is None else definition.codec.dump_error(error)
-    # One write, to the record with this token and to no other. Not restored: a key that was claimed and released a
-    # moment ago has no record, and is not to be failed for what it was before.
-    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False):
+    if not reaper.settle_failed(by.app, by.store, record, error):
         return Outcome.CHANGED
-    # The owner may have settled it first, and then that end stays.
-    found = store.get(record.identity)
-    if found is None or (found.token, found.state) != (record.token, State.FAILED):
-        return Outcome.CHANGED
-    if found.value != value:
-        return Outcome.CHANGED
-    by.tell(signals.settled, "settled", record, error)
+    by.report(signals.settled, record, state=State.FAILED, error=error)
     return Outcome.DONE
-
-
-def _told(app: Celery, error: FailedByOperator) -> Stored | None:
-    """Serialize the error of a record whose task is unknown, or that is a view's, as a result backend would."""
-    accept = tuple(app.conf.result_accept_content or app.conf.accept_content)
-    told = {
-        "exc_type": type(error).__name__,
-        "exc_module": type(error).__module__,
-        "exc_message": str(error),
-    }
-    try:
-        stored = Serializer("json", accept).dump(told, max_bytes=None)
-    except InvalidOption:  # what nobody could read
-        return None
-    return None if isinstance(stored, NotStored) else stored

@@ -24,16 +24,15 @@ from celery_idempotent.identity.stamp import (
     RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
-    bound,
-    own_id,
-    said_of,
+    message_id,
+    read_stamp,
     stamp_of,
+    with_stamp,
 )
 from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.claim import Claim, current_claim
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Held, Mismatched, Reserved, Settled, State
-from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import forget_mark
 
@@ -52,6 +51,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_PUBLISHED_BEFORE = Line(
+    logging.DEBUG, "%(task)s is not published again: %(identity)s belongs to task %(first)s"
+)
+_UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
 RESERVED_MS = 60_000
@@ -180,7 +184,7 @@ def identify(
     explicit = (key is not None and KEY_HEADER not in kept) or (
         scope is not None and SCOPE_HEADER not in kept
     )
-    said = said_of(headers, task_id)
+    said = read_stamp(headers, task_id)
     if "key" in said and not explicit:
         return None
     if retried is not None and not explicit:
@@ -196,12 +200,12 @@ def identify(
         identified = definition.identify(
             args,
             kwargs,
-            task_id=uuid() if eager else own_id(headers, task_id),
+            task_id=uuid() if eager else message_id(headers, task_id),
             nesting=options.get("replaced_task_nesting") or 0,
             key=key,
             scope=scope,
         )
-    options["headers"] = bound(headers, str(task_id), identified)
+    options["headers"] = with_stamp(headers, str(task_id), identified)
     return identified
 
 
@@ -256,11 +260,13 @@ def _once(
     next call publishes under the same task id.
     """
     store = get_store(task.app)
+    identity, task_id = identified.identity, options["task_id"]
+    report = partial(definition.runner.reporter.report, store=store)
     reserve = partial(
         key_change.reserve,
         store,
         identified,
-        task_id=options["task_id"],
+        task_id=task_id,
         deadline_ms=until_lost(options),
         keep_ms=definition.policy.keep_ms,
     )
@@ -271,11 +277,11 @@ def _once(
             forget_mark(store, answer.record.identity, token=answer.record.token)
     except IdempotencyError as error:
         # The claim still guards the run: one message too many harms nobody.
-        logger.warning("idempotency: %s is published unreserved: %s", task.name, error)
-        emit(signals.store_failed, task, _event(task, identified, options["task_id"], error))
+        report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
         return send()
     match answer:
         case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
+            report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
             return task.AsyncResult(record.task_id)
         case Held(record, _):
             # Its worker never came back, and with early acks its message is gone, too.
@@ -283,9 +289,11 @@ def _once(
             return send()
         case Settled(record, _):
             if record.state is State.COMPLETED:
+                report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
                 return task.AsyncResult(record.task_id)
             return send()
         case Mismatched(record):
+            report(signals.mismatched, identity, task_id, record)
             raise FingerprintMismatch(
                 f"{record.identity} belongs to task {record.task_id}, which was called with other arguments: a key "
                 "stands "
@@ -301,22 +309,15 @@ def _once(
                 except IdempotencyError as error:
                     logger.warning("idempotency: a reservation is left to its deadline: %s", error)
                 raise
-            tally.count(store, str(task.name), "reserved")
-            emit(signals.reserved, task, _event(task, identified, record.task_id, None))
+            report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
             return sent
 
 
 def _as_task(options: dict[str, Any], task_id: str) -> None:
     """Let a call go out under the task id that its key has already."""
-    said = said_of(options["headers"], options["task_id"])
+    said = read_stamp(options["headers"], options["task_id"])
     options["task_id"] = task_id
-    options["headers"] = bound(options["headers"], task_id, more=said)
-
-
-def _event(
-    task: IdempotentTask, identified: Identified, task_id: str, error: Exception | None
-) -> Event:
-    return Event(task=str(task.name), task_id=task_id, identity=identified.identity, error=error)
+    options["headers"] = with_stamp(options["headers"], task_id, more=said)
 
 
 def until_lost(options: Mapping[str, Any]) -> int:

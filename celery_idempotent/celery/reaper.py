@@ -9,35 +9,37 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from celery.signals import beat_init
 
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of, task_name_of
-from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.celery.registry import definition_of, find_task
+from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
+from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Record, State
+from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
+from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.settings import milliseconds
-from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import can_count
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.utils.dispatch import Signal
 
     from celery_idempotent.stores.base import Store
 
 __all__ = [
     "REQUEUE_MS",
     "SWEEP",
-    "event_of",
     "install",
     "mend_row",
+    "report",
     "send_again",
+    "settle_failed",
     "sweep",
     "sweep_interval",
 ]
@@ -52,6 +54,11 @@ LIMIT = 10_000
 
 #: A requeued message that did not start in time counts as lost, and is published again.
 REQUEUE_MS = 60_000
+
+#: Why a sweep acts.
+_STALE = "the lease ran out"
+
+_NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
 
 #: What we write into a row that we disable; one that people disabled stays so.
 _DISABLED = "Disabled because idempotency_sweep_interval is None."
@@ -71,41 +78,39 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     """
     store = get_store(app)
     started = time.monotonic()
-    report = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
+    found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
     failed = 0
-    for record in report.interrupted:
-        logger.warning(
-            "idempotency: %s was stale and is interrupted: %s did not come back (crash %d)",
-            record.identity,
-            record.owner,
-            record.crashes,
-        )
-        emit(signals.interrupted, sender, event_of(record))
-        tally.add(store, task_name_of(app, record.identity.namespace), "interrupted")
+    for record in found.interrupted:
+        report(app, store, signals.interrupted, record, state=record.state, reason=_STALE)
         if record.on_stale == "fail":
-            failed += _fail(app, store, record, sender)
-    requeued = sum(send_again(app, record, sender) for record in report.requeued)
+            failed += _time_out(app, store, record)
+    requeued = sum(send_again(app, store, record, reason=_STALE) for record in found.requeued)
     pruned = store.prune(limit=limit)
     counts: dict[str, Any] = {
-        "interrupted": len(report.interrupted),
+        "interrupted": len(found.interrupted),
         "failed": failed,
         "requeued": requeued,
         "pruned": pruned,
-        "more": report.more,
+        "more": found.more,
         "seconds": round(time.monotonic() - started, 4),
     }
-    tally.add(store, SWEEP, "swept")
-    tally.write()
-    emit(signals.swept, sender, Event(task=SWEEP, count=len(report.interrupted)))
+    busy = found.interrupted or found.requeued or pruned
+    Reporter(SWEEP, lambda: sender, lambda: store).report(
+        signals.swept,
+        None,
+        store=store,
+        count=len(found.interrupted),
+        line=Line(
+            logging.INFO if busy else logging.DEBUG,
+            f"sweep interrupted %(count)d, failed {failed}, requeued {requeued}, pruned {pruned} in "
+            f"{counts['seconds']:.3f} s",
+        ),
+        has_writer=False,
+    )
+    counters.write()
     counts |= _upkeep(app, store, limit)
     if can_count(store):
         store.note_sweep()
-    busy = report.interrupted or report.requeued or pruned
-    logger.log(
-        logging.INFO if busy else logging.DEBUG,
-        "idempotency: sweep interrupted %d, failed %d, requeued %d, pruned %d in %.3f s",
-        *(counts[word] for word in ("interrupted", "failed", "requeued", "pruned", "seconds")),
-    )
     return counts
 
 
@@ -115,25 +120,70 @@ def _upkeep(app: Celery, store: Store, limit: int) -> dict[str, int]:
     return {} if upkeep is None else upkeep(app, limit=limit)
 
 
-def _fail(app: Celery, store: Store, record: Record, sender: object) -> bool:
-    """Settle a stale record FAILED for good (``idempotency_on_stale="fail"``), unless it was claimed meanwhile."""
+def report(app: Celery, store: Store, outcome: Signal, record: Record, **more: Any) -> None:
+    """Report what became of a record without a run; the caller sees to it that the counters are written."""
+    namespace = record.identity.namespace
+    task = find_task(app, namespace)
+    name = namespace if task is None else task.name
+    reporter = Reporter(name, lambda: task, lambda: store)
+    reporter.report(
+        outcome, record.identity, record.task_id, record, store=store, has_writer=False, **more
+    )
+
+
+def _time_out(app: Celery, store: Store, record: Record) -> bool:
+    """Settle a stale record FAILED for good (``idempotency_on_stale="fail"``)."""
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
-    definition = definition_of(app, record.identity.namespace)
-    keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
-    value = None if definition is None else definition.codec.dump_error(error)
-    # Nor if it was claimed and released, and has no record any more.
-    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False):
+    if not settle_failed(app, store, record, error):
         return False
-    logger.error("idempotency: %s", error)
-    emit(signals.settled, sender, event_of(record, error))
-    tally.add(store, task_name_of(app, record.identity.namespace), "settled")
+    failed: dict[str, Any] = {"state": State.FAILED, "error": error, "line": FAILED_WITHOUT_RUN}
+    report(app, store, signals.settled, record, reason=_STALE, **failed)
     return True
 
 
+def settle_failed(app: Celery, store: Store, record: Record, error: IdempotencyError) -> bool:
+    """Settle a record FAILED that nobody runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
+    definition = definition_of(app, record.identity.namespace)
+    keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
+    value = _plain_error(app, error) if definition is None else definition.codec.dump_error(error)
+    # One write, to the record with this token and to no other. Not restored: a key that was claimed and released a
+    # moment ago has no record, and is not to be failed for what it was before.
+    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False):
+        return False
+    # Its owner may have settled it first, and then that end stays.
+    found = store.get(record.identity)
+    return found is not None and (found.token, found.state, found.value) == (
+        record.token,
+        State.FAILED,
+        value,
+    )
+
+
+def _plain_error(app: Celery, error: IdempotencyError) -> Stored | None:
+    """Serialize the error of a record whose task is unknown, or that is a view's, as a result backend would."""
+    accept = tuple(app.conf.result_accept_content or app.conf.accept_content)
+    plain = {
+        "exc_type": type(error).__name__,
+        "exc_module": type(error).__module__,
+        "exc_message": str(error),
+    }
+    try:
+        stored = Serializer("json", accept).dump(plain, max_bytes=None)
+    except InvalidOption:  # what nobody could read
+        return None
+    return None if isinstance(stored, NotStored) else stored
+
+
 def send_again(
-    app: Celery, record: Record, sender: object, *, who: str = "", reason: str = ""
+    app: Celery,
+    store: Store,
+    record: Record,
+    *,
+    who: str = "",
+    reason: str = "",
+    line: Line | None = None,
 ) -> bool:
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
     definition = definition_of(app, record.identity.namespace)
@@ -143,29 +193,23 @@ def send_again(
             record.identity,
         )
         return False
+    outcome, error = signals.requeued, None
     try:
         definition.codec.load_message(record.message).apply_async()
-    except Exception as error:
-        logger.exception("idempotency: %s could not be requeued", record.identity)
-        emit(signals.store_failed, sender, event_of(record, error))
-        return False
-    logger.warning(
-        "idempotency: %s was stale and is queued again (crash %d)", record.identity, record.crashes
-    )
-    emit(signals.requeued, sender, replace(event_of(record), who=who, reason=reason))
-    tally.add(get_store(app), task_name_of(app, record.identity.namespace), "requeued")
-    return True
-
-
-def event_of(record: Record, error: BaseException | None = None) -> Event:
-    """Return what receivers of signals are told about a record that nobody runs."""
-    return Event(
-        task=record.identity.namespace,
-        task_id=record.task_id,
-        identity=record.identity,
-        record=record,
+    except Exception as trouble:  # noqa: BLE001  a broker fails in its own ways, and so does a message
+        outcome, error, line = signals.store_failed, trouble, _NOT_REQUEUED
+    report(
+        app,
+        store,
+        outcome,
+        record,
+        state=None if error else State.QUEUED,
         error=error,
+        who=who,
+        reason=reason,
+        line=line,
     )
+    return error is None
 
 
 def install(app: Celery) -> None:

@@ -23,10 +23,10 @@ from celery_idempotent.identity.stamp import (
     SCOPE_HEADER,
     STAMP_HEADER,
     as_mapping,
-    bound,
-    said_of,
+    read_stamp,
+    with_stamp,
 )
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 
 __all__ = ["is_foreign"]
@@ -48,7 +48,7 @@ def carry_key(headers: Any = None, properties: Any = None, **_: Any) -> None:
             headers.setdefault(name, value)
     raw = RAW.keys() & headers.keys()
     if raw and headers.get("id"):
-        headers[STAMP_HEADER] = said = bound(headers, headers["id"])[STAMP_HEADER]
+        headers[STAMP_HEADER] = said = as_mapping(with_stamp(headers, headers["id"])[STAMP_HEADER])
         for name in raw:
             if RAW[name] not in said:
                 del headers[name]
@@ -82,9 +82,12 @@ def _marked(step: Any, run: str) -> Any:
         return step
     options = step.get("options") or {}
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
-    if not task_id or RUN in said_of(headers, task_id):
+    if not task_id or RUN in read_stamp(headers, task_id):
         return step
-    return {**step, "options": {**options, "headers": bound(headers, task_id, more={RUN: run})}}
+    return {
+        **step,
+        "options": {**options, "headers": with_stamp(headers, task_id, more={RUN: run})},
+    }
 
 
 def is_foreign(step: Mapping[str, Any]) -> bool:
@@ -126,9 +129,9 @@ def check_setup(sender: Any = None, **_: Any) -> None:
 
 
 @worker_process_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.counters")
-def write_tally(**_: Any) -> None:
+def write_counters(**_: Any) -> None:
     """Write what a process of the pool counted before it ends."""
-    tally.write()
+    counters.write()
 
 
 @worker_shutdown.connect(weak=False, dispatch_uid="celery_idempotent.finish")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["replay"]
 
-logger = logging.getLogger(__name__)
-
 
 def replay(
     task: IdempotentTask, definition: Definition, request: Context, record: Record, age_ms: int
@@ -33,15 +30,6 @@ def replay(
     A redelivery of the very message that settled it sends on what the first delivery did not; any other
     duplicate is a link of its own chain, a member of its own chord.
     """
-    logger.info(
-        "idempotency: %s[%s] is answered from the record of %s: task %s, %s %.1f s ago",
-        task.name,
-        request.id,
-        record.identity,
-        record.task_id,
-        record.state.value,
-        age_ms / 1000,
-    )
     own = record.task_id == request.id
     if own and record.delivered:
         delivery.silence(request)

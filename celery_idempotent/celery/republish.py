@@ -17,7 +17,7 @@ from celery_idempotent.celery import sentry
 from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.patience import patience
 from celery_idempotent.errors import IdempotencyError, InProgress
-from celery_idempotent.identity.stamp import as_mapping, bound, said_of
+from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol import backoff
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
@@ -137,7 +137,7 @@ def store_failed(
     # Without a new one, those that it came with are in its stamp.
     known = {}
     if attempt:
-        attempts = (*unanswered(said_of(as_mapping(request.headers), request.id)), attempt)
+        attempts = (*unanswered(read_stamp(as_mapping(request.headers), request.id)), attempt)
         known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
     count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
     logger.error(
@@ -200,10 +200,10 @@ def _again(
     message as delivered and not acknowledged.
     """
     headers = as_mapping(request.headers)
-    before = said_of(headers, request.id).get(counter, 0)
+    before = read_stamp(headers, request.id).get(counter, 0)
     count = before + 1 if isinstance(before, int) else 1
     # Should it not be published, it asks again where it is, with what it has come to.
-    request.headers = bound(headers, request.id, more={**known, counter: count})
+    request.headers = with_stamp(headers, request.id, more={**known, counter: count})
     limits = [
         task.idempotency_policy.conflict_backoff_max_ms / 1000,
         _unacknowledged(task),

@@ -30,9 +30,9 @@ from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol import backoff
 from celery_idempotent.protocol.background import background
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
+from celery_idempotent.protocol.telling import Line, Reporter
 from celery_idempotent.records import Identity, State
-from celery_idempotent.signals import Event, emit
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ UNRESERVE_PATIENCE = 600.0
 #: How often the pool looks after its children, in seconds.
 WATCH = 1.0
 
+_INTERRUPTED = Line(logging.WARNING, "%(identity)s is interrupted (crash %(crashes)s)%(why)s")
+
 #: A pool of greenlets gives their ``id()`` for a pid: an address, which is no pid (``pid_t`` has 32 bits).
 _LARGEST_PID = 2**31 - 1
 
@@ -81,6 +83,7 @@ class Lost:
     task_id: str
     pid: int
     store: Store
+    reporter: Reporter
     give_up: float
     #: The record was read once since the child was gone.
     looked: threading.Event = field(default_factory=threading.Event)
@@ -132,18 +135,18 @@ class Lost:
             return True
         record = self.store.interrupt(self.identity, token=record.token)
         if record is not None:
-            logger.warning(
-                "idempotency: the process %d that held %s is gone: interrupted (crash %d)",
-                self.pid,
+            self.reporter.report(
+                signals.interrupted,
                 self.identity,
-                record.crashes,
+                self.task_id,
+                record,
+                store=self.store,
+                state=record.state,
+                reason=f"its process {self.pid} is gone",
+                line=_INTERRUPTED,
+                has_writer=False,
             )
-            event = Event(
-                task=self.task.name, task_id=self.task_id, identity=self.identity, record=record
-            )
-            emit(signals.interrupted, self.task, event)
-            tally.add(self.store, str(task.name), "interrupted")
-            tally.write()
+            counters.write()
         return True
 
 
@@ -156,6 +159,7 @@ class Unreserve:
     identity: Identity
     task_id: str
     store: Store
+    reporter: Reporter
     give_up: float
 
     def __str__(self) -> str:
@@ -164,8 +168,19 @@ class Unreserve:
     def step(self) -> None:
         """Delete the reservation."""
         record = self.store.get(self.identity)
-        if record is not None and record.state is State.QUEUED and record.task_id == self.task_id:
-            self.store.release(self.identity, token=record.token)
+        if record is None or record.state is not State.QUEUED or record.task_id != self.task_id:
+            return
+        if self.store.release(self.identity, token=record.token):
+            self.reporter.report(
+                signals.released,
+                self.identity,
+                self.task_id,
+                record,
+                store=self.store,
+                reason="its task was revoked or expired before it ran",
+                has_writer=False,
+            )
+            counters.write()
 
 
 class Request(CeleryRequest):
@@ -213,6 +228,7 @@ class Request(CeleryRequest):
                     identity=identity,
                     task_id=self.id,
                     store=get_store(task.app),
+                    reporter=definition.runner.reporter,
                     give_up=time.monotonic() + UNRESERVE_PATIENCE,
                 )
                 background.put(job)
@@ -251,7 +267,8 @@ class Request(CeleryRequest):
         if not pid or pid == os.getpid() or pid > _LARGEST_PID:
             return []  # never started, or a pool without processes
         task: Any = self.task
-        if task.idempotency_definition() is None:
+        definition = task.idempotency_definition()
+        if definition is None:
             return []  # one of Celery's own, or switched off
         return [
             Lost(
@@ -262,6 +279,7 @@ class Request(CeleryRequest):
                 # Here, not in the thread: a child that is forked while a thread imports the store's modules
                 # would find their import locks taken for ever.
                 store=get_store(task.app),
+                reporter=definition.runner.reporter,
                 give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
             )
             for identity in _identities_of(self)

@@ -28,7 +28,8 @@ from celery.utils.serialization import get_pickleable_exception
 from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.chords import Undelivered, hopeless, patient
 from celery_idempotent.celery.delivery import Due
-from celery_idempotent.identity.trees import leaves
+from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.identity.trees import canvas_tasks
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -188,7 +189,7 @@ def _forget_published(request: Any) -> None:
 
 
 def _is_sent(callback: Any, published: set[str]) -> bool:
-    ids = [str((leaf.get("options") or {}).get("task_id")) for leaf in leaves(callback)]
+    ids = [str(as_mapping(task.get("options")).get("task_id")) for task in canvas_tasks(callback)]
     if callback.get("task") == "celery.chain":
         ids = ids[:1]  # the first step carries the others
     return bool(ids) and published.issuperset(ids)

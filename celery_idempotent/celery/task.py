@@ -34,12 +34,12 @@ from celery_idempotent.identity.stamp import (
     RAW_SCOPE,
     SCOPE_HEADER,
     as_mapping,
-    bound,
-    own_id,
-    said_of,
+    message_id,
+    read_stamp,
     stamp_of,
+    with_stamp,
 )
-from celery_idempotent.identity.trees import leaves, unstamp
+from celery_idempotent.identity.trees import canvas_tasks, unstamp
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
 from celery_idempotent.protocol.claim import Claim, current_claim
 from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
@@ -283,7 +283,7 @@ class IdempotentTask(TaskBase):
     ) -> Call:
         task_id = str(request.id or _id_of_call(self, request))
         headers = as_mapping(request.headers)
-        said = said_of(headers, task_id)
+        said = read_stamp(headers, task_id)
         identified = self.identify_delivery(
             {**as_mapping(request.stamps), **headers},
             args,
@@ -295,7 +295,7 @@ class IdempotentTask(TaskBase):
         identity = identified.identity
         if {RAW_KEY, RAW_SCOPE, KEEP_FAILURE} & said.keys():
             # From here on they are this message's alone: the body may hand its headers to other calls.
-            request.headers = bound(headers, task_id, identified)
+            request.headers = with_stamp(headers, task_id, identified)
         noted = None
         if definition.policy.mode == "enforce" and delivery.sends_on(request):
             noted = partial(self._expect_sending, request, identity)
@@ -350,8 +350,8 @@ class IdempotentTask(TaskBase):
             InvalidKey: if the stamp is malformed, or the key cannot be used.
         """
         definition = self._ours()
-        said = said_of(headers, task_id)
-        about: dict[str, Any] = {"task_id": uuid() if eager else own_id(headers, task_id)}
+        said = read_stamp(headers, task_id)
+        about: dict[str, Any] = {"task_id": uuid() if eager else message_id(headers, task_id)}
         about["nesting"] = nesting
         try:
             header = stamp_of(headers, task_id)
@@ -377,7 +377,7 @@ class IdempotentTask(TaskBase):
         if claim is None or claim.record.task_id != self.request.id:
             return super().replace(sig)
         definition = self._ours()
-        parts = list(leaves(sig))
+        parts = list(canvas_tasks(sig))
         if any(self._is_about(part, claim.record.identity) for part in parts):
             # A replacement with our own key must find it free.
             if claim.transaction is not None:
@@ -420,7 +420,7 @@ class IdempotentTask(TaskBase):
         if sig.get("task") != self.name:
             return False
         options: dict[str, Any] = dict(sig.get("options") or {})
-        said = said_of(as_mapping(options.get("headers")), None)
+        said = read_stamp(as_mapping(options.get("headers")), None)
         identified = self._ours().identifier.identify(
             sig.get("args"),
             sig.get("kwargs"),

@@ -204,7 +204,7 @@ class DjangoStore(DecidingStore):
 
     def skews_ms(self) -> Sequence[int]:
         """Return how far the database's clock is ahead of this machine's."""
-        return [skew_ms(lambda: self.lines.run(browse.clock_ms))]
+        return [skew_ms(lambda: self.lines.run(browse.database_ms))]
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""

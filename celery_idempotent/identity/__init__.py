@@ -1,1 +1,1 @@
-"""Whose operation a call is: its key, scope and fingerprint, and how a message carries them."""
+"""Which operation a call is: its key, scope and fingerprint, and how a message carries them."""

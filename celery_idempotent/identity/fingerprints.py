@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import chain, repeat
-from json.encoder import encode_basestring_ascii as quote
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
 from kombu.utils.json import JSONEncoder
@@ -17,10 +17,12 @@ from kombu.utils.json import JSONEncoder
 from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import FINGERPRINT_BYTES
 
-__all__ = ["MAX_DEPTH", "NoFormError", "Written", "default_form", "digest", "form", "quote"]
-
-#: A value that is nested deeper has no form. Half of what Python's stack bears: JSON is read by recursion.
+#: A value that is nested deeper has no form. Half of Python's default recursion limit: JSON is read by recursion, and
+#: the worker has frames of its own below.
 MAX_DEPTH: Final = 500
+
+#: Writes a text as JSON does, in ASCII.
+quote = encode_basestring_ascii
 
 _kombu_reduce: Callable[[object], object] = JSONEncoder().default
 
@@ -30,12 +32,13 @@ class NoFormError(Exception):
 
 
 class Written(str):
-    """A form already written: what stands for it in a value is not written again."""
+    """A form that is written already: as a part of a value it goes in as it is."""
 
     __slots__ = ()
 
 
-#: By the very type: what has no parts. CPython writes no int of more than 4,300 decimal digits, but any in hex.
+#: Values without parts, by their exact type. Numbers in hex: CPython refuses to write ints of more than 4,300 decimal
+#: digits.
 _WRITERS: Final[dict[type, Callable[[Any], str]]] = {
     str: quote,
     int: hex,
@@ -45,16 +48,18 @@ _WRITERS: Final[dict[type, Callable[[Any], str]]] = {
     Written: str,
 }
 
-#: The parts of a value, each after what is to be written before it, and the end of the whole.
+#: The parts of a value, each with the text that goes before it, and the text at the end.
 _Parts = tuple[Iterator[tuple[str, object]], str]
 
 
 def form(value: object) -> str:
     """Return the canonical form of an argument: ASCII, and equal before and after the broker.
 
-    What JSON makes equal is equal (a tuple and a list; the keys 1 and "1"), all else is distinct
-    (1, 1.0, True, "1"). Types that kombu's JSON knows, or was told of, go through its own form.
-    The time that it takes grows with the size of the value, and not with its depth as well.
+    What JSON makes equal is equal (a tuple and a list; the keys 1 and "1"), all else is distinct (1, 1.0, True, "1"):
+    the publisher has ``charge((1, 2))``, the worker reads ``charge([1, 2])``, and both have one fingerprint. Types that
+    kombu's JSON encodes, registered ones included, go through its encoding.
+
+    Written with a stack instead of recursion, so that the time grows with the size of the value alone.
 
     Raises:
         NoFormError: if it has none, or is nested deeper than :data:`MAX_DEPTH`.
@@ -94,7 +99,7 @@ def _parts_of(value: object) -> _Parts:
     if isinstance(value, (list, tuple)):
         return zip(chain(("[",), repeat(",")), value, strict=False), "]" if value else "[]"
     for plain in (str, int, float):
-        if isinstance(value, plain):  # a subclass, which JSON takes for that
+        if isinstance(value, plain):  # of a subclass JSON writes the plain value
             return iter(()), _WRITERS[plain](value)
     try:
         return iter((("", _kombu_reduce(value)),)), ""
@@ -112,7 +117,7 @@ def _key_form(key: object) -> str:
 
 
 def _native_parts(value: object) -> _Parts:
-    """Return the parts of what JSON cannot carry, but pickle can."""
+    """Return the parts of a value that JSON cannot carry, but pickle can."""
     content: object
     if isinstance(value, (set, frozenset)):
         return iter(()), f"<set {','.join(sorted([form(item) for item in value]))}>"
@@ -129,7 +134,7 @@ def _native_parts(value: object) -> _Parts:
     return iter(((f"<{quote(type(value).__qualname__)} ", content),)), ">"
 
 
-def digest(text: str) -> bytes:
+def fingerprint_of(text: str) -> bytes:
     """Return the fingerprint of a canonical form."""
     return hashlib.sha256(text.encode("ascii")).digest()[:FINGERPRINT_BYTES]
 
@@ -138,5 +143,5 @@ def default_form(default: object) -> str | None:
     """Return the form of a parameter's default, or None if it has none."""
     try:
         return form(default)
-    except (NoFormError, RecursionError):  # a sentinel, say: only the very same object equals it
+    except (NoFormError, RecursionError):  # a sentinel, for instance: equal to itself only
         return None

@@ -1,28 +1,26 @@
-"""What one call is about: its identity and its fingerprint, and how a message carries them."""
+"""The identity and fingerprint of one call, and their form in a message's stamp."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeGuard
+from typing import ClassVar, Final, TypeGuard
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 
-__all__ = ["MAX_CHARS", "Identified", "is_text"]
-
 #: The longest canonical key, scope or namespace, in characters.
 MAX_CHARS: Final = 255
 
-_FINGERPRINT = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
+_FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
 @dataclass(frozen=True, slots=True)
 class Identified:
     """The identity of one call and its fingerprint, which is None where it is off.
 
-    ``before`` is what the call was about before a deploy that changed keys, if that was another identity.
+    ``before`` is the identity by the old rules, while a deploy changes keys and where it differs (see identifier.py).
     """
 
     identity: Identity
@@ -34,15 +32,16 @@ class Identified:
         """Whether the key is only the task id, which no other call shares."""
         return self.identity.key.startswith("@")
 
-    #: What a stamp says about them.
+    #: The items of a stamp that these are written to.
     WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint", "next"})
 
-    def to_header(self) -> dict[str, Any]:
-        """Return the stamp for the message's headers.
+    def to_header(self) -> dict[str, object]:
+        """Return what goes into the message's stamp.
 
-        While a deploy changes keys, workers of before have to find the key that they know: the new one stands beside.
+        While a deploy changes keys, old workers have to find the key that they know in its usual place. So the new key
+        stands beside it, as ``next``.
         """
-        header: dict[str, Any] = {"key": self.identity.key}
+        header: dict[str, object] = {"key": self.identity.key}
         if self.identity.scope:
             header["scope"] = self.identity.scope
         if self.fingerprint is not None:
@@ -52,13 +51,13 @@ class Identified:
         return header
 
     def same_key(self, other: Identified) -> bool:
-        """Have both one key in one scope, be it in two namespaces?"""
+        """Do both have the same key and scope? Their namespaces may differ."""
         mine, theirs = self.identity, other.identity
         return (mine.key, mine.scope) == (theirs.key, theirs.scope)
 
     @classmethod
     def from_header(cls, header: object, namespace: str) -> Identified | None:
-        """Return what a message's stamp says, or None if there is no stamp, or nothing about its key in it.
+        """Return what a message's stamp contains, or None if there is no stamp, or no key in it.
 
         Raises:
             InvalidKey: if it is malformed. It came over the network: anything may be in it.
@@ -76,7 +75,7 @@ class Identified:
         fingerprint = header.get("fingerprint")
         if fingerprint is None:
             return cls(identity)
-        if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint):
+        if isinstance(fingerprint, str) and _FINGERPRINT_HEX.fullmatch(fingerprint):
             return cls(identity, bytes.fromhex(fingerprint))
         raise InvalidKey(f"A message of {namespace} has a stamp without a usable fingerprint.")
 

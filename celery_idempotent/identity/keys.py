@@ -22,26 +22,28 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.identity.arguments import (
     ALL_ARGUMENTS,
     AllArguments,
     Bound,
-    Computed,
-    Names,
+    CallRule,
+    NamesRule,
     Parameters,
-    Path,
+    PathRule,
     compile_rule,
     type_name,
 )
-from celery_idempotent.identity.fingerprints import NoFormError, default_form, digest, form, quote
+from celery_idempotent.identity.fingerprints import (
+    NoFormError,
+    default_form,
+    fingerprint_of,
+    form,
+    quote,
+)
 from celery_idempotent.identity.identified import MAX_CHARS, Identified, is_text
 from celery_idempotent.records import Identity
-
-__all__ = ["ALL_ARGUMENTS", "Identifier", "canonical", "excess", "task_id_key"]
 
 _MISTAKABLE = re.compile(r'-?[0-9]+\Z|["\[*@]')
 _NESTED_ID = re.compile(r"\+[0-9]+\Z")
@@ -64,7 +66,7 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
             the form that the record has it in. The message tells types and lengths, never the value.
     """
     try:
-        plain = _plain(value)
+        plain = _json_form(value)
         if plain in ("", []):
             raise _RefusedError("is empty")
         bare = isinstance(plain, str) and not _MISTAKABLE.match(plain)
@@ -79,7 +81,7 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
 
 
 def excess(plain: str | int | list[object]) -> str:
-    """Return what is to be said of a key that is too long, as the end of a sentence.
+    """Return the message about a key that is too long, as the end of a sentence.
 
     A text that could be taken for a number or a list is quoted in its record, and a list is written as JSON.
     """
@@ -94,7 +96,7 @@ def excess(plain: str | int | list[object]) -> str:
     return f"has {length} characters{written}, and {MAX_CHARS} are allowed"
 
 
-def _plain(value: object) -> str | int | list[object]:
+def _json_form(value: object) -> str | int | list[object]:
     """Return what JSON makes of a raw key."""
     if isinstance(value, str):
         if not value.isprintable():
@@ -107,12 +109,12 @@ def _plain(value: object) -> str | int | list[object]:
     if isinstance(value, uuid.UUID):
         return str(value)
     if isinstance(value, (tuple, list)):
-        return [_plain(part) for part in value]
+        return [_json_form(part) for part in value]
     raise _RefusedError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
-    """Return the key of a call without one: its task id, and how often a replacement took it on.
+    """Return the key of a call without one: its task id, and how often the task was replaced (``self.replace``).
 
     Celery takes any str for an id, so every id has a key; one that a record could not show is
     digested.
@@ -125,11 +127,11 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-class Identifier:
-    """Says which operation a call of a task is; compiled once per task from its options.
+class KeyRules:
+    """One set of rules by which a task's calls have their keys, scopes and fingerprints, compiled once.
 
-    ``signature`` is the task's, without ``self``; the keyword arguments are the values of the
-    options ``idempotency_key`` and so on.
+    ``signature`` is the task's, without ``self``; the keyword arguments are the values of the options
+    ``idempotency_key`` and so on, or with the suffix ``_before`` those of ``idempotency_key_before`` and so on.
 
     Raises:
         InvalidOption: if one of them cannot be used with this task.
@@ -146,19 +148,7 @@ class Identifier:
         fingerprint: object = ALL_ARGUMENTS,
         require_key: bool = False,
         suffix: str = "",
-        **before: Any,
     ) -> None:
-        #: The rules of before a deploy that changed some of them, as ``idempotency_key_before`` and so on say.
-        self.before: Identifier | None = None
-        if before:
-            was: dict[str, Any] = {
-                "key": key,
-                "scope": scope,
-                "namespace": namespace,
-                "fingerprint": fingerprint,
-            }
-            was |= {name.removesuffix("_before"): rule for name, rule in before.items()}
-            self.before = Identifier(task_name, signature, **was, suffix="_before")
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self.require_key = require_key
@@ -208,99 +198,13 @@ class Identifier:
             KeyMissing: if the task requires a key and there is none.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
-        about: dict[str, Any] = {"task_id": task_id, "nesting": nesting, "key": key, "scope": scope}
-        identified = self._identify(args, kwargs, **about)
-        if self.before is None:
-            return identified
-        try:
-            before = self.before.identify(args, kwargs, **about)
-        except InvalidKey:
-            return identified  # then it was no operation
-        same = before.identity == identified.identity
-        return identified if same else replace(identified, before=before)
-
-    def stamped(
-        self,
-        header: object,
-        args: Sequence[object] | None,
-        kwargs: Mapping[str, object] | None,
-        **about: Any,
-    ) -> Identified | None:
-        """Return what a message's stamp says to this task, ``None`` if it says nothing about the key.
-
-        A publisher of another version may have made it, by the rules of before or by those to come: which they were is
-        told by the arguments. ``about`` is what :meth:`identify` takes.
-
-        Raises:
-            InvalidKey: if it is malformed. It came over the network: anything may be in it.
-        """
-        stamped = Identified.from_header(header, self.namespace)
-        following = header.get("next") if isinstance(header, Mapping) else None
-        if stamped is None or (self.before is None and following is None):
-            return stamped
-        coming = Identified.from_header(following, self.namespace)
-        try:
-            computed = self.identify(args, kwargs, **about)
-        except InvalidKey:
-            computed = stamped
-        if coming is not None and self._follows(computed, coming, stamped):
-            if computed.same_key(coming):
-                return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
-            return (
-                coming if self.before is None else replace(coming, before=self._of_before(stamped))
-            )
-        if self.before is None:
-            return stamped
-        if computed.same_key(stamped):
-            return _as_stamped(computed, stamped.fingerprint, stamped.fingerprint)
-        if computed.before is not None and computed.before.same_key(stamped):
-            known = stamped.fingerprint
-            return _as_stamped(computed, computed.fingerprint if known is None else known, known)
-        # A key that was given with the call, or a retry's with other arguments.
-        return self.renamed(stamped)
-
-    def renamed(self, identified: Identified) -> Identified:
-        """Return the same key with that of the namespace of before, if that was another."""
-        if self.before is None or self.before.namespace == self.namespace:
-            return identified
-        return replace(identified, before=self._of_before(identified))
-
-    def _of_before(self, identified: Identified) -> Identified:
-        """Return the same key in the namespace of before."""
-        assert self.before is not None
-        old = replace(identified.identity, namespace=self.before.namespace)
-        return Identified(old, identified.fingerprint)
-
-    def _follows(self, computed: Identified, coming: Identified, stamped: Identified) -> bool:
-        """Are the rules that this task knows those to come, to the publisher of a message?
-
-        Key or scope may have been given with the call, which is the same in both, or be of a retry's first message.
-        """
-        ours, new, old = (
-            (each.identity.key, each.identity.scope) for each in (computed, coming, stamped)
-        )
-        changed = [n for n in range(2) if new[n] != old[n]]
-        if all(ours[n] == new[n] for n in changed):
-            return True
-        return self.before is not None and any(ours[n] != old[n] for n in changed)
-
-    def _identify(
-        self,
-        args: Sequence[object] | None,
-        kwargs: Mapping[str, object] | None,
-        *,
-        task_id: str,
-        nesting: int,
-        key: object,
-        scope: object,
-    ) -> Identified:
         bound = self.parameters.bind(args, kwargs)
         rule = self._key
         if scope is None and bound is not None and self._scope is not None:
             scope = self._scope.read(bound)
         if key is None and bound is not None and rule is not None:
             if isinstance(rule, AllArguments):
-                every = digest(self._all(bound, "idempotency_key")).hex()
+                every = fingerprint_of(self._all(bound, "idempotency_key")).hex()
                 return Identified(self._identity(f"*{every}", scope))
             key = rule.read(bound)
         if key is not None:
@@ -314,7 +218,7 @@ class Identifier:
         return Identified(self._identity(task_id_key(task_id, nesting), scope))
 
     def by_task_id(self, task_id: str) -> Identified:
-        """Return what a call is about whose key and scope cannot be used."""
+        """Return the identity of a call whose key or scope cannot be used, and which runs nevertheless."""
         return Identified(self._identity(task_id_key(task_id), None))
 
     def _identity(self, key: str, scope: object) -> Identity:
@@ -330,19 +234,21 @@ class Identifier:
         rule, what = self._fingerprint, "idempotency_fingerprint"
         if rule is None:
             return None
-        if bound is None:  # unlike that of any call which fits
-            return digest(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
+        if bound is None:  # never equal to the fingerprint of a call that fits the signature
+            return fingerprint_of(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
         match rule:
             case AllArguments():
-                return digest(self._all(bound, what))
-            case Computed():
+                return fingerprint_of(self._all(bound, what))
+            case CallRule():
                 value = rule.read(bound)
-                return None if value is None else digest(self._one("(the result)", value, what))
-            case Path():
-                return digest(self._one(rule.text, rule.read(bound), what))
-            case Names(paths):
+                if value is None:
+                    return None
+                return fingerprint_of(self._one("(the result)", value, what))
+            case PathRule():
+                return fingerprint_of(self._one(rule.text, rule.read(bound), what))
+            case NamesRule(paths):
                 forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
-                return digest(form(forms))
+                return fingerprint_of(form(forms))
 
     def _all(self, bound: Bound, what: str) -> str:
         """Return the form of the arguments, without those equal to their default.
@@ -372,13 +278,3 @@ class Identifier:
             f"Set {what} to the names of the arguments that count, or to a function of them"
             + (", or to None." if what == "idempotency_fingerprint" else ".")
         )
-
-
-def _as_stamped(
-    computed: Identified, fingerprint: bytes | None, fingerprint_before: bytes | None
-) -> Identified:
-    """Return what was computed with the fingerprints of the first message: a retry may have other arguments."""
-    before = computed.before
-    if before is not None:
-        before = replace(before, fingerprint=fingerprint_before)
-    return replace(computed, fingerprint=fingerprint, before=before)

@@ -7,10 +7,8 @@ from typing import Any
 
 from celery_idempotent.identity.stamp import STAMP_HEADER, as_mapping, stamp_of
 
-__all__ = ["leaves", "unstamp"]
 
-
-def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:
+def canvas_tasks(signature: object) -> Iterator[Mapping[str, Any]]:
     """Yield the signatures of single tasks in a canvas."""
     if not isinstance(signature, Mapping):
         return
@@ -21,14 +19,14 @@ def leaves(signature: Any) -> Iterator[Mapping[str, Any]]:
     for part in ("tasks", "header", "body"):
         inner = kwargs.get(part)
         for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-            yield from leaves(each)
+            yield from canvas_tasks(each)
 
 
-def unstamp(signature: Any, task_id: str | None) -> None:
-    """Take out of a canvas what was handed on of the message with this task id, which its replacement takes over."""
-    for leaf in leaves(signature):
-        options = leaf.get("options") or {}
+def unstamp(signature: object, task_id: str | None) -> None:
+    """Remove the stamp of the message with this task id from the canvas that replaces it and copied its headers."""
+    for task in canvas_tasks(signature):
+        options = as_mapping(task.get("options"))
         headers = as_mapping(options.get("headers"))
-        if isinstance(leaf, dict) and stamp_of(headers, task_id) is not None:
+        if isinstance(task, dict) and stamp_of(headers, task_id) is not None:
             del headers[STAMP_HEADER]
-            leaf["options"] = {**options, "headers": headers}
+            task["options"] = {**options, "headers": headers}

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from celery_idempotent import signals
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import StepCodec
-from celery_idempotent.protocol.counters import tally
 from celery_idempotent.records import Identity, Record, Stored
-from celery_idempotent.signals import Event, emit
 
 if TYPE_CHECKING:
-    from celery.utils.dispatch import Signal
-
     from celery_idempotent.identity.identified import Identified
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
@@ -31,13 +24,10 @@ __all__ = [
     "Conflict",
     "Ran",
     "Replay",
-    "Reporter",
     "Result",
     "StoreFailed",
     "worker_name",
 ]
-
-logger = logging.getLogger(__name__)
 
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
 
@@ -142,48 +132,3 @@ class StoreFailed:
 
 
 Result = Ran | Replay | Conflict | StoreFailed
-
-
-class Reporter:
-    """Counts what becomes of the calls of one task, and sends its signals; ``sender`` returns who they come from."""
-
-    def __init__(self, name: str, sender: Callable[[], object], store: Callable[[], Store]) -> None:
-        self.name = name
-        self._sender = sender
-        self._store = store
-
-    def claimed(self, call: Call, record: Record) -> None:
-        """Tell that a run begins; after a crash, which was logged with the key, the log has that, too."""
-        self.tell(signals.claimed, call, record)
-        if record.crashes:
-            logger.warning(
-                "idempotency: task %s (%s) runs %s again (crash %d, attempt %d)",
-                call.task_id,
-                self.name,
-                call.identity,
-                record.crashes,
-                record.attempts,
-            )
-
-    def tell(
-        self,
-        signal: Signal,
-        call: Call | Record,
-        record: Record | None,
-        error: BaseException | None = None,
-        *,
-        observed: bool = False,
-    ) -> None:
-        """Count the outcome, and send ``signal`` if anybody listens."""
-        with suppress(*STORE_ERRORS):  # or there is none that could keep a count
-            tally.count(self._store(), self.name, signal.name)  # type: ignore[attr-defined]  # not in celery-types
-        if signal.receivers:
-            event = Event(
-                task=self.name,
-                task_id=call.task_id,
-                identity=call.identity,
-                record=record,
-                error=error,
-                observed=observed,
-            )
-            emit(signal, self._sender(), event)

@@ -11,16 +11,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.stores.base import can_count
 
 if TYPE_CHECKING:
-    from celery_idempotent.stores.base import Store
+    from celery_idempotent.stores.base import CountingStore, Store
 
-__all__ = ["Tally", "tally"]
+__all__ = ["Counters", "counters"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,31 +30,23 @@ EVERY = 5.0
 MOST = 10_000
 
 
-class Tally:
-    """What happened in this process since it was written last, by store, task and outcome."""
+class Counters:
+    """How often each outcome came about in this process since that was written last, by store and task."""
 
     def __init__(self) -> None:
-        #: Sees to it that somebody writes what is counted in this process. Costs nothing once that is so.
-        self.start_writer: Callable[[], None] = _nobody
         self._forget()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         # No lock, and no weak references: an exception may strike wherever a run counts.
-        self._counts: dict[Store, Counter[tuple[str, str]]] = {}
+        self._counts: dict[CountingStore, Counter[tuple[str, str]]] = {}
         self._written = time.monotonic()
         self._writing = threading.Lock()
 
-    def count(self, store: Store, task: str, outcome: str) -> None:
-        """Count one outcome, to be written a few seconds later, also if this process never has a claim."""
-        self.add(store, task, outcome)
-        self.start_writer()
-
     def add(self, store: Store, task: str, outcome: str) -> None:
-        """Count one outcome, named as its signal is, where the caller writes: a worker's main process has no writer."""
-        outcome = outcome.removeprefix("idempotency_")
-        counts = self._counts.get(store)
+        """Count one outcome; the heartbeat writes it in a few seconds, or the caller, with :meth:`write`."""
+        counts = self._counts.get(store)  # type: ignore[call-overload]  # any key may be looked for
         if counts is None:
             if not can_count(store):
                 return
@@ -83,10 +74,10 @@ class Tally:
         finally:
             self._writing.release()
 
-    def _write(self, store: Store) -> None:
+    def _write(self, store: CountingStore) -> None:
         # Whoever counts meanwhile counts into a new one, or is the last to count into this.
         counts = self._counts.pop(store, None)
-        if not counts or not can_count(store):
+        if not counts:
             return
         try:
             store.count(dict(counts))
@@ -98,9 +89,5 @@ class Tally:
             logger.exception("idempotency: outcomes could not be counted")
 
 
-def _nobody() -> None:
-    pass
-
-
-#: The tally of this process.
-tally = Tally()
+#: The counters of this process.
+counters = Counters()

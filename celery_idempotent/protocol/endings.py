@@ -8,15 +8,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery_idempotent import signals
 from celery_idempotent.protocol import backoff, deferred
-from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, Reporter
+from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
 from celery_idempotent.records import State, Stored
 from celery_idempotent.stores.base import has_transactions
+
+if TYPE_CHECKING:
+    from celery.utils.dispatch import Signal
+
+    from celery_idempotent.records import Record
 
 __all__ = ["Endings"]
 
@@ -33,7 +39,7 @@ class Endings:
     """Ends the claims of one task under its policy."""
 
     def __init__(self, policy: Policy, codec: Codec, reporter: Reporter) -> None:
-        self.name = reporter.name
+        self.name = reporter.task
         self.policy = policy
         self._codec = codec
         self._reporter = reporter
@@ -51,13 +57,19 @@ class Endings:
         # would do them again.
         final = call.fails(error) and not claim.stepped
         if final or isinstance(error, self.policy.permanent_errors):
-            return self.settle(call, claim, lambda: self._codec.dump_error(error), State.FAILED)
+            dump = partial(self._codec.dump_error, error)
+            return self.settle(call, claim, dump, State.FAILED, error=error)
         patient = isinstance(error, Exception)
-        released = self.release(claim, patient=patient)
+        released = self.release(claim, patient=patient, error=error)
         return released is not False or not patient or not self.superseded(call, claim)
 
     def release(
-        self, claim: Claim, *, patient: bool = True, requeue_ms: int | None = None
+        self,
+        claim: Claim,
+        *,
+        patient: bool = True,
+        requeue_ms: int | None = None,
+        error: BaseException | None = None,
     ) -> bool | None:
         """Give the key back, or leave it to its lease if the store does not answer in time: then ``None``.
 
@@ -68,20 +80,42 @@ class Endings:
         claim.given_back = True
         identity = claim.record.identity
         give_up = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
-        free = partial(claim.store.release, identity, token=claim.token, requeue_ms=requeue_ms)
+        tries = 0
+
+        def free() -> bool:
+            nonlocal tries
+            tries += 1
+            return claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
+
         try:
             done = backoff.persist(free, until=give_up, errors=STORE_ERRORS)
-        except STORE_ERRORS as error:
+        except STORE_ERRORS as trouble:
             logger.warning(
-                "idempotency: could not release %s, its lease will end it: %s", identity, error
+                "idempotency: could not release %s, its lease will end it: %s", identity, trouble
             )
             return None
         except BaseException:
             with suppress(Exception):
                 free()
             raise
-        self._reporter.tell(signals.released, claim.record, claim.record)
+        if (
+            done or tries > 1
+        ):  # a second try finds nothing, if it was the answer of the first that was lost
+            self._report(
+                signals.released,
+                claim.record,
+                claim,
+                state=self._state_after_release(claim, requeue_ms),
+                error=error,
+            )
         return done
+
+    def _state_after_release(self, claim: Claim, requeue_ms: int | None) -> State | None:
+        """Return what the release made of the record, as :meth:`Store.release` says; ``None``: it is deleted."""
+        has_message = claim.record.reserved or self.policy.on_stale == "requeue"
+        if has_message and requeue_ms is not None:
+            return State.QUEUED
+        return State.INTERRUPTED if claim.stepped else None
 
     def follow(self, claim: Claim) -> None:
         """Do what waits for the end of a transaction that was rolled back: free the key, publish the retry."""
@@ -123,29 +157,35 @@ class Endings:
             self.settled(call, claim)
         return committed
 
-    def settled(self, call: Call, claim: Claim) -> None:
-        """Tell that the end state is written."""
+    def settled(
+        self,
+        call: Call,
+        claim: Claim,
+        state: State = State.COMPLETED,
+        error: BaseException | None = None,
+        line: Line | None = None,
+    ) -> None:
+        """Report that the end state is written."""
         if claim.settled:
             return
         claim.settled = True
-        self._reporter.tell(signals.settled, call, claim.record)
+        self._report(signals.settled, call, claim, state=state, error=error, line=line)
         if call.on_settled is not None:
             call.on_settled(claim.token)
 
     def failed(self, call: Call, claim: Claim, error: BaseException) -> None:
         """Tell that the store failed the run, which left nothing behind."""
-        self._reporter.tell(signals.store_failed, call, claim.record, error)
+        self._report(signals.store_failed, call, claim, error=error)
+
+    def _report(self, outcome: Signal, about: Call | Record, claim: Claim, **more: Any) -> None:
+        store = claim.store if claim.old is None else None  # that one is two
+        self._reporter.report(
+            outcome, about.identity, about.task_id, claim.record, store=store, **more
+        )
 
     def _lost(self, call: Call, claim: Claim) -> None:
         observed = self.policy.mode == "observe"
-        self._reporter.tell(signals.lease_lost, call, claim.record, observed=observed)
-        logger.warning(
-            "idempotency: %s was claimed anew while task %s (token %d) ran: its result %s",
-            call.identity,
-            call.task_id,
-            claim.token,
-            "would have been dropped" if observed else "is dropped",
-        )
+        self._report(signals.lease_lost, call, claim, observed=observed)
         if claim.old is not None and not claim.given_back:
             # It may be the old identity alone that another has by now.
             claim.given_back = True
@@ -159,6 +199,7 @@ class Endings:
         dump: Callable[[], Stored | None],
         state: Literal[State.COMPLETED, State.FAILED],
         late: BaseException | None = None,
+        error: BaseException | None = None,
     ) -> bool:
         """Write the end state, again and again for at least one lease; ``False`` only if another token has the key.
 
@@ -167,30 +208,30 @@ class Endings:
         An exception that a signal handler raises in here does not end it: one that ends the process (``late`` or here)
         leaves it one last try.
         """
-        if self._deferred(call, claim, dump, state):
+        if self._deferred(call, claim, dump, state, error):
             return True
         give_up = time.monotonic() + self.policy.lease_ms / 1000
-        error: Exception | None = None
+        trouble: Exception | None = None
         failures = faults = 0
         while not claim.settled:
             try:
                 ending = late is not None and not isinstance(late, Exception)
-                if error is not None and (ending or not backoff.pause(failures, until=give_up)):
-                    return self._give_up(call, claim, error)
+                if trouble is not None and (ending or not backoff.pause(failures, until=give_up)):
+                    return self._give_up(call, claim, trouble)
                 # A value that makes the codec fail again and again is settled without it.
                 value = dump() if faults < MAX_FAULTS else None
-                return self._settle_once(call, claim, value, state)
+                return self._settle_once(call, claim, value, state, error)
             except Exception as failure:  # noqa: BLE001  the store's, a time limit's, or a fault of ours
-                error = failure
+                trouble = failure
                 failures += 1
                 faults += not isinstance(failure, STORE_ERRORS)
             except BaseException:
                 with suppress(Exception):
-                    self._settle_once(call, claim, dump(), state)
+                    self._settle_once(call, claim, dump(), state, error)
                 raise
             if self.policy.mode == "observe":
                 logger.warning(
-                    "idempotency: observing: could not settle %s: %s", call.identity, error
+                    "idempotency: observing: could not settle %s: %s", call.identity, trouble
                 )
                 return True
         return True
@@ -201,6 +242,7 @@ class Endings:
         claim: Claim,
         dump: Callable[[], Stored | None],
         state: Literal[State.COMPLETED, State.FAILED],
+        error: BaseException | None,
     ) -> bool:
         """Leave the end to the caller's transactions, if there are any that the record is no part of."""
         transactions = call.around(claim.store) if call.around is not None else ()
@@ -213,7 +255,7 @@ class Endings:
         end = deferred.DeferredEnd(
             claim,
             replace(claim.record, state=state, value=value, deadline_ms=None),
-            settle=lambda: self.settle(alone, claim, lambda: value, state),
+            settle=lambda: self.settle(alone, claim, lambda: value, state, error=error),
             release=lambda: self.release(claim),
         )
         deferred.defer(end, transactions)
@@ -225,7 +267,8 @@ class Endings:
         Raises:
             StoreUnavailable, StoreMisconfigured: if the store did not take it, once: nothing happened that it had to.
         """
-        self._settle_once(call, claim, self._codec.dump_error(error), State.FAILED)
+        value = self._codec.dump_error(error)
+        self._settle_once(call, claim, value, State.FAILED, error, FAILED_WITHOUT_RUN)
 
     def _settle_once(
         self,
@@ -233,6 +276,8 @@ class Endings:
         claim: Claim,
         value: Stored | None,
         state: Literal[State.COMPLETED, State.FAILED],
+        error: BaseException | None,
+        line: Line | None = None,
     ) -> bool:
         policy = self.policy
         done = claim.store.settle(
@@ -243,19 +288,12 @@ class Endings:
             replaced=claim.replaced,
         )
         if done:
-            self.settled(call, claim)
+            self.settled(call, claim, state, error, line)
         else:
             self._lost(call, claim)
         return done or policy.mode == "observe"
 
     def _give_up(self, call: Call, claim: Claim, error: BaseException) -> bool:
         """The effect happened and cannot be recorded: say so as loudly as a library may."""
-        logger.critical(
-            "idempotency: task %s of %s took effect, but its end could not be recorded within a lease (%s): after the "
-            "lease a duplicate runs again",
-            call.task_id,
-            call.identity,
-            error,
-        )
-        self._reporter.tell(signals.settle_failed, call, claim.record, error)
+        self._report(signals.settle_failed, call, claim, error=error)
         return True

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
 
 if TYPE_CHECKING:
     from celery_idempotent.records import Renewal
@@ -151,14 +151,14 @@ class Heartbeat:
                 now = time.monotonic()
                 due = [known for known, at in self._due.items() if at <= now]
                 finishing, self._finishing = self._finishing, []
-                if self._due or self._used or not tally.empty:
+                if self._due or self._used or not counters.empty:
                     busy_at = now
                 self._used = False
             self._renew_all(due)
             if finishing:
-                tally.write()
+                counters.write()
             else:
-                tally.beat()
+                counters.beat()
             over = self._ends(bool(finishing), idle_s=time.monotonic() - busy_at)
             for done in finishing:
                 done.release()
@@ -170,7 +170,7 @@ class Heartbeat:
         with self._lock:
             # Before the last look at the counts: who counts looks at this mark afterwards, and so one sees the other.
             self._started = False
-            wanted = asked or (idle_s >= LINGER and tally.empty)
+            wanted = asked or (idle_s >= LINGER and counters.empty)
             if wanted and not self._due and not self._finishing:
                 self._tick = self._next = float("inf")
                 return True
@@ -233,6 +233,5 @@ class Heartbeat:
 
 #: The heartbeat of this process.
 heartbeat = Heartbeat()
-tally.start_writer = heartbeat.start
 # The thread lives until all such functions are through; none can be started by then.
 atexit.register(heartbeat.finish)

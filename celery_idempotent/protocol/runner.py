@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_idempotent import signals
 from celery_idempotent.errors import (
@@ -41,7 +41,6 @@ from celery_idempotent.protocol.calls import (
     Conflict,
     Ran,
     Replay,
-    Reporter,
     Result,
     StoreFailed,
 )
@@ -49,6 +48,7 @@ from celery_idempotent.protocol.claim import Claim, ObservedClaim, UnguardedClai
 from celery_idempotent.protocol.endings import Endings
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.telling import Reporter
 from celery_idempotent.records import (
     Answer,
     Claimed,
@@ -63,6 +63,9 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark, joined
 from celery_idempotent.stores.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from celery.utils.dispatch import Signal
 
 __all__ = ["Runner"]
 
@@ -102,8 +105,8 @@ class Runner:
         self.policy = policy
         self._store = store
         self._codec = codec
-        self._reporter = Reporter(name, sender, store)
-        self._endings = Endings(policy, codec, self._reporter)
+        self.reporter = Reporter(name, sender, store)
+        self._endings = Endings(policy, codec, self.reporter)
         #: Gives a key back before its run ends.
         self.release = self._endings.release
 
@@ -124,7 +127,7 @@ class Runner:
             try:
                 asked = self._claim(call, attempt)
             except STORE_ERRORS as error:
-                self._reporter.tell(signals.store_failed, call, None, error)
+                self._report(signals.store_failed, call, error=error)
                 return StoreFailed(error, attempt)
             match asked.answer:
                 case Claimed(record):
@@ -141,25 +144,30 @@ class Runner:
                     repeats.pause()
                 case Held(record, left_ms):
                     if (ours := deferred.answer(record)) is not None:
-                        self._reporter.tell(signals.replayed, call, ours)
+                        self._report(signals.replayed, call, ours)
                         return Replay(ours, 0)
                     waited += 1
                     # Its lease may end before the next look would be due.
                     look_in = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
                     if backoff.pause(waited, until=wait_until, first=_FIRST_LOOK, longest=look_in):
                         continue
-                    self._reporter.tell(signals.conflicted, call, record)
+                    self._report(signals.conflicted, call, record)
                     return Conflict(record, left_ms, other=key_change.is_other(call.before, record))
                 case Settled(record, age_ms):
-                    self._reporter.tell(signals.replayed, call, record)
+                    self._report(signals.replayed, call, record)
                     return Replay(record, age_ms)
                 case Mismatched(record):
-                    self._reporter.tell(signals.mismatched, call, record)
+                    self._report(signals.mismatched, call, record)
                     raise FingerprintMismatch(
                         f"{call.identity} belongs to task {record.task_id}, which was called with other arguments: a "
                         "key stands for one intention. Use another key, or take what may differ out of "
                         "idempotency_fingerprint."
                     )
+
+    def _report(
+        self, outcome: Signal, call: Call, record: Record | None = None, **more: Any
+    ) -> None:
+        self.reporter.report(outcome, call.identity, call.task_id, record, **more)
 
     def _wait_until(self, call: Call) -> float:
         """Return until when a duplicate may hold its worker (``time.monotonic``)."""
@@ -175,7 +183,7 @@ class Runner:
         try:
             asked = self._claim_once(call, os.urandom(ATTEMPT_BYTES))
         except STORE_ERRORS as error:
-            logger.warning("idempotency: observing nothing, the store failed: %s", error)
+            self._report(signals.store_failed, call, error=error, observed=True)
             return Ran(self.unguarded(call, body))
         match asked.answer:
             case Claimed(record):
@@ -183,22 +191,12 @@ class Runner:
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
-                signal, word = signals.conflicted, "waited for"
+                outcome = signals.conflicted
             case Settled(record, _):
-                signal, word = signals.replayed, "been answered by"
+                outcome = signals.replayed
             case Mismatched(record):
-                signal, word = signals.mismatched, "been refused because of"
-        logger.warning(
-            "idempotency: observed: task %s (%s) runs, and would have %s task %s, which claimed %s at %s and is %s",
-            call.task_id,
-            self.name,
-            word,
-            record.owner,
-            call.identity,
-            record.created_at.isoformat(timespec="milliseconds"),
-            record.state.value,
-        )
-        self._reporter.tell(signal, call, record, observed=True)
+                outcome = signals.mismatched
+        self._report(outcome, call, record, observed=True)
         return Ran(self.unguarded(call, body))
 
     def unguarded(self, call: Call, body: Callable[[], Any]) -> Any:
@@ -334,11 +332,10 @@ class Runner:
         self, call: Call, record: Record, error: IdempotencyError, asked: _Asked
     ) -> Result | None:
         """Settle the key FAILED without a run: then its record answers. The message comes back if that fails."""
-        logger.error("idempotency: %s", error)
         try:
             self._endings.condemn(call, self._hold(record, asked.sent, asked.old), error)
         except STORE_ERRORS as trouble:
-            self._reporter.tell(signals.store_failed, call, record, trouble)
+            self._report(signals.store_failed, call, record, error=trouble)
             return StoreFailed(trouble, condemned=True)
         return None
 
@@ -398,7 +395,13 @@ class Runner:
             running.set(claim)
             if not joined(claim.store):  # else another thread could not renew it, and nobody see it
                 heartbeat.add(claim)
-            self._reporter.claimed(call, record)
+            self._report(
+                signals.claimed,
+                call,
+                record,
+                store=claim.store if asked.old is None else None,
+                state=State.PROCESSING,
+            )
             if self._refuses(outcome[None]):
                 raise unfinished.close(self.name, outcome.pop(None))
             return self._returned(call, claim, outcome, None)

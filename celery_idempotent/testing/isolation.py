@@ -1,4 +1,4 @@
-"""Records that end with a test, for tests of applications."""
+"""A store for the length of one test, for tests of applications."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ __all__ = ["isolated_records"]
 
 @contextmanager
 def isolated_records(app: Celery, *, clock: Callable[[], int] | None = None) -> Iterator[Store]:
-    """Let the records of ``app`` end with this block; it begins without any.
+    """Give ``app`` an empty store for the length of the block, as a context manager or as a decorator of a test.
 
-    They are kept in memory meanwhile, whatever ``idempotency_store`` says: no server is needed. They go by ``clock``
-    (microseconds), a :class:`~celery_idempotent.testing.FakeClock` for instance. Those in a database of Django stay
-    there, where its own test cases undo them; of a hybrid store the cache is left out. Gives the store.
-
-    As a context manager, or as a decorator of a test. Runs of other processes are not isolated.
+    The store is in memory, so that no server is needed, whatever ``idempotency_store`` is. Its time is that of
+    ``clock`` (microseconds), for instance a :class:`~celery_idempotent.testing.FakeClock`. Where the store is a
+    Django database it stays so, since Django's test cases roll it back; of a hybrid store only the database is used.
+    Runs in other processes are not isolated.
 
     Raises:
         InvalidOption: if ``idempotency_store`` cannot be read.
@@ -47,4 +46,4 @@ def _store_of(app: Celery) -> Store | None:
     except InvalidOption:
         if app.conf.get("idempotency_store") is not None:
             raise
-        return None  # none is needed
+        return None  # no store is configured, and a test needs none

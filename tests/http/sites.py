@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.preloaded import Process, spawn
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -66,7 +67,7 @@ class Web:
         self.log = directory / f"{name}.log"
         self._command = [*command, str(self.port_file)]
         self._directory, self._env = directory, env
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | subprocess.Popen[bytes] | None = None
         self.port = 0
 
     @property
@@ -77,15 +78,7 @@ class Web:
     def start(self) -> Web:
         self.port_file.unlink(missing_ok=True)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=self._directory,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self._process = spawn(self._command, cwd=self._directory, env=self._env, log=log)
         wait_for(self.port_file.exists, 60, lambda: f"the web server: {self.log.read_text()}")
         self.port = int(self.port_file.read_text())
         return self

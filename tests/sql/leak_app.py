@@ -21,7 +21,7 @@ django.setup()
 from django.db import connection  # noqa: E402
 
 from celery_idempotent.django import IdempotentTask  # noqa: E402
-from celery_idempotent.protocol.counters import tally  # noqa: E402
+from celery_idempotent.protocol.counters import counters  # noqa: E402
 from celery_idempotent.protocol.lease import heartbeat  # noqa: E402
 from celery_idempotent.signals import conflicted, replayed  # noqa: E402
 
@@ -106,7 +106,7 @@ def ended() -> int:
 def census() -> dict[str, Any]:
     """Count what is there: objects by type, what is in containers, threads, files, claims that are kept alive."""
     # As the heartbeat does every few seconds, by a connection that is nobody's.
-    writing = threading.Thread(target=tally.write)
+    writing = threading.Thread(target=counters.write)
     writing.start()
     writing.join()
     for _ in range(3):

@@ -65,7 +65,7 @@ def test_a_verb_waits_for_a_fork(monkeypatch):
 
 
 def test_neither_waits_for_ever(monkeypatch):
-    monkeypatch.setattr(forking, "_PATIENCE", 0.1)
+    monkeypatch.setattr(forking, "_MAX_WAIT_SECONDS", 0.1)
     monkeypatch.setattr(forking, "_inside", {-1: None})
     assert fork() == 0
     monkeypatch.setattr(forking, "_forking", [time.monotonic() - 1])

@@ -108,6 +108,7 @@ class TestBeforeRedis(HybridContract):
     def stop_at(self, truth: RedisTruth, redis_client: redis.Redis) -> Callable[[int], None]:
         link = FixedLink(truth._link, redis_client, f"{truth.prefix}-clock")
         truth._link = link
+        link.set(time.time_ns() // 1000)
         return lambda ms: link.set(ms * 1000)
 
 

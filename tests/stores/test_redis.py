@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ class RedisContract(StoreContract):
             pytest.skip("the nodes of a cluster have no clock in common")
         link = FixedLink(store._link, nodes[0], f"{store.prefix}-clock")
         store._link = link
+        link.set(time.time_ns() // 1000)
         return lambda ms: link.set(ms * 1000)
 
 

@@ -15,6 +15,7 @@ import psutil
 
 import celery_idempotent
 from tests.support.paths import ROOT
+from tests.support.preloaded import Process, spawn
 from tests.support.waiting import wait_for
 
 __all__ = ["Worker", "alive", "child_environment"]
@@ -44,7 +45,10 @@ class Worker:
     """A worker of the app in module ``app``, in a process group of its own.
 
     ``directory`` takes its log and is where it runs; ``env`` reaches the app module; ``arguments`` go to the command
-    line, ``under`` comes before it. Starting returns when the worker says that it is ready.
+    line, ``under`` comes before it. It is a fork of a process that has imported Celery's worker, or a ``fresh``
+    interpreter, for an app that patches Celery before the worker is imported.
+
+    Starting returns when the worker says that it is ready.
     """
 
     def __init__(
@@ -59,8 +63,10 @@ class Worker:
         env: Mapping[str, object] | None = None,
         arguments: Sequence[str] = (),
         under: Sequence[str] = (),
+        fresh: bool = False,
     ) -> None:
         self.name = name
+        self._fresh = fresh
         self.log_path = directory / f"{name}.log"
         self._directory = directory
         self._environment = child_environment(env)
@@ -72,7 +78,7 @@ class Worker:
             *(("-Q", ",".join(queues)) if queues else ()),
             *arguments,
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
@@ -100,14 +106,12 @@ class Worker:
         assert not self.running, f"{self.name} runs already"
         already = len(self.log)
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = spawn(
                 self._command,
                 cwd=self._directory,
                 env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                log=log,
+                fresh=self._fresh,
             )
         if ready:
             wait_for(

@@ -11,7 +11,7 @@ from celery.canvas import Signature
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask, InvalidKey
-from celery_idempotent.identity.trees import leaves
+from celery_idempotent.identity.trees import canvas_tasks
 
 
 def step(name: str) -> str:
@@ -40,7 +40,7 @@ def keys() -> Iterator[dict[str, tuple[Any, Any]]]:
         raw = tuple(headers.get(name) for name in names)
         found[args[0]] = (stamp["key"], stamp.get("scope")) if "key" in stamp else raw
         for carried in [*(embed.get("chain") or ()), embed.get("chord")]:
-            for leaf in leaves(carried):
+            for leaf in canvas_tasks(carried):
                 assert leaf["args"][0] not in found or leaf["task"] == "ours"
                 found[leaf["args"][0]] = tuple(leaf["options"].get(name) for name in names)  # type: ignore[assignment]
 
@@ -171,7 +171,7 @@ def test_the_canvas_itself_is_left_as_it_was(say: Say) -> None:
     before = repr(dict(whole)), whole.options.copy()
     whole.apply_async()
     assert (repr(dict(whole)), whole.options) == before
-    assert not any("idempotency_key" in leaf["options"] for leaf in leaves(whole))
+    assert not any("idempotency_key" in leaf["options"] for leaf in canvas_tasks(whole))
 
 
 def test_a_key_that_cannot_be_used_for_all_is_refused_before_anything_is_sent(

@@ -12,7 +12,7 @@ from celery import Celery, Task, chain, chord, group
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.identity.stamp import RUN, said_of
+from celery_idempotent.identity.stamp import RUN, read_stamp
 
 
 def step() -> None: ...
@@ -43,7 +43,7 @@ def published() -> Iterator[list[Any]]:
 
 def marks(sig: Any) -> Any:
     options = sig["options"]
-    return said_of(options.get("headers") or {}, options["task_id"]).get(RUN)
+    return read_stamp(options.get("headers") or {}, options["task_id"]).get(RUN)
 
 
 @pytest.mark.parametrize("head", ["ours", "theirs"])

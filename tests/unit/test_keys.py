@@ -24,10 +24,11 @@ from hypothesis import strategies as st
 from kombu import serialization
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
-from celery_idempotent.identity.arguments import Parameters, compile_rule
+from celery_idempotent.identity.arguments import ALL_ARGUMENTS, Parameters, compile_rule
 from celery_idempotent.identity.fingerprints import MAX_DEPTH
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.keys import ALL_ARGUMENTS, Identifier, canonical, task_id_key
+from celery_idempotent.identity.identifier import Identifier
+from celery_idempotent.identity.keys import canonical, task_id_key
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 
 SECRET = "4111-1111-1111-1111"

@@ -18,7 +18,7 @@ import pytest
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import lease
 from celery_idempotent.protocol.claim import Claim
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
 from celery_idempotent.stores.memory import MemoryStore
@@ -406,18 +406,18 @@ class TestHeartbeat:
                 raise StoreUnavailable("away")
 
         store.count = count  # type: ignore[method-assign]
-        tally.add(store, "t", "claimed")
+        counters.add(store, "t", "claimed")
         heartbeat.start()
-        before = tally._written
-        wait_for(lambda: tally._written > before + 3 * lease.LINGER, what="tries")
+        before = counters._written
+        wait_for(lambda: counters._written > before + 3 * lease.LINGER, what="tries")
         assert threads() == 1
         down = False
         wait_for(lambda: threads() == 0, what="the end of the thread")
-        assert tally.empty
+        assert counters.empty
 
     def test_who_asks_for_its_end_gets_it_and_the_counts_written(self, heartbeat, store, threads):
         heartbeat.finish()  # there is none
-        tally.add(store, "t", "claimed")
+        counters.add(store, "t", "claimed")
         heartbeat.start()
         heartbeat.finish()
         wait_for(lambda: threads() == 0, what="the end of the thread")
@@ -453,9 +453,9 @@ class TestHeartbeat:
         monkeypatch.setattr(lease, "TICK", 0.001)
         monkeypatch.setattr("celery_idempotent.protocol.counters.EVERY", 0.0)
         for _ in range(300):
-            tally.add(store, "t", "claimed")
+            counters.add(store, "t", "claimed")
             heartbeat.start()
-            wait_for(lambda: tally.empty, 10, "the count to be written", interval=0)
+            wait_for(lambda: counters.empty, 10, "the count to be written", interval=0)
         assert sum(each.count for each in store.counts(hours=1)) == 300
 
     def test_it_is_not_among_the_threads_that_a_test_suite_looks_at(self, heartbeat, store):

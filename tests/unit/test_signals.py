@@ -240,7 +240,7 @@ def test_without_receivers_nothing_is_built(task, monkeypatch):
     for each in vars(signals).values():
         if isinstance(each, Signal):
             monkeypatch.setattr(each, "receivers", [])
-    monkeypatch.setattr("celery_idempotent.protocol.calls.Event", refuse)
+    monkeypatch.setattr("celery_idempotent.protocol.telling.Event", refuse)
     task.apply(("o",)).get()
     task.apply(("o",)).get()
 

@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.worker, pytest.mark.redis]
 @pytest.fixture
 def worker(private_redis: EmbeddedRedis, start_worker: Callable[..., Worker]) -> Worker:
     env = {"SENTRY_REDIS_URL": private_redis.url()}
-    return start_worker("tests.worker.sentry_app", pool="threads", concurrency=2, env=env)
+    # Sentry replaces a function that Celery's worker imports by its name.
+    return start_worker(
+        "tests.worker.sentry_app", pool="threads", concurrency=2, env=env, fresh=True
+    )
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Looking for what may go wrong before it does: how an app, its store and its broker are set up for idempotent tasks.
+"""Checks how an app, its store and its broker are set up for idempotent tasks, before something goes wrong.
 
-Each finding has an id that stays, says what can go wrong, and what to set.
+Each finding has an id that never changes, the problem, and a hint what to set.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check_settings(app: Celery) -> list[Finding]:
         load_tasks(app)
     except InvalidOption as error:
         return [_bad_option(error)]
-    except Exception as error:  # noqa: BLE001  # whatever a module of the project may raise
-        # Whatever else a module says may hold what is nobody's business.
+    except Exception as error:  # noqa: BLE001  # a module of the project may raise anything
+        # Only an ImportError's text is shown: any other may contain a secret, a connection's password for instance.
         said = f": {error}" if isinstance(error, ImportError) else ""
         return [
             Finding(
@@ -62,41 +62,41 @@ def check_settings(app: Celery) -> list[Finding]:
         return []
     try:
         store = get_store(app)
-        unbounded = list(servers.unbounded(store))  # reads the settings of a database
+        unbounded = list(servers.unbounded_waits(store))  # reads the settings of a database
     except IdempotencyError as error:
         hint = "Set idempotency_store to a URL or a store; a worker does not start like this."
         return _heard([Finding(id="E001", problem=str(error), hint=hint)], silenced)
     found: list[Finding] = []
     for each in _OF_SETTINGS:
         found.extend(each(app, tasks))
-    found.extend(servers.memory(store))
+    found.extend(servers.in_memory(store))
     found.extend(unbounded)
     return _heard(found, silenced)
 
 
 def check_store(app: Celery) -> list[Finding]:
-    """Return what the store and its servers say."""
+    """Return what the store and its servers answer."""
     try:
         load_tasks(app)
         if not _tasks(app):
             return []
         store, silenced = get_store(app), _silenced(app)
-        list(servers.unbounded(store))
-    except Exception:  # noqa: BLE001  # E001, E013 and E021 say it
+        list(servers.unbounded_waits(store))
+    except Exception:  # noqa: BLE001  # reported as E001, E013 or E021
         return []
     return _heard(servers.answers(store), silenced)
 
 
 def check_workers(app: Celery) -> list[Finding]:
-    """Return what the workers that are up say, within a second or two; nothing where none is."""
+    """Return what the workers that are up answer, within a second or two; nothing where none is up."""
     try:
         load_tasks(app)
         if not _tasks(app):
             return []
         if "W022" in {each.id for each in broker.sweep_queue(app, {})}:
-            return []  # said already
+            return []  # reported already
         return _heard(broker.consumers(app), _silenced(app))
-    except Exception:  # noqa: BLE001  # E013 and E021 say it
+    except Exception:  # noqa: BLE001  # reported as E013 or E021
         return []
 
 
@@ -106,7 +106,7 @@ def _bad_option(error: InvalidOption) -> Finding:
 
 
 def insist(app: Celery) -> None:
-    """Look, without asking any server, at what no task can run without.
+    """Check, without asking any server, what no task can run without.
 
     Raises:
         IdempotencyError: if an option is bad, if there is no store, or if a task is atomic and the store knows no
@@ -117,14 +117,14 @@ def insist(app: Celery) -> None:
         return
     _silenced(app)
     store = get_store(app)
-    list(servers.unbounded(store))
+    list(servers.unbounded_waits(store))
     for name, (_, definition) in tasks.items():
         if definition.policy.atomic:
             transactional(store, name)
 
 
 def _tasks(app: Celery) -> Tasks:
-    """Return the tasks that are looked at.
+    """Return the idempotent tasks of the app.
 
     Raises:
         InvalidOption: if an option of one is bad.
@@ -133,7 +133,7 @@ def _tasks(app: Celery) -> Tasks:
     for name, task in sorted(app.tasks.items()):
         if not hasattr(task, "idempotency_definition"):
             continue
-        # Asked for, not looked up: a task whose options are bad was registered, and never defined.
+        # A call, which makes the definition where it is missing: a task with bad options is registered without one.
         definition = task.idempotency_definition()
         if definition is not None:
             found[str(name)] = (task, definition)
@@ -141,7 +141,7 @@ def _tasks(app: Celery) -> Tasks:
 
 
 def _silenced(app: Celery) -> Collection[str]:
-    """Return the ids that nobody wants to hear of.
+    """Return the ids of the findings that the project does not want to see.
 
     Raises:
         InvalidOption: if the setting holds anything else.

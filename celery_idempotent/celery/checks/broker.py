@@ -1,4 +1,4 @@
-"""What the broker does to messages: acknowledgement, redelivery, and who asks for sweeps."""
+"""Checks of what the broker does to messages: acknowledgement, redelivery, and the messages that start sweeps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from celery_idempotent.celery.reaper import SWEEP
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["acks_late", "consumers", "sweep", "sweep_queue", "visibility", "waits"]
-
-#: So many seconds workers have to answer.
+#: How many seconds workers have to answer.
 _ANSWER = 1
 
 
 def acks_late(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find tasks that a crash loses; those that are only observed are as they were."""
+    """Find tasks that a crash loses. In mode "observe" a task is acknowledged as without us."""
     early = [
         name
         for name, (task, each) in tasks.items()
@@ -38,7 +36,7 @@ def acks_late(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
 
 
 def sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
-    """Find out whether anybody asks for sweeps."""
+    """Find out whether sweeps are scheduled."""
     if app.conf.get("idempotency_sweep_interval", 30) is not None:
         return
     if any(task == SWEEP for _, task, _ in _entries(app)):
@@ -52,7 +50,7 @@ def sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
 
 
 def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find leases that outlast the broker's patience."""
+    """Find leases that are longer than the broker waits for an acknowledgement."""
     broker = patience(app)
     if broker is None:
         return
@@ -68,7 +66,7 @@ def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
 
 
 def waits(app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find countdowns that outlast the broker's patience, as far as settings tell them."""
+    """Find countdowns, as far as settings show them, that are longer than the broker waits for an acknowledgement."""
     broker = patience(app)
     if broker is None or broker.held is None:
         return
@@ -91,7 +89,7 @@ def waits(app: Celery, tasks: Tasks) -> Iterator[Finding]:
 
 
 def sweep_queue(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
-    """Find sweeps that are sent to a queue that is not among those of the app."""
+    """Find out whether sweeps are sent to a queue that the app does not declare."""
     queue = _queue_of_sweeps(app)
     declared = app.conf.task_queues
     if queue is None or not declared:
@@ -113,7 +111,7 @@ def consumers(app: Celery) -> list[Finding]:
             connection.ensure_connection(max_retries=1, interval_start=0, timeout=_ANSWER)
             inspect = app.control.inspect(timeout=_ANSWER, connection=connection)
             answers = inspect.active_queues() or {}
-    except Exception:  # noqa: BLE001  # a broker that is down is no matter of queues, and each transport has its errors
+    except Exception:  # noqa: BLE001  # each transport has its own errors; that a broker is down shows without a check
         return []
     if not answers or any(
         queue == each["name"] for found in answers.values() for each in found or ()
@@ -131,21 +129,20 @@ def _unswept(queue: str, why: str) -> Finding:
     )
 
 
-class _Names(dict[str, Any]):
-    """Queues by their names, and nothing else: Celery's own would be consumed from then on."""
+class _AnyQueue(dict[str, object]):
+    """Stands in for ``app.amqp.queues``, which would add each queue that is looked up, and consume it from then on."""
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         return SimpleNamespace(name=name)
 
 
 def _queue_of_sweeps(app: Celery) -> str | None:
-    """Return the queue that beat sends sweeps to, ``None`` if it sends none, or that cannot be told."""
+    """Return the queue that beat sends sweeps to; ``None`` if it sends none, or if only the broker decides."""
     options = next((about for _, task, about in _entries(app) if task == SWEEP), None)
     if options is None or {"exchange", "routing_key"} & set(options):
         return None
     try:
-        # Celery's own, but for the queues: to look one up there makes it.
-        router: Any = Router(app.amqp.routes, _Names(), create_missing=True, app=app)
+        router: Any = Router(app.amqp.routes, _AnyQueue(), create_missing=True, app=app)
         route = router.route(dict(options), SWEEP, task_type=app.tasks.get(SWEEP))
     except Exception:  # noqa: BLE001  # the project's own routers may raise what they like
         return None
@@ -155,7 +152,7 @@ def _queue_of_sweeps(app: Celery) -> str | None:
     return str(getattr(queue, "name", queue))
 
 
-def _longest_retry(task: Any) -> float:
+def _longest_retry(task: Task[..., object]) -> float:
     """Return the longest countdown, in seconds, that the task's options lead to; 0 where they name none."""
     if not getattr(task, "autoretry_for", ()):
         own: float | None = task.default_retry_delay
@@ -172,8 +169,8 @@ def _longest_retry(task: Any) -> float:
     return min(longest, last)
 
 
-def _entries(app: Celery) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield name, task and options of what beat is to send."""
+def _entries(app: Celery) -> Iterator[tuple[str, str, dict[str, object]]]:
+    """Yield name, task and options of each entry in beat's schedule."""
     for name, entry in (app.conf.beat_schedule or {}).items():
         about = entry if isinstance(entry, dict) else vars(entry)  # or a ScheduleEntry
         yield str(name), str(about.get("task")), about.get("options") or {}

@@ -1,19 +1,20 @@
-"""What a check says, and about which tasks."""
+"""What a check returns, and the tasks that it looks at."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from celery_idempotent.celery.definition import Definition
 
-__all__ = ["Finding", "Tasks", "named"]
+if TYPE_CHECKING:
+    from celery import Task
 
-#: By its name each task that is not left alone, and what its options make of it.
-Tasks = Mapping[str, tuple[Any, Definition]]
+#: The idempotent tasks by name, each with the definition that its options make.
+Tasks = Mapping[str, "tuple[Task[..., object], Definition]"]
 
-#: So many names a finding lists.
+#: How many names a finding lists.
 _NAMED = 5
 
 
@@ -27,7 +28,7 @@ class Finding:
 
     @property
     def level(self) -> Literal["error", "warning"]:
-        """How bad it is."""
+        """Whether tasks will not run, or will."""
         return "error" if self.id.startswith("E") else "warning"
 
 

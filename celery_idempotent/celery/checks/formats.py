@@ -1,4 +1,6 @@
-"""How messages and results are written, and whether whoever needs them may read them."""
+"""Checks of serializers and compression: whether messages and results can be written, and read where they are
+needed.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,9 @@ from celery_idempotent.serializers import content_types, installed
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["accepted", "known", "pickled"]
-
 
 def known(app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find names that mean nothing to kombu: whatever uses them fails."""
+    """Find names that kombu does not know."""
     conf = app.conf
     unknown = [
         f"{setting} {name!r}"
@@ -41,7 +41,7 @@ def known(app: Celery, tasks: Tasks) -> Iterator[Finding]:
 
 
 def accepted(app: Celery, tasks: Tasks) -> Iterator[Finding]:
-    """Find what is written, and refused by those who read it with the same settings."""
+    """Find formats that this app writes and refuses to read."""
     conf = app.conf
     refused = [
         f"{name} ({task.serializer})"
@@ -68,7 +68,7 @@ def accepted(app: Celery, tasks: Tasks) -> Iterator[Finding]:
 
 
 def pickled(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
-    """Find out whether pickles are read."""
+    """Find out whether pickles are accepted."""
     lists = [app.conf.accept_content, app.conf.result_accept_content or ()]
     if any(_accepts(each, "pickle") for each in lists):
         yield Finding(

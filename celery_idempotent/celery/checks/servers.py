@@ -1,4 +1,4 @@
-"""What the store and the servers behind it say: whether they answer, what they keep, and what time it is there."""
+"""Checks of the store and its servers: whether they answer, whether records are safe there, and what time it is."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from celery_idempotent.records import Identity
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
 
-__all__ = ["answers", "memory", "unbounded"]
-
-#: The oldest releases that can keep records.
+#: The oldest releases that have the commands that the store uses.
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
 
-#: So far two clocks may be apart, in milliseconds.
+#: How far two clocks may be apart, in milliseconds.
 _APART_MS = 5_000
 
-#: A key that nobody has: no task has such a name.
-_NOBODY = Identity(namespace="celery_idempotent:check", key="-")
+#: A key that no call has: no task has such a name.
+_UNUSED = Identity(namespace="celery_idempotent:check", key="-")
 
 
-def memory(store: Store) -> Iterator[Finding]:
+def in_memory(store: Store) -> Iterator[Finding]:
     """Find out whether the store is one for tests."""
     if type(store).__name__ == "MemoryStore":
         yield Finding(
@@ -34,8 +32,8 @@ def memory(store: Store) -> Iterator[Finding]:
         )
 
 
-def unbounded(store: Any) -> Iterator[Finding]:
-    """Find out whether a database that stays silent would be waited for without end."""
+def unbounded_waits(store: Any) -> Iterator[Finding]:
+    """Find out whether tasks would wait without end for a database server that does not answer."""
     if hasattr(store, "missing_bounds") and (missing := store.missing_bounds()):
         yield Finding(
             id="W020",
@@ -46,9 +44,9 @@ def unbounded(store: Any) -> Iterator[Finding]:
 
 
 def answers(store: Store) -> list[Finding]:
-    """Ask the store, with as few rights as a worker's, and the servers about themselves."""
+    """Ask the store for a record, which needs no more rights than a worker has, and the servers about themselves."""
     try:
-        store.get(_NOBODY)
+        store.get(_UNUSED)
     except StoreUnavailable as error:
         return [
             Finding(
@@ -65,10 +63,10 @@ def answers(store: Store) -> list[Finding]:
                 hint="Set it up as docs/running.md says, or let idempotency_store name another.",
             )
         ]
-    return [*_facts(store), *_clock(store)]
+    return [*_check_facts(store), *_check_clock(store)]
 
 
-def _facts(store: Any) -> Iterable[Finding]:
+def _check_facts(store: Any) -> Iterable[Finding]:
     if not hasattr(store, "facts"):
         return []
     try:
@@ -82,17 +80,19 @@ def _facts(store: Any) -> Iterable[Finding]:
             )
         ]
     waits = bool(getattr(store, "replicas", 0))
-    # Of the servers of a cluster, each finding once.
-    return {each.id: each for server in servers for each in _server(server, waits=waits)}.values()
+    # Of a cluster's servers, each finding once.
+    return {
+        each.id: each for server in servers for each in _check_server(server, waits=waits)
+    }.values()
 
 
-def _clock(store: Any) -> Iterator[Finding]:
+def _check_clock(store: Any) -> Iterator[Finding]:
     if not hasattr(store, "skews_ms"):
         return
     try:
         worst = max(store.skews_ms(), key=abs, default=0)
     except IdempotencyError:
-        return  # it answered a moment ago: whatever it is, it is no matter of clocks
+        return  # it answered a moment ago, so this is no fault of the setup
     if abs(worst) > _APART_MS:
         yield Finding(
             id="W018",
@@ -104,7 +104,7 @@ def _clock(store: Any) -> Iterator[Finding]:
         )
 
 
-def _server(server: Any, *, waits: bool) -> Iterator[Finding]:
+def _check_server(server: Any, *, waits: bool) -> Iterator[Finding]:
     name = f"{server.kind} {server.version}"
     oldest = _OLDEST[server.kind]
     if server.release < oldest:

@@ -1,4 +1,4 @@
-"""What a worker says about its setup when it starts: a line in its log for each finding, and nothing else."""
+"""Runs the checks when a worker starts, and logs a line for each finding."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from celery_idempotent.celery.registry import has_loaded_tasks
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["begin"]
-
 logger = logging.getLogger(__name__)
 
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING}
 
 
 def begin(app: Celery) -> None:
-    """Look at everything, unless the app does not want that; nobody waits for it, not even the end of the worker.
+    """Run the checks, unless the app switches that off, in a thread.
 
-    In a thread: a server that does not answer would keep the worker from its messages.
+    A server that does not answer must not delay the worker's first message, nor its end: the thread is a daemon.
     """
     has_loaded_tasks(app)
     if app.conf.get("idempotency_check_at_start", True):
@@ -32,7 +30,7 @@ def begin(app: Celery) -> None:
 
 def _report(app: Celery) -> None:
     try:
-        for look in (check_settings, check_store):  # what needs no server is said at once
+        for look in (check_settings, check_store):  # first those that need no server
             for each in look(app):
                 said = f"{each.problem.rstrip('.')}. {each.hint}"
                 extra = {"finding": each.id}

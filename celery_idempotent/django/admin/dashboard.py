@@ -18,6 +18,7 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import Counted, Record, Stats
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import COUNTED_HOURS, can_count
+from celery_idempotent.stores.listing import HOUR_MS
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -28,8 +29,6 @@ __all__ = ["Board", "Sweeps", "board"]
 
 #: So many tasks have a chart, if none is named.
 CHARTS = 12
-
-_HOUR_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ def board(app: Celery, *, period: str, task: str) -> Board:
     oldest, oldest_of_many = oldest_processing(store)
     _, hours, step = PERIODS[period]
     counted = _counted(store)
-    last_hour = stats.now_ms // _HOUR_MS
+    last_hour = stats.now_ms // HOUR_MS
     drawn = charts(
         (each for each in counted if each.task != SWEEP and task in ("", each.task)),
         last_hour=last_hour,

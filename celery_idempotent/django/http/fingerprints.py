@@ -15,7 +15,13 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.identity.fingerprints import NoFormError, Written, digest, form, quote
+from celery_idempotent.identity.fingerprints import (
+    NoFormError,
+    Written,
+    fingerprint_of,
+    form,
+    quote,
+)
 
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
@@ -62,7 +68,7 @@ def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -
         body = _body(request)
     query = form(dict(request.GET.lists()))
     parts = (str(request.method), request.path_info)
-    return digest(" ".join([*map(quote, parts), query, body]))
+    return fingerprint_of(" ".join([*map(quote, parts), query, body]))
 
 
 def _body(request: HttpRequest) -> str:

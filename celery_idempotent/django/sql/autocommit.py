@@ -14,17 +14,15 @@ from celery_idempotent.errors import StoreMisconfigured
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["commits_by_hand", "committing"]
-
 
 def commits_by_hand(own: BaseDatabaseWrapper) -> bool:
-    """Would nobody but the project commit what is written on this connection?"""
+    """Does only the project itself commit what is written on this connection?"""
     return not own.settings_dict["AUTOCOMMIT"] and not own.in_atomic_block
 
 
 @contextmanager
 def committing(own: BaseDatabaseWrapper) -> Iterator[None]:
-    """Let statements, and blocks of ``atomic()``, on the thread's connection be committed, as they are by default.
+    """Switch the thread's connection to autocommit for the block: statements and ``atomic()`` commit by themselves.
 
     Raises:
         StoreMisconfigured: if the project's own transaction is open, which would be committed with them.
@@ -38,10 +36,8 @@ def committing(own: BaseDatabaseWrapper) -> Iterator[None]:
             "written there before; what is to be committed by itself cannot be a part of it: commit or roll back first"
         )
     settings = own.settings_dict
-    own.settings_dict = {
-        **settings,
-        "AUTOCOMMIT": True,
-    }  # also for a connection that is opened meanwhile
+    # For a connection that is opened within the block. One that is open already is switched below.
+    own.settings_dict = {**settings, "AUTOCOMMIT": True}
     done = False
     try:
         if own.connection is not None:
@@ -55,4 +51,4 @@ def committing(own: BaseDatabaseWrapper) -> Iterator[None]:
                 if done:
                     own.set_autocommit(False)
                 else:
-                    own.close()
+                    own.close()  # an interrupted connection may be in any state

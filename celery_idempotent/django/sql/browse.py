@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from celery_idempotent.django.sql.connections import Session
-from celery_idempotent.django.sql.rows import LETTERS, record_of, summary_columns
+from celery_idempotent.django.sql.rows import DIGEST_BYTES, LETTERS, record_of, summary_columns
 from celery_idempotent.records import Counted, Page, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
+from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
 
-__all__ = ["browse", "clock_ms", "count", "counts", "note_sweep", "stats"]
-
-#: Of these there is a lease row each, and so an index.
-_INDEXED = frozenset(State) - {State.COMPLETED}
-_ENDED = {"F": "failed", "I": "interrupted"}
-_HOUR_MS = 3_600_000
-#: So many leases of a kind are counted: joining more of them with their records takes seconds.
+#: Letters of the states that no lease runs in, and what they are counted as.
+_COUNTED_AS = {"F": "failed", "I": "interrupted"}
+#: How many leases of a kind are counted: joining more of them with their records takes seconds.
 COUNTED = 10_000
 
 _COUNTER = "celery_idempotent_counter"
@@ -28,7 +24,7 @@ def browse(
     session: Session, selection: Selection, *, cursor: str, limit: int, look_at: int
 ) -> Page:
     """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""
-    now_ms = clock_ms(session)
+    now_ms = database_ms(session)
     walk = _walk(selection, cursor, look_at)
     condition, params = _condition(selection, now_ms)
     place = ", ".join(f"w.{column}" for column in walk.columns)
@@ -37,7 +33,8 @@ def browse(
         f" WHERE {condition} ORDER BY {walk.order('w.')} LIMIT %s",
         (*walk.params, *params, limit),
     )
-    # What is looked at: a stretch of the index. What is shown: all of that which is selected.
+    # A page looks at a stretch of an index, and shows what is selected of it. Where the stretch ends must be known also
+    # if nothing of it was selected.
     seen = session.rows(
         f"SELECT {place} FROM ({walk.stretch}) w ORDER BY {walk.order('w.')}", walk.params
     )
@@ -56,7 +53,7 @@ def browse(
 
 
 def stats(session: Session) -> Stats:
-    """Count what has a lease row, of each kind no more than :data:`COUNTED`: indexes find them by due time or state."""
+    """Count what has a lease row, of each kind up to :data:`COUNTED`: indexes find the rows by due time or state."""
     ((now_ms, swept_ms),) = session.rows(
         f"SELECT {session.words.now_ms}, (SELECT max(ended_ms) FROM celery_idempotent_sweep)"
     )
@@ -65,7 +62,8 @@ def stats(session: Session) -> Stats:
     for condition, params, names in (
         ("due_ms <= %s", [now_ms], {"stale"}),
         ("due_ms > %s", [now_ms], {"live"}),
-        # What no sweep has to look at: what ended badly, and a reservation whose message nobody keeps.
+        # No sweep looks at these: FAILED and INTERRUPTED ones, and reservations that have no message to send
+        # again.
         ("due_ms IS NULL", [], {"live", "stale"}),
         (_ended("I"), [], {"interrupted"}),
         (_ended("F"), [], {"failed"}),
@@ -80,7 +78,7 @@ def stats(session: Session) -> Stats:
             (now_ms, now_ms, *params, COUNTED + 1),
         )
         for letter, past, valid, number in found:
-            name = _ENDED.get(letter) or ("stale" if past else "live")
+            name = _COUNTED_AS.get(letter) or ("stale" if past else "live")
             if valid and name in names:
                 counts[name] += number
         if sum(row[-1] for row in found) > COUNTED:
@@ -104,9 +102,9 @@ def _ended(letter: str) -> str:
 
 def count(session: Session, outcomes: Mapping[tuple[str, str], int]) -> None:
     """Add to the counters of this hour, and drop those of the hour that is too long ago."""
-    hour = clock_ms(session) // _HOUR_MS
+    hour = database_ms(session) // HOUR_MS
     with session.transaction():
-        # In one order, so that two who count the same never wait for each other.
+        # In one order: two processes that count the same outcomes in different orders would deadlock.
         for (task, outcome), number in sorted(outcomes.items()):
             session.write(
                 f"INSERT INTO {_COUNTER} (hour, task, outcome, count) VALUES (%s, %s, %s, %s)"
@@ -128,7 +126,7 @@ def note_sweep(session: Session) -> None:
 
 def counts(session: Session, *, hours: int) -> Sequence[Counted]:
     """Return the counters of the last hours."""
-    first = clock_ms(session) // _HOUR_MS - min(hours, COUNTED_HOURS) + 1
+    first = database_ms(session) // HOUR_MS - min(hours, COUNTED_HOURS) + 1
     found = session.rows(
         f"SELECT hour, task, outcome, count FROM {_COUNTER} WHERE hour >= %s ORDER BY 1, 2, 3",
         (first,),
@@ -159,19 +157,21 @@ def _condition(selection: Selection, now_ms: int) -> tuple[str, list[object]]:
 
 
 def _walk(selection: Selection, cursor: str, look_at: int) -> _Walk:
-    """Return the way through the keys that finds what is selected, from the cursor on.
+    """Return the shortest way through the keys that finds all that is selected, from the cursor on.
+
+    COMPLETED records are the only ones without a lease row: where they are wanted, the way leads through all records.
 
     Raises:
         ValueError: for a cursor of another way.
     """
-    if not selection.wanted <= _INDEXED:
+    if State.COMPLETED in selection.wanted:
         walk, after = _Walk("r", ("id",), "record", " DESC"), "id < %s"
     elif not selection.newest_first:
         walk, after = _Walk("l", ("digest",), "lease", ""), "digest > %s"
     else:
         walk, after = _Walk("n", ("token", "digest"), "lease", " DESC"), "token <= %s"
         after += " AND (token < %s OR digest < %s)"
-    start, conditions = walk.read(cursor), []
+    start, conditions = walk.read(cursor) if cursor else [], []
     if walk.kind == "n":
         (state,) = selection.wanted
         conditions.append(_ended(LETTERS[state]))
@@ -187,7 +187,7 @@ def _walk(selection: Selection, cursor: str, look_at: int) -> _Walk:
 
 @dataclass(slots=True)
 class _Walk:
-    """A way through the keys: along which columns of which table, and the statement for the next stretch of it."""
+    """A way through the keys: the columns of a table that it is ordered by, and the query for its next stretch."""
 
     kind: str
     columns: tuple[str, ...]
@@ -214,27 +214,24 @@ class _Walk:
         """Return what the stretch is ordered by."""
         return ", ".join(f"{of}{column}{self.direction}" for column in self.columns)
 
-    def cursor(self, place: Sequence[Any]) -> str:
+    def cursor(self, place: Sequence[int | bytes]) -> str:
         """Return where to go on: after this place."""
-        return ":".join(
-            [self.kind, *(str(p) if isinstance(p, int) else bytes(p).hex() for p in place)]
+        return write_cursor(
+            self.kind, *[p if isinstance(p, int) else int.from_bytes(p, "big") for p in place]
         )
 
     def read(self, cursor: str) -> list[object]:
-        """Return the place that a cursor points to, nothing for the start."""
-        if not cursor:
-            return []
-        kind, *parts = cursor.split(":")
-        try:
-            if kind != self.kind:
-                raise ValueError
-            pairs = zip(self.columns, parts, strict=True)
-            return [bytes.fromhex(p) if column == "digest" else int(p) for column, p in pairs]
-        except ValueError:
-            raise ValueError("this cursor belongs to another list") from None
+        """Return the place that a cursor points to."""
+        numbers = read_cursor(cursor, self.kind, len(self.columns))
+        pairs = zip(self.columns, numbers, strict=True)
+        # Of a cursor that somebody made up, the number may be too large.
+        return [
+            (n % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big") if column == "digest" else n
+            for column, n in pairs
+        ]
 
 
-def clock_ms(session: Session) -> int:
+def database_ms(session: Session) -> int:
     """Return the time by the database's clock."""
     ((now_ms,),) = session.rows(f"SELECT {session.words.now_ms}")
     return int(now_ms)

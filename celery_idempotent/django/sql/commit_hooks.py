@@ -1,4 +1,4 @@
-"""What a task wants done once its transaction is committed: all of it is tried, and what fails is told."""
+"""The ``on_commit`` functions of a task: each of them is called, and one that fails is logged."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ if TYPE_CHECKING:
 
     from celery_idempotent.records import Record
 
-__all__ = ["make_robust"]
-
 logger = logging.getLogger("celery_idempotent.django.commit_hooks")  # the docs name it
 
 
 def make_robust(own: BaseDatabaseWrapper, record: Record | None) -> list[Callable[[], None]]:
-    """Let the functions that wait for this connection's commit fail each for itself.
+    """Wrap the functions that wait for this connection's commit, so that one that fails does not stop the others.
 
-    Django gives the first one's exception to the caller and drops the others. Here that would be a task that fails
-    although it is committed, and whose duplicates succeed; so the caller is given nothing, and the log is.
+    Django raises the first one's exception and drops the rest. The record is committed by then, so the task would fail
+    while its duplicates get its result. Therefore the exception is logged and not raised::
 
-    Returned are those that nobody called yet: Django calls none where the answer to the COMMIT is lost.
+        Django   COMMIT ─ send receipt ✗ ───────────────────────── task fails, the ledger is never informed
+        here     COMMIT ─ send receipt ✗ (logged) ─ inform ledger ─ task succeeds
+
+    Returns the functions that were not called yet: Django calls none of them if the answer to the COMMIT is lost.
     """
-    waiting: list[Any] = own.run_on_commit
+    waiting: list[Any] = own.run_on_commit  # the stubs know entries of two parts only
     uncalled: list[Callable[[], None]] = []
     waiting[:] = [
-        (entry[0], partial(_call, entry[1], record, uncalled), False) for entry in waiting
+        (entry[0], partial(_call_hook, entry[1], record, uncalled), False) for entry in waiting
     ]
     uncalled += [entry[1] for entry in waiting]
     return uncalled
 
 
-def _call(
+def _call_hook(
     function: Callable[[], object], record: Record | None, uncalled: list[Callable[[], None]]
 ) -> None:
-    uncalled.clear()  # the commit is known
+    uncalled.clear()  # the COMMIT was answered, and Django calls them all
     try:
         function()
     except BaseException as error:
@@ -49,7 +50,7 @@ def _call(
         logger.exception(
             "idempotency: %s is committed, but %s, which it wanted done after that, failed%s",
             _task(record),
-            _name(function),
+            _name_of_hook(function),
             ", and what was to follow is left out: its time is over" if over else "",
             extra={
                 "event": "on_commit_failed",
@@ -68,7 +69,7 @@ def _task(record: Record | None) -> str:
     return "" if record is None else record.identity.namespace
 
 
-def _name(function: object) -> str:
+def _name_of_hook(function: object) -> str:
     """Return what the function is called, without the arguments that it was given beforehand."""
     while isinstance(function, partial):
         function = function.func

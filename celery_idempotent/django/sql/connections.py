@@ -1,14 +1,17 @@
 """Which connection a verb uses: the thread's own while it is idle, else one of the store's.
 
-A verb is a short transaction of its own, whatever the task, the view or the code in between does
-with theirs. So the thread's connection serves only while it is open and in no transaction; else the
-store takes one that belongs to nobody's transaction, and keeps it for the next verb, of whatever
-thread: a heartbeat, a thread that ends, or a request inside ``ATOMIC_REQUESTS`` leaves nothing
-behind. Nothing is kept in a session, so a pooler may stand between.
+A verb commits by itself: a claim must be visible to other workers at once, and must stay when the task or the view
+around it rolls back. So the thread's connection serves only while it is open and in no transaction. Else the verb
+takes a spare connection, which is put back for the next verb of any thread::
 
-On SQLite whoever is in a transaction holds the only write lock there is, or will need it: there a
-verb becomes part of the thread's transaction. So does it, on every database, in a ``TestCase``, which
-rolls back what a test wrote.
+    thread      BEGIN ─ INSERT order ─────────────────────── ROLLBACK     its own connection
+    verb                               claim, committed                   a spare connection
+
+No session state is relied on between two verbs, so a pooler (pgbouncer) may stand in between.
+
+Two exceptions, where the verb becomes part of the thread's transaction: on SQLite, which has one write lock for the
+whole database, a second connection would wait for its own thread. And in a ``TestCase``, which rolls back all that
+the test wrote.
 """
 
 from __future__ import annotations
@@ -32,11 +35,9 @@ from celery_idempotent.protocol import backoff
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["Busy", "Lines", "Session", "in_transaction", "is_idle"]
-
 T = TypeVar("T")
 
-#: How long a verb that collides with others is repeated.
+#: For how long a verb that collides with others is repeated.
 _PATIENCE_SECONDS = 10.0
 
 #: What PostgreSQL, MariaDB and MySQL call a table that is not there.
@@ -48,7 +49,7 @@ class _Conflict(Exception):
 
 
 class Busy(StoreUnavailable):
-    """Somebody holds the record's row for longer than we wait."""
+    """Another transaction locks the record's row for longer than we wait."""
 
 
 class Session:
@@ -76,7 +77,7 @@ class Session:
             return list(cursor.fetchall())
 
     def write(self, sql: str, params: Sequence[object] = ()) -> int:
-        """Run a statement that may wait for a row, but not for ever; outside of a transaction an UPDATE or DELETE."""
+        """Run a statement that waits for a locked row only so long; outside of a transaction an UPDATE or DELETE."""
         before, after = ("", "") if self._begun else self.words.alone
         return self.execute(before + self.words.patience + sql + after, params)
 
@@ -123,7 +124,8 @@ class Lines:
         self.alias = alias
         self._spare = SpareConnections(alias)
         self._words: Dialect | None = None
-        #: Was a verb used by a test? Then this process is not to write of its own accord any more.
+        #: Was a verb used by a test? Then this process writes nothing more in the background: after the test, the alias
+        #: stands for the project's own database again.
         self.tested = False
 
     def run(self, work: Callable[[Session], T]) -> T:
@@ -158,7 +160,7 @@ class Lines:
                 raise self.trouble(error, trouble) from error
 
     def _apart(self) -> contextlib.AbstractContextManager[None]:
-        """Keep forks away from a verb that they would hurt."""
+        """Let this process not fork in the middle of a verb on SQLite, see forking.py."""
         return unforked() if self.own().vendor == "sqlite" else contextlib.nullcontext()
 
     def joined(self) -> bool:
@@ -166,11 +168,11 @@ class Lines:
         return _within(self.own())
 
     def close(self) -> None:
-        """Close the connections that are nobody's."""
+        """Close the spare connections."""
         self._spare.close()
 
     def words(self, connection: BaseDatabaseWrapper) -> Dialect:
-        """Return how this database is spoken to."""
+        """Return the dialect of this database."""
         if self._words is None:
             mariadb = connection.vendor == "mysql" and bool(
                 getattr(connection, "mysql_is_mariadb", False)
@@ -192,7 +194,7 @@ class Lines:
 
     @contextlib.contextmanager
     def _session(self, *, fresh: bool) -> Iterator[Session]:
-        """Give the connection for one verb, and see that nobody meets a broken one."""
+        """Give the connection for one verb; if it breaks, close it, so that no later query gets a broken one."""
         own = self.own()
         self.tested = self.tested or under_test()
         if in_testcase(own):
@@ -226,7 +228,7 @@ class Lines:
         where = f"the database {self.alias!r}"
         if error is None or trouble == "duplicate":
             return StoreUnavailable(f"{where}: too many others wrote the same record")
-        # Never the text of an error about data: the database quotes what it was given.
+        # Never the text of an error about data: it quotes the data, which may be secret.
         text = str(error).strip().split("\n", 1)[0] if trouble != "misconfigured" else ""
         if trouble == "misconfigured":
             hint = "its log says why"
@@ -259,7 +261,7 @@ def is_idle(own: BaseDatabaseWrapper) -> bool:
     raw = own.connection
     if raw is None or own.in_atomic_block or not own.autocommit or is_inherited(raw):
         return False
-    # mysqlclient keeps it to itself.
+    # mysqlclient does not say; then Django's own flag, checked above, has to do.
     return not in_transaction(own, if_untold=False)
 
 

@@ -1,4 +1,4 @@
-"""What the databases say differently: the clock, a lock's patience, which errors another try betters."""
+"""What differs between databases: how to read the clock, how long to wait for locks, which errors are worth a retry."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from django.db import (
 
 from celery_idempotent.errors import StoreMisconfigured
 
-__all__ = ["DIALECTS", "LOCK_TIMEOUT_MS", "Dialect", "Kind", "dialect", "error_code", "kind"]
-
-#: How long one of our statements waits for a row that somebody else is writing. Such a transaction
-#: is as short as ours, unless its process was frozen at the wrong moment.
+#: How long a verb's statement waits for a row that another transaction has locked. Only verbs lock these rows, for
+#: milliseconds, unless their process is frozen at the wrong moment.
 LOCK_TIMEOUT_MS = 5_000
 
-#: What went wrong: it collided with another transaction; the connection is gone; tables or rights
-#: are missing; the row exists; somebody holds it for too long; the database cannot at the moment.
+#: What went wrong: a collision with another transaction; the connection is gone; tables or rights are missing; the row
+#: exists already; another transaction locks it for too long; the database cannot serve at the moment.
 Kind = Literal["conflict", "lost", "misconfigured", "duplicate", "busy", "unavailable"]
 
 _PG_LOST = ("08", "57P")
@@ -36,30 +34,30 @@ _MYSQL_BUSY = 1205
 
 @dataclass(slots=True)
 class Dialect:
-    """One vendor's words. ``now_us`` is an expression for the time in microseconds, by its clock."""
+    """The SQL of one vendor. ``now_us`` is an expression for the time in microseconds, by the server's clock."""
 
     vendor: str
     now_us: str
-    #: One statement that begins a transaction of ours, with bounded waits where it can say so.
+    #: Begins a verb's transaction in one round trip, and bounds its waits for locks where that is possible.
     begin: str
-    #: Goes after an INSERT that may find its row there; where empty, the error tells.
+    #: Follows an INSERT whose row may exist already. MySQL has no such clause: there it fails, as "duplicate".
     or_nothing: str
-    #: Sets the mark, unless it is higher.
+    #: Raises the high-water mark of tokens, unless it is higher already.
     raise_mark: str
-    #: Adds to the counter that is there.
+    #: Follows an INSERT of a counter: adds to the one that exists.
     or_add: str = (
         " ON CONFLICT (hour, task, outcome)"
         " DO UPDATE SET count = celery_idempotent_counter.count + excluded.count"
     )
-    #: Writes over the time of the last sweep.
+    #: Follows the INSERT of the time of a sweep: replaces that of the last one.
     or_later: str = " ON CONFLICT (id) DO UPDATE SET ended_ms = excluded.ended_ms"
     least: str = "least"
     key: str = '"key"'
-    #: Divides whole numbers.
+    #: The operator that divides whole numbers.
     div: str = "/"
-    #: Where a statement can be told how long to wait for a lock.
+    #: Prefix of a statement that bounds its waits for locks (MariaDB).
     patience: str = ""
-    #: What tells one UPDATE or DELETE, in no transaction of ours, how long to wait: before it, and at its end.
+    #: What bounds the waits of a single UPDATE or DELETE outside of a transaction: its prefix and its suffix.
     alone: tuple[str, str] = ("", "")
 
     @property
@@ -82,7 +80,8 @@ DIALECTS = {
         begin=f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}",
         or_nothing=" ON CONFLICT (digest) DO NOTHING",
         raise_mark=_UPSERT_MARK,
-        # What is set is over with the statement's own transaction. The row is locked after the condition is known.
+        # The setting ends with the statement's own transaction, and the EXISTS sees to it that it is made before the
+        # statement waits for the row.
         alone=(
             f"WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)) ",
             " AND EXISTS (SELECT 1 FROM patience)",
@@ -119,10 +118,10 @@ DIALECTS = {
 
 
 def dialect(vendor: str, *, mariadb: bool = False) -> Dialect:
-    """Return the words of a vendor, as Django calls it.
+    """Return the SQL of a vendor, by Django's name for it.
 
     Raises:
-        StoreMisconfigured: for a database that is none of these.
+        StoreMisconfigured: for any other database.
     """
     known = DIALECTS.get(vendor)
     if known is None:
@@ -131,16 +130,16 @@ def dialect(vendor: str, *, mariadb: bool = False) -> Dialect:
         )
     if not mariadb:
         return replace(known)
-    # MySQL has no such thing without a session variable, which would outlive the statement.
+    # MySQL can only set this for the session, and it would stay set for the project's own statements.
     patience = f"SET STATEMENT innodb_lock_wait_timeout = {LOCK_TIMEOUT_MS // 1000} FOR "
     return replace(known, patience=patience)
 
 
 def kind(error: Exception, vendor: str) -> Kind:
-    """Return what kind of trouble a database error is."""
+    """Return what a database error means for the verb."""
     code = error_code(error)
     if isinstance(error, IntegrityError):
-        # MariaDB's snapshot isolation and foreign keys of others aside, all of ours are unique.
+        # The store's tables have no constraints but unique ones.
         return "duplicate"
     if vendor == "postgresql":
         return _postgresql(error, code if isinstance(code, str) else "")
@@ -155,7 +154,7 @@ def kind(error: Exception, vendor: str) -> Kind:
 def error_code(error: Exception) -> Any:
     """Return the SQLSTATE, or MySQL's number."""
     if error.args and isinstance(error.args[0], int):
-        # Newer releases of PyMySQL know a SQLSTATE as well, which says less.
+        # Newer releases of PyMySQL have a SQLSTATE as well, which tells fewer errors apart.
         return error.args[0]
     cause = error.__cause__ or error
     for name in ("sqlstate", "pgcode"):

@@ -1,4 +1,4 @@
-"""What became of a run's transaction before it was settled, and the sentence for each way to end it."""
+"""Whether the transaction of an atomic run is still open when it is to be settled; if not, what the task did to it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from celery_idempotent.errors import StoreMisconfigured
 
 if TYPE_CHECKING:
     from celery_idempotent.django.sql.connections import Session
-
-__all__ = ["SessionLost", "TransactionEnded", "still_there"]
 
 #: The SQLSTATE of a statement in a transaction that an earlier one has broken.
 _ABORTED = "25P02"
@@ -57,11 +55,11 @@ def still_there(session: Session, savepoint: str) -> None:
     own = session.connection
     if own.closed_in_transaction or own.connection is None:
         raise TransactionEnded(_CLOSED)
-    # Django would refuse the statement, which also tells whether the session is there.
+    # With needs_rollback set, Django refuses every statement, also this one, which shows whether the session is alive.
     doomed, own.needs_rollback = own.needs_rollback, False
     failure: Error | None = None
     try:
-        # It was the first one, so whatever ended the transaction took it along.
+        # This savepoint was set first thing in the transaction, so it exists only as long as the transaction does.
         session.execute(f"RELEASE SAVEPOINT {savepoint}")
     except Error as error:
         failure = error

@@ -1,9 +1,14 @@
-"""Keeping a fork and SQLite apart: a child that is forked while a thread is inside SQLite may never get past its locks.
+"""Keeps forks and SQLite apart: a child that is forked while a thread is inside SQLite may wait for ever.
 
-SQLite's own locks are the process's, and a fork copies them as they are, taken by a thread that the child does not
-have. A worker's main process forks whenever it replaces a child, and the thread that interrupts that child's claim
-asks the store at the same time. So a fork waits until no verb is inside SQLite, and a verb until the fork is done;
-neither for long.
+SQLite has mutexes in the process's memory, and a fork copies them locked, without the thread that would unlock them::
+
+    thread A   lock mutex ─ write ─ unlock
+    thread B              fork
+    child                 (mutex is locked, there is no thread A) ─ first query ─ waits for ever
+
+A worker's main process forks to replace a lost child, and interrupts that child's claim, in another thread, at the
+same time. So a fork waits until no verb is inside SQLite, and a verb waits until the fork is done; both for
+milliseconds.
 """
 
 from __future__ import annotations
@@ -14,13 +19,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["unforked"]
+#: Then the fork, or the verb, goes ahead regardless: waiting for ever would be as bad as what it prevents.
+_MAX_WAIT_SECONDS = 5.0
+_POLL_SECONDS = 0.001
 
-#: A fork, or a verb, waits no longer than that, in seconds.
-_PATIENCE = 5.0
-_PAUSE = 0.001
-
-#: The threads inside. All that is done to it is one instruction: an exception may strike anywhere.
+#: The threads inside SQLite. A dict, since adding and removing are single instructions: a signal handler may raise an
+#: exception between any two, and must not leave a lock taken.
 _inside: dict[int, None] = {}
 #: When the fork that is under way began, by the monotonic clock.
 _forking: list[float] = []
@@ -28,7 +32,7 @@ _forking: list[float] = []
 
 @contextmanager
 def unforked() -> Iterator[None]:
-    """Let nobody fork this process meanwhile; blocks may be nested."""
+    """Let this process not fork during the block; blocks may be nested."""
     me = threading.get_ident()
     if me in _inside:
         yield
@@ -42,11 +46,11 @@ def unforked() -> Iterator[None]:
 
 def _enter(me: int) -> None:
     while True:
-        while _forking and time.monotonic() - _forking[-1] < _PATIENCE:
-            time.sleep(_PAUSE)
+        while _forking and time.monotonic() - _forking[-1] < _MAX_WAIT_SECONDS:
+            time.sleep(_POLL_SECONDS)
         _inside[me] = None
         # A fork may have begun between the two.
-        if not _forking or time.monotonic() - _forking[-1] >= _PATIENCE:
+        if not _forking or time.monotonic() - _forking[-1] >= _MAX_WAIT_SECONDS:
             return
         _inside.pop(me, None)
 
@@ -55,9 +59,9 @@ def _before() -> None:
     me, began = threading.get_ident(), time.monotonic()
     _forking.append(began)
     while any(thread != me for thread in tuple(_inside)):
-        if time.monotonic() - began > _PATIENCE:
+        if time.monotonic() - began > _MAX_WAIT_SECONDS:
             return
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_SECONDS)
 
 
 def _after_in_parent() -> None:

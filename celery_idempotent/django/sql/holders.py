@@ -1,4 +1,11 @@
-"""Who is at work in a transaction, told by a lock that is named after the claim; and how such a session is ended."""
+"""Ends the database session of an atomic run whose lease has run out.
+
+An atomic run takes an advisory lock that is named after its claim, in its transaction. A later claim of the key finds
+the session by this lock and has the server end it: else a frozen worker could thaw and commit after its successor::
+
+    worker A   BEGIN, lock "claim 7" ─ frozen ──────────────────────────── COMMIT fails: its session is gone
+    worker B                       lease over ─ end the session of "claim 7" ─ claim 8 ─ run
+"""
 
 from __future__ import annotations
 
@@ -16,15 +23,13 @@ if TYPE_CHECKING:
     from celery_idempotent.django.sql.connections import Session
     from celery_idempotent.records import Identity, Record
 
-__all__ = ["end_holder", "lock_name", "lock_number"]
-
 logger = logging.getLogger("celery_idempotent.django.holders")  # the docs name it
 
-#: How long a session that was told to end is waited for.
+#: How long to wait until a session that is being ended is gone.
 _END_SECONDS = 2.0
-#: Claims whose session could not be ended, as this process has said already: a duplicate asks again and again.
-_told: deque[tuple[Identity, int]] = deque(maxlen=1000)
-#: What MySQL and PostgreSQL say to someone who may not end a session, and to one that is too late.
+#: Claims for which this process has logged that their session cannot be ended: duplicates try again and again.
+_warned: deque[tuple[Identity, int]] = deque(maxlen=1000)
+#: Error codes of PostgreSQL and MySQL: no right to end this session; the session is gone already.
 _NOT_ALLOWED, _GONE = ("42501", 1095), (1094,)
 
 
@@ -35,20 +40,20 @@ def lock_number(name: bytes, token: int) -> int:
 
 
 def lock_name(session: Session, name: bytes, token: int) -> str:
-    """Return the claim as the name of a lock of MySQL, whose names are the whole server's."""
+    """Return the claim as the name of a lock of MySQL. All databases of a server share these names."""
     database = str(session.connection.settings_dict["NAME"]).encode()
     packed = hashlib.blake2b(name + b"%d %b" % (token, database), digest_size=16)
     return f"celery_idempotent:{packed.hexdigest()}"
 
 
 def end_holder(session: Session, name: bytes, record: Record) -> bool:
-    """End the session whose transaction runs this claim, if any; ``name`` is the digest of its key.
+    """End the session whose transaction runs this claim, if any; ``False`` if this user may not.
 
-    ``False`` if it may not be ended. If one was, the verb begins again: it may have committed.
+    ``name`` is the digest of its key. Once it is ended, the verb begins again: the session may have committed a moment before.
     """
     token = record.token
     if session.inside:
-        return True  # nobody else sees the record
+        return True  # this transaction wrote the record, and no other session sees it
     if session.words.vendor == "postgresql":
         key = lock_number(name, token) & (2**64 - 1)
         where = (
@@ -64,7 +69,7 @@ def end_holder(session: Session, name: bytes, record: Record) -> bool:
             "KILL {}",
         )
     else:
-        # One writer: whoever could write this claim's row knows that nobody else is at it.
+        # SQLite has one writer at a time: this transaction is the one, so no other run is in the middle of its own.
         return True
     holders = session.rows(look)
     if not holders:
@@ -87,10 +92,10 @@ def end_holder(session: Session, name: bytes, record: Record) -> bool:
 
 
 def _not_ended(record: Record, why: str) -> bool:
-    """Tell operators, once: without them nothing happens until the session ends."""
+    """Log it, once per claim: until an operator acts or the session ends, the key stays held."""
     claim = (record.identity, record.token)
-    if claim not in _told:
-        _told.append(claim)
+    if claim not in _warned:
+        _warned.append(claim)
         logger.warning(
             "idempotency: %s stays held: its lease is over, but the database session of task %s at %s is still in the "
             "transaction, and %s",

@@ -1,4 +1,8 @@
-"""What an exception that may strike at any instruction leaves of a connection, and how to be rid of that."""
+"""Connections after an exception out of a signal handler, which may strike between any two instructions.
+
+``SoftTimeLimitExceeded`` may interrupt a driver that has sent a query and not read its answer. The next query would
+read that answer as its own, so such a connection is dropped.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,9 @@ from celery_idempotent.django.sql.connections import is_idle
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["drop", "sound", "struck"]
-
 
 def struck(error: BaseException | None) -> bool:
-    """May this have come from a signal, in the middle of whatever the connection was doing?"""
+    """May this have been raised by a signal handler, in the middle of an exchange with the database?"""
     while error is not None:
         if isinstance(error, SoftTimeLimitExceeded) or not isinstance(error, Exception):
             return True
@@ -37,7 +39,7 @@ def drop(own: BaseDatabaseWrapper) -> None:
     own.atomic_blocks, own.savepoint_ids, own.run_on_commit = [], [], []
     own.in_atomic_block = own.needs_rollback = own.closed_in_transaction = False
     if own.connection is not None and own.vendor == "sqlite":
-        # In memory it stays open. Somebody may have closed it.
+        # Django never closes a database in memory. The task may have closed it by the driver's own method.
         with suppress(sqlite3.ProgrammingError):
             own.connection.rollback()
     with suppress(Exception):

@@ -1,4 +1,4 @@
-"""How long a database that accepts connections and stays silent is waited for: what its settings leave unbounded."""
+"""Which waits the settings of a database leave unbounded: for a server that accepts connections and never answers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["missing_bounds"]
-
-#: What each vendor's driver calls them, and the environment variable that stands in for one.
+#: The options of each vendor's driver, each with the environment variable that sets it too.
 _BOUNDS = {
     "postgresql": (
         ("connect_timeout", "PGCONNECT_TIMEOUT"),
@@ -24,7 +22,7 @@ _BOUNDS = {
 def missing_bounds(database: BaseDatabaseWrapper) -> tuple[str, ...]:
     """Return the OPTIONS that would bound the waits for this database, and are not set.
 
-    None for one on this machine, nor where the settings are elsewhere.
+    Empty for a database on this machine, and where a file that we do not read has the settings.
     """
     settings = database.settings_dict
     options = settings.get("OPTIONS") or {}

@@ -1,9 +1,11 @@
-"""The connections that a store opens beside the threads': a few are kept, each commits by itself.
+"""The connections that a store opens for itself, beside those of the threads.
 
-They are plain ones, whatever ``DATABASES`` says of those of the project. Not from Django's pool (``OPTIONS["pool"]``):
-that is sized for the tasks, one of which waits for a verb while it holds a connection of it; and a pool that a
-worker's main process opens is inherited by every child that it forks later. And always with autocommit: whoever sets
-``AUTOCOMMIT = False`` commits his own work, and nobody would commit that of a store.
+Two settings of the project do not apply to them:
+
+- ``OPTIONS["pool"]``. A task in a transaction holds one connection of the pool while its verb would wait for a second:
+  with as many tasks as connections, all wait for each other. And a pool that a worker's main process has opened is
+  copied, sockets included, into every child that it forks.
+- ``AUTOCOMMIT = False``. It means that the project commits its own work. It does not commit a store's.
 """
 
 from __future__ import annotations
@@ -23,22 +25,21 @@ from celery_idempotent.django.testcases import under_test
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["MAX_IDLE", "MAX_OPEN", "SpareConnections", "is_inherited"]
-
-#: How many connections of its own a process uses at once; more only after a wait of as many seconds.
+#: How many of them a process uses at once. Who finds none free waits, and after so many seconds opens one more.
 MAX_OPEN = 8
 _WAIT_SECONDS = 2.0
-#: How many of them it keeps, and for how long.
+#: How many idle ones stay open, and for how long.
 MAX_IDLE = 2
 _MAX_AGE = 60.0
 
-#: What a fork brought along: sockets of the parent, which the child must neither use nor close.
+#: Connections that a fork copied: their sockets are the parent's. Using them would mix the answers of both processes,
+#: and closing them (as the garbage collector does) would end the parent's session. So they are referenced for ever.
 _inherited: list[object] = []
 _known: list[weakref.ref[SpareConnections]] = []
 
 
 class SpareConnections:
-    """Those to the database of one alias, of one process."""
+    """The spare connections of this process to the database of one alias."""
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
@@ -47,7 +48,7 @@ class SpareConnections:
 
     def _forget(self) -> None:
         self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
-        # Its methods are C: an exception out of a signal handler cannot leave its lock taken.
+        # Not a Semaphore: that is Python, and an exception out of a signal handler could leave its lock taken.
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(MAX_OPEN):
             self._tickets.put(None)
@@ -60,7 +61,7 @@ class SpareConnections:
         """Lend a connection, a new one if it has to be ``fresh``; any exception but a harmless one closes it."""
         self._forget_after_fork()
         with self._ticket():
-            connection = self._kept() if not fresh else None
+            connection = self._newest_idle() if not fresh else None
             if fresh:
                 self.close()
             if connection is None:
@@ -73,14 +74,14 @@ class SpareConnections:
                 clean = True
                 raise
             finally:
-                # Tests drop their database in the end, which nobody may be connected to then.
+                # Not in tests: PostgreSQL refuses to drop a test's database while a connection to it is open.
                 if clean and len(self._idle) < MAX_IDLE and not under_test():
                     self._idle.append((time.monotonic(), connection))
                 else:
                     connection.close()
 
     def close(self) -> None:
-        """Close those that nobody uses."""
+        """Close the idle ones."""
         self._forget_after_fork()
         with contextlib.suppress(IndexError):
             while True:
@@ -90,7 +91,7 @@ class SpareConnections:
 
     @contextlib.contextmanager
     def _ticket(self) -> Iterator[None]:
-        # A ticket may be lost to an exception out of a signal handler: late is better than never.
+        # An exception out of a signal handler may lose a ticket for good. After the wait the verb goes on without one.
         try:
             self._tickets.get(timeout=_WAIT_SECONDS)
         except queue.Empty:
@@ -101,7 +102,7 @@ class SpareConnections:
         finally:
             self._tickets.put(None)
 
-    def _kept(self) -> BaseDatabaseWrapper | None:
+    def _newest_idle(self) -> BaseDatabaseWrapper | None:
         while True:
             try:
                 used, connection = self._idle.pop()
@@ -109,7 +110,7 @@ class SpareConnections:
                 return None
             settings = connection.settings_dict
             age = time.monotonic() - used
-            # Tests give an alias another database.
+            # During tests an alias stands for another database.
             if age < max(_MAX_AGE, settings["CONN_MAX_AGE"] or 0) and (
                 settings["NAME"] == connections[self._alias].settings_dict["NAME"]
             ):
@@ -131,16 +132,16 @@ class SpareConnections:
 
 
 def is_inherited(raw: object) -> bool:
-    """Is this connection the parent process's?"""
+    """Was this connection opened by the parent process?"""
     return any(raw is known for known in _inherited)
 
 
 def _close_all() -> None:
-    """Leave no connection to a child that is about to be forked; one in use is the parent's alone."""
+    """Close the idle connections before a fork, so that the child gets no copy of them."""
     for known in tuple(_known):
-        kept = known()
-        if kept is not None:
-            kept.close()
+        spare = known()
+        if spare is not None:
+            spare.close()
         else:
             _known.remove(known)
 

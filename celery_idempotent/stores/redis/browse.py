@@ -1,104 +1,98 @@
-"""What operators see of Redis: live and failed records through indexes, others in steps of a scan, and counters."""
+"""What operators see of Redis: lists of records, by the indexes or by a scan, and counters by the hour."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from celery_idempotent.records import Counted, Page, Record, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.redis.channel import Link, exchange
+from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
+from celery_idempotent.stores.redis.channel import Link, Reply, exchange
+from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.redis.packed import state_of, unpack
 from celery_idempotent.stores.redis.scripts import Command, plain, script
 
-__all__ = ["browse", "count", "counts", "note_sweep", "stats"]
-
-#: So much of a record says all but its value, its message and its steps.
+#: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
 _HEAD = b"2047"
 
-#: So many keys are read at once, or looked for by one step of a scan.
+#: How many keys are read at once, or looked for by one step of a scan.
 _STEP = 500
 
-_HOUR_MS = 3_600_000
-
-_ENDED = frozenset({State.INTERRUPTED, State.FAILED})
-
-#: So many names of each bucket are merged at first, and so many more of a bucket that has more.
+#: How many names of each bucket are read at first for a merge, and how many more of a bucket that has more.
 _AHEAD = 8, 64
 
 
-def browse(
-    link: Link, keys: Keyspace, selection: Selection, *, cursor: str, limit: int, look_at: int
-) -> Page:
-    """Return about ``limit`` records from ``cursor`` on."""
-    walk = _Walk(link, keys, selection, limit)
-    if State.COMPLETED in selection.wanted:
-        return walk.scan(cursor, look_at)
-    if selection.newest_first:
-        return walk.newest(cursor, look_at)
-    return walk.through(cursor, look_at)
+class Browsing(Servers):
+    """The verbs that operators use: lists, counts, and counters by the hour."""
 
+    def list(
+        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
+    ) -> Page:
+        """Return about ``limit`` of the selected records."""
+        walk = _Search(self._link, self._keys, selection, limit)
+        if State.COMPLETED in selection.wanted:
+            return walk.scan(cursor, look_at)
+        if selection.newest_first:
+            return walk.newest(cursor, look_at)
+        return walk.through(cursor, look_at)
 
-def stats(link: Link, keys: Keyspace) -> Stats:
-    """Count what the indexes know."""
-    now_ms = _now_ms(link)
-    now = b"%d" % now_ms
-    commands = [plain(0, b"GET", keys.swept), plain(0, b"GET", keys.indexed)]
-    for bucket in range(BUCKETS):
-        leases = keys.leases(bucket)
-        commands += (
-            plain(bucket, b"ZCOUNT", leases, b"-inf", now),
-            plain(bucket, b"ZCARD", leases),
-            plain(bucket, b"ZCOUNT", keys.interrupted(bucket), b"(" + now, b"+inf"),
-            plain(bucket, b"ZCOUNT", keys.failures(bucket), b"(" + now, b"+inf"),
+    def stats(self) -> Stats:
+        """Count what the indexes know."""
+        at_ms = now_ms(self._link)
+        now = b"%d" % at_ms
+        commands = [plain(0, b"GET", self._keys.swept), plain(0, b"GET", self._keys.indexed)]
+        for bucket in range(BUCKETS):
+            leases = self._keys.leases(bucket)
+            commands += (
+                plain(bucket, b"ZCOUNT", leases, b"-inf", now),
+                plain(bucket, b"ZCARD", leases),
+                plain(bucket, b"ZCOUNT", self._keys.interrupted(bucket), b"(" + now, b"+inf"),
+                plain(bucket, b"ZCOUNT", self._keys.failures(bucket), b"(" + now, b"+inf"),
+            )
+        swept, indexed, *answers = self._ask_all(commands)
+        stale, unsettled, interrupted, failed = (sum(answers[n::4]) for n in range(4))
+        return Stats(
+            live=unsettled - stale,
+            stale=stale,
+            interrupted=interrupted,
+            failed=failed,
+            now_ms=at_ms,
+            swept_ms=None if swept is None else int(swept),
+            # While the search for what is not in the index goes on.
+            at_least=frozenset({"interrupted"} if indexed and b":" in indexed else ()),
         )
-    swept, indexed, *answers = exchange(link, commands)
-    stale, unsettled, interrupted, failed = (sum(answers[n::4]) for n in range(4))
-    return Stats(
-        live=unsettled - stale,
-        stale=stale,
-        interrupted=interrupted,
-        failed=failed,
-        now_ms=now_ms,
-        swept_ms=None if swept is None else int(swept),
-        # While the search for what is not in the index goes on.
-        at_least=frozenset({"interrupted"} if indexed and b":" in indexed else ()),
-    )
+
+    def note_sweep(self) -> None:
+        """Note that a sweep ended just now."""
+        self._ask(script("note_sweep").call(0, (self._keys.swept,)))
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        """Add to the counters of this hour."""
+        name = self._keys.counts(now_ms(self._link) // HOUR_MS)
+        commands = [
+            plain(0, b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
+            for (task, outcome), number in outcomes.items()
+        ]
+        self._ask_all([*commands, plain(0, b"EXPIRE", name, b"%d" % (COUNTED_HOURS * 3600))])
+
+    def counts(self, *, hours: int) -> Sequence[Counted]:
+        """Return the counters of the last hours."""
+        last = now_ms(self._link) // HOUR_MS
+        wanted = range(last - min(hours, COUNTED_HOURS) + 1, last + 1)
+        answers = self._ask_all([plain(0, b"HGETALL", self._keys.counts(hour)) for hour in wanted])
+        found = []
+        for hour, answer in zip(wanted, answers, strict=True):
+            for field, number in zip(answer[::2], answer[1::2], strict=True):
+                outcome, _, task = field.decode().partition(" ")
+                found.append(Counted(hour=hour, task=task, outcome=outcome, count=int(number)))
+        return sorted(found, key=lambda each: (each.hour, each.task, each.outcome))
 
 
-def note_sweep(link: Link, keys: Keyspace) -> None:
-    """Note that a sweep ended just now."""
-    exchange(link, (script("note_sweep").call(0, (keys.swept,)),))
-
-
-def count(link: Link, keys: Keyspace, outcomes: Mapping[tuple[str, str], int]) -> None:
-    """Add to the counters of this hour."""
-    name = keys.counts(_now_ms(link) // _HOUR_MS)
-    commands = [
-        plain(0, b"HINCRBY", name, f"{outcome} {task}".encode(), b"%d" % number)
-        for (task, outcome), number in outcomes.items()
-    ]
-    exchange(link, [*commands, plain(0, b"EXPIRE", name, b"%d" % (COUNTED_HOURS * 3600))])
-
-
-def counts(link: Link, keys: Keyspace, *, hours: int) -> list[Counted]:
-    """Return the counters of the last hours."""
-    last = _now_ms(link) // _HOUR_MS
-    wanted = range(last - min(hours, COUNTED_HOURS) + 1, last + 1)
-    answers = exchange(link, [plain(0, b"HGETALL", keys.counts(hour)) for hour in wanted])
-    found = []
-    for hour, answer in zip(wanted, answers, strict=True):
-        for field, number in zip(answer[::2], answer[1::2], strict=True):
-            outcome, _, task = field.decode().partition(" ")
-            found.append(Counted(hour=hour, task=task, outcome=outcome, count=int(number)))
-    return sorted(found, key=lambda each: (each.hour, each.task, each.outcome))
-
-
-class _Walk:
-    """One page on its way: the records found so far, and how many keys that took."""
+class _Search:
+    """The search for one page: the records found so far, and how many keys it has looked at."""
 
     def __init__(self, link: Link, keys: Keyspace, selection: Selection, limit: int) -> None:
         self._link = link
@@ -106,13 +100,15 @@ class _Walk:
         self._selection = selection
         self._wanted = selection.wanted
         self._limit = limit
-        self._now_ms = _now_ms(link)
+        self._now_ms = now_ms(link)
         self._found: list[Record] = []
         self._looked_at = 0
 
     def through(self, cursor: str, look_at: int) -> Page:
-        """Walk through the indexes, bucket by bucket; the cursor counts the buckets, and says where in one."""
-        start, skip = _read(cursor, "l", 2)
+        """Walk through the indexes, bucket by bucket; the cursor is the number of the bucket, and the position in
+        it.
+        """
+        start, skip = read_cursor(cursor, "l", 2)
         for place, first, names in self._of_indexes(start, skip):
             bucket = place % BUCKETS
             for n in range(0, len(names), _STEP):
@@ -121,17 +117,20 @@ class _Walk:
                     self._looked_at += 1
                     self._take(record)
                     if len(self._found) >= self._limit or self._looked_at >= look_at:
-                        return self._page(f"l:{place}:{first + n + at}")
-        return self._page("")
+                        return self._page("l", place, first + n + at)
+        return self._page()
 
     def newest(self, cursor: str, look_at: int) -> Page:
-        """Merge the buckets of an index, from its end; the cursor is a score, and how many of that score were seen."""
-        highest, skip = _read(cursor, "n", 2)
+        """Merge the buckets of an index, highest scores first; the cursor is a score, and how many of it were seen.
+
+        The score is when the record expires; those of one millisecond share it.
+        """
+        highest, skip = read_cursor(cursor, "n", 2)
         merged = heapq.merge(*self._downwards(highest), key=lambda entry: -entry[0])
         entries = itertools.islice(merged, skip, None)
         score, same = highest, skip
         while self._looked_at < look_at:
-            # Mostly the first ones fill the page; of a task that has few of many, it takes larger steps.
+            # Usually the first ones fill the page. If a filter leaves few of them, the steps get larger.
             most = min(_STEP if self._looked_at else self._limit, look_at - self._looked_at)
             step = list(itertools.islice(entries, most))
             records = self._records([each[1] for each in step], [each[2] for each in step])
@@ -140,14 +139,16 @@ class _Walk:
                 self._take(record)
                 score, same = each[0], same + 1 if each[0] == score else 1
                 if len(self._found) >= self._limit:
-                    return self._page(f"n:{score}:{same}")
+                    return self._page("n", score, same)
             if len(step) < most:
-                return self._page("")
-        return self._page(f"n:{score}:{same}")
+                return self._page()
+        return self._page("n", score, same)
 
     def scan(self, cursor: str, look_at: int) -> Page:
-        """Go on with a scan; the cursor names the node, where its scan is, and how much of that step is done."""
-        node, at, skip = _read(cursor, "s", 3)
+        """Scan all keys; the cursor is the node, the cursor of its ``SCAN``, and how much of that step was looked
+        at.
+        """
+        node, at, skip = read_cursor(cursor, "s", 3)
         nodes = self._link.nodes()
         while node < len(nodes):
             words = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % _STEP)
@@ -158,20 +159,20 @@ class _Walk:
                 self._take(record)
                 if len(self._found) >= self._limit and n < len(step):
                     self._looked_at += n
-                    return self._page(f"s:{node}:{at}:{skip + n}")
-            # A step looks at so many keys, also at those that are none of ours.
+                    return self._page("s", node, at, skip + n)
+            # A step looks at about so many keys, those of other applications included.
             self._looked_at += max(len(step), _STEP)
             at, skip = int(after), 0
             if not at:
                 node += 1
             if len(self._found) >= self._limit or self._looked_at >= look_at:
                 break
-        return self._page(f"s:{node}:{at}:0" if node < len(nodes) else "")
+        return self._page("s", node, at, 0) if node < len(nodes) else self._page()
 
     def _of_indexes(self, start: int, skip: int) -> Iterator[tuple[int, int, Sequence[bytes]]]:
         """Yield each place (a bucket of one index after the other), from which position on, and the names there."""
         indexes = self._indexes()
-        # Of no bucket more than a page can look at, and of few buckets at once: most are empty.
+        # No more of a bucket than a page can look at, and 128 buckets at a time: most are empty.
         for low in range(start, len(indexes) * BUCKETS, 128):
             places = range(low, min(low + 128, len(indexes) * BUCKETS))
             commands, firsts = [], [skip if place == start else 0 for place in places]
@@ -185,9 +186,11 @@ class _Walk:
                     yield place, first, names
 
     def _indexes(self) -> list[Callable[[int], bytes]]:
-        """Return the indexes that have all that is wanted."""
+        """Return the indexes in which all wanted records are."""
         keys = self._keys
-        found: list[Callable[[int], bytes]] = [] if self._wanted <= _ENDED else [keys.leases]
+        found: list[Callable[[int], bytes]] = []
+        if not self._wanted <= {State.INTERRUPTED, State.FAILED}:
+            found.append(keys.leases)
         wanted = ((State.INTERRUPTED, keys.interrupted), (State.FAILED, keys.failures))
         return found + [index for state, index in wanted if state in self._wanted]
 
@@ -201,7 +204,7 @@ class _Walk:
             place = (b"LIMIT", b"%d" % first, b"%d" % count, b"WITHSCORES")
             return plain(bucket, b"ZRANGE", index, top, b"-inf", b"BYSCORE", b"REV", *place)
 
-        def entries(bucket: int, index: bytes, answer: Any) -> Iterator[tuple[int, int, bytes]]:
+        def entries(bucket: int, index: bytes, answer: Reply) -> Iterator[tuple[int, int, bytes]]:
             at, size = 0, _AHEAD[0]
             while True:
                 for name, score in zip(answer[::2], answer[1::2], strict=True):
@@ -220,12 +223,12 @@ class _Walk:
             plain(bucket, b"GETRANGE", name, b"0", _HEAD)
             for bucket, name in zip(buckets, names, strict=True)
         ]
-        answers: list[Any] = exchange(self._link, commands) if commands else []
+        answers: list[Reply] = exchange(self._link, commands) if commands else []
         for name, packed in zip(names, answers, strict=True):
             yield self._record(name, packed) if packed else None
 
     def _record(self, name: bytes, packed: bytes) -> Record | None:
-        """Take apart only what may be selected: of thousands that a step looks at, often none is."""
+        """Unpack a record only if its name and state are wanted: of thousands in a step, often none is."""
         identity, wanted = self._keys.identity(name), self._selection
         if wanted.namespace not in (None, identity.namespace):
             return None
@@ -240,29 +243,10 @@ class _Walk:
         if record is not None and self._selection.includes(record, self._now_ms):
             self._found.append(record)
 
-    def _page(self, cursor: str) -> Page:
+    def _page(self, kind: str = "", *place: int) -> Page:
         return Page(
             records=tuple(self._found),
-            cursor=cursor,
+            cursor=write_cursor(kind, *place),
             looked_at=self._looked_at,
             now_ms=self._now_ms,
         )
-
-
-def _read(cursor: str, kind: str, count: int) -> tuple[int, ...]:
-    """Return the numbers of a cursor.
-
-    Raises:
-        ValueError: if it is none of this kind.
-    """
-    if not cursor:
-        return (0,) * count
-    word, *numbers = cursor.split(":")
-    if word != kind or len(numbers) != count or not all(map(str.isdecimal, numbers)):
-        raise ValueError("this cursor belongs to another list")
-    return tuple(map(int, numbers))
-
-
-def _now_ms(link: Link) -> int:
-    ((seconds, micros),) = exchange(link, (plain(0, b"TIME"),))
-    return int(seconds) * 1000 + int(micros) // 1000

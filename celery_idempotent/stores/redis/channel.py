@@ -1,14 +1,13 @@
 """Connections to one Redis server, each put back only after a complete answer.
 
-Why not ``redis.Redis``? Two thirds of its cost is its pool and retry shell. And
-an exception that a signal handler raises (``SoftTimeLimitExceeded``, ``SystemExit``) may land
-between any two instructions::
+Why not ``redis.Redis``? Two thirds of its time per command goes to its pool and its retries. And an exception out of a
+signal handler (``SoftTimeLimitExceeded``, ``SystemExit``) may strike between any two instructions::
 
     task     takes connection 1 ── sends claim ── SoftTimeLimitExceeded
     pool     takes connection 1 back, its answer unread
     other    takes connection 1 ── sends settle ── reads the answer to the claim
 
-Here a connection that did not finish its exchange is never seen again.
+Here a connection that did not finish its exchange is closed, and never used again.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from redis import exceptions
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores.redis.scripts import Command
 
-__all__ = ["Address", "Channel", "Link", "Server", "exchange", "passing", "trouble"]
-
 #: Host and port.
-Address = tuple[str, int]
+Address: TypeAlias = tuple[str, int]
 
-#: A server closes what it does not want; this only bounds what a burst of threads or greenlets
-#: leaves behind.
-MAX_IDLE = 64
+#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``. Which of them
+#: the caller knows by the command, and mypy does not.
+Reply: TypeAlias = Any
 
-#: Answers that another try may better. redis-py knows some of them by class, and not in all of its
-#: parsers.
+#: How many idle connections stay open after a burst of threads or greenlets.
+_MAX_IDLE = 64
+
+#: Errors that may be gone at the next try: a failover, a full memory. redis-py has classes for some of them, but not
+#: all of its parsers raise these.
 _PASSING_ERRORS = {
     exceptions.MovedError: "MOVED",
     exceptions.AskError: "ASK",
@@ -44,12 +44,28 @@ _PASSING_ERRORS = {
     exceptions.ReadOnlyError: "READONLY",
     exceptions.OutOfMemoryError: "OOM",
 }
-#: Their text, at the start or, before Redis 7, wrapped in what a script says.
+#: Their word: at the start of the message or, before Redis 7, in the middle of a script's error.
 _PASSING = re.compile(
     r"(?:^|: -)(MOVED|ASK|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|READONLY|OOM"
     r"|LOADING|BUSY|MISCONF|NOREPLICAS|UNBLOCKED)\b"
 )
-_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+_LOGIN_ERRORS = (exceptions.AuthenticationError, exceptions.AuthorizationError)
+
+
+class Connection(Protocol):
+    """What we use of redis-py's connections."""
+
+    def send_packed_command(self, command: list[bytes]) -> None:
+        """Connect if need be, and send."""
+        ...
+
+    def read_response(self) -> Reply:
+        """Return the next reply, or raise its ``ResponseError``."""
+        ...
+
+    def disconnect(self) -> None:
+        """Close the socket; the next command opens another."""
+        ...
 
 
 class Link(Protocol):
@@ -57,12 +73,12 @@ class Link(Protocol):
 
     where: str
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command: a ``ResponseError`` where the server refused it."""
         ...
 
     def nodes(self) -> list[int]:
-        """Return one bucket of each node that keeps records."""
+        """Return one bucket of each node: commands about that bucket go to this node."""
         ...
 
     def close(self) -> None:
@@ -73,21 +89,21 @@ class Link(Protocol):
 class Channel:
     """The idle connections to one server, last in, first out."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
+    def __init__(self, connect: Callable[[], Connection]) -> None:
         self._connect = connect
-        self._idle: list[Any] = []
+        self._idle: list[Connection] = []
         self._pid = os.getpid()
 
-    def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Any]:
+    def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Reply]:
         """Send the packed commands at once and read as many answers."""
         connection = self._connect() if fresh else self._take()
         try:
             connection.send_packed_command([b"".join(packed)])
-            answers = [_read(connection) for _ in packed]
+            answers = [_read_reply(connection) for _ in packed]
         except BaseException:
             connection.disconnect()
             raise
-        if len(self._idle) < MAX_IDLE:
+        if len(self._idle) < _MAX_IDLE:
             self._idle.append(connection)
         else:
             connection.disconnect()
@@ -101,7 +117,7 @@ class Channel:
             while True:
                 self._idle.pop().disconnect()
 
-    def _take(self) -> Any:
+    def _take(self) -> Connection:
         self._forget_after_fork()
         try:
             return self._idle.pop()
@@ -109,8 +125,8 @@ class Channel:
             return self._connect()
 
     def _forget_after_fork(self) -> None:
-        # A child shares its parent's sockets: redis-py closes its copy of them without a word to
-        # the server.
+        # A child has copies of its parent's sockets. redis-py closes them without shutting down the connection, which
+        # stays the parent's.
         if self._pid != os.getpid():
             self._idle = []
             self._pid = os.getpid()
@@ -119,20 +135,20 @@ class Channel:
 class Server:
     """One server: by address, by unix socket, or the master that Sentinel names."""
 
-    def __init__(self, connect: Callable[[], Any], *, where: str) -> None:
+    def __init__(self, connect: Callable[[], Connection], *, where: str) -> None:
         self.where = where
         self._channel = Channel(connect)
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command, from another connection if the first was dead."""
         packed = [command.packed() for command in commands]
         try:
             answers = self._channel.exchange(packed)
         except exceptions.ConnectionError as error:
-            if isinstance(error, _REFUSED):
+            if isinstance(error, _LOGIN_ERRORS):
                 raise
-            # An idle connection that the server had closed, or a failover. Every verb may be
-            # repeated.
+            # The server had closed an idle connection, or there was a failover. Every verb may be sent twice: a claim
+            # names its attempt, and all others a token.
             return self._again(packed)
         if any(passing(answer) == "READONLY" for answer in answers):
             # A replica answered: it is no longer the master.
@@ -147,12 +163,12 @@ class Server:
         """Close the idle connections."""
         self._channel.close()
 
-    def _again(self, packed: Sequence[bytes]) -> list[Any]:
+    def _again(self, packed: Sequence[bytes]) -> list[Reply]:
         self._channel.close()
         return self._channel.exchange(packed, fresh=True)
 
 
-def exchange(link: Link, commands: Sequence[Command]) -> list[Any]:
+def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
     """Return the answer to each command, giving the server the scripts that it does not know.
 
     Raises :exc:`StoreUnavailable` or :exc:`StoreMisconfigured` for whatever else goes wrong.
@@ -161,7 +177,7 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Any]:
         answers = link.exchange(commands)
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
-            # A WAIT waited for nothing yet.
+            # The WAIT after such a script had nothing to wait for, so it is repeated as well.
             waits = [n for n, c in enumerate(commands) if c.words[0] == b"WAIT"]
             again = sorted(unknown + waits)
             repeated = link.exchange([commands[n].with_source() for n in again])
@@ -191,23 +207,27 @@ def passing(answer: object) -> str:
 
 
 def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigured:
-    """Return our error for what redis-py raised: by whether trying again may help."""
-    if isinstance(error, _REFUSED):
-        return StoreMisconfigured(f"{where} refused us: {_text(error)}. Check user and password.")
+    """Return the store's error for one of redis-py: StoreUnavailable if another try may help."""
+    if isinstance(error, _LOGIN_ERRORS):
+        return StoreMisconfigured(
+            f"{where} refused us: {_sentence(error)}. Check user and password."
+        )
     if isinstance(error, (exceptions.ConnectionError, exceptions.TimeoutError, OSError)):
         return StoreUnavailable(f"{where} did not answer: {error}")
     if isinstance(error, exceptions.NoPermissionError):
-        return StoreMisconfigured(f"{where} refused us: {_text(error)}. Give the user the rights.")
+        return StoreMisconfigured(
+            f"{where} refused us: {_sentence(error)}. Give the user the rights."
+        )
     if passing(error):
         return StoreUnavailable(f"{where} cannot serve us at the moment: {error}")
     return StoreMisconfigured(f"{where} answered: {error}")
 
 
-def _text(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     return str(error).rstrip(".")
 
 
-def _read(connection: Any) -> Any:
+def _read_reply(connection: Connection) -> Reply:
     try:
         return connection.read_response()
     except exceptions.ResponseError as error:

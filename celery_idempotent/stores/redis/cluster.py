@@ -6,19 +6,16 @@ import functools
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from redis import exceptions
 from redis.crc import key_slot
 
-from celery_idempotent.stores.redis.channel import Address, Channel, passing
+from celery_idempotent.stores.redis.channel import Address, Channel, Connection, Reply, passing
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.scripts import Command, plain
 
-__all__ = ["Cluster"]
-
-#: How often an exchange follows the cluster's changes before it gives up: in a failover, the
-#: caller's backoff is better.
+#: How often an exchange follows the cluster's changes, in 0.3 s altogether. A failover takes seconds: then the caller's
+#: backoff has to do.
 _ROUNDS = 4
 _PAUSE = 0.05
 _TRY_AGAIN = {"MOVED", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "READONLY"}
@@ -30,18 +27,18 @@ class Cluster:
     """All nodes of a cluster, each with its own connections."""
 
     def __init__(
-        self, connect: Callable[[Address], Any], seeds: Sequence[Address], *, where: str
+        self, connect: Callable[[Address], Connection], seeds: Sequence[Address], *, where: str
     ) -> None:
         self.where = where
         self._connect = connect
         self._seeds = tuple(seeds)
         self._channels: dict[Address, Channel] = {}
-        #: Who serves each slot, replaced as a whole.
+        #: The node that serves each slot. Replaced as a whole, so that threads never see half of a change.
         self._masters: dict[int, Address] = {}
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+    def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command, from whichever node serves it by now."""
-        answers: list[Any] = [None] * len(commands)
+        answers: list[Reply] = [None] * len(commands)
         waiting = list(range(len(commands)))
         for attempt in range(_ROUNDS):
             if attempt or not self._masters:
@@ -70,7 +67,7 @@ class Cluster:
             channel.close()
 
     def _round(
-        self, commands: Sequence[Command], waiting: Sequence[int], answers: list[Any]
+        self, commands: Sequence[Command], waiting: Sequence[int], answers: list[Reply]
     ) -> list[int]:
         """Send each waiting command to its node; return those that must be sent again."""
         by_node: dict[Address | None, list[int]] = {}
@@ -80,7 +77,7 @@ class Cluster:
         for address, numbers in by_node.items():
             if address is None:
                 down = exceptions.ClusterDownError("CLUSTERDOWN no node serves the slot")
-                got: list[Any] = [down] * len(numbers)
+                got: list[Reply] = [down] * len(numbers)
             else:
                 got = self._ask(address, [commands[n] for n in numbers])
             for n, answer in zip(numbers, got, strict=True):
@@ -91,7 +88,7 @@ class Cluster:
                     again.append(n)
         return again
 
-    def _ask(self, address: Address, commands: Sequence[Command]) -> list[Any]:
+    def _ask(self, address: Address, commands: Sequence[Command]) -> list[Reply]:
         channel = self._channel(address)
         try:
             return channel.exchange([command.packed() for command in commands])
@@ -101,14 +98,14 @@ class Cluster:
             channel.close()
             return [error] * len(commands)
 
-    def _redirected(self, ask: Any, command: Command) -> Any:
-        """Follow ASK: the slot is on its way to another node."""
+    def _redirected(self, ask: Reply, command: Command) -> Reply:
+        """Follow ASK: the slot is being moved, and the other node has this key already."""
         host, _, port = str(ask).rpartition(" ")[2].rpartition(":")
         channel = self._channel((host, int(port)))
         return channel.exchange([_ASKING, command.packed()])[1]
 
     def _refresh(self) -> None:
-        """Ask any node who serves what."""
+        """Ask any node which node serves which slots."""
         known = list(self._channels)
         random.shuffle(known)
         error: Exception | None = None
@@ -135,14 +132,14 @@ class Cluster:
 
 @functools.cache
 def slot_of(bucket: int) -> int:
-    """Return the slot of a bucket: its number is the hash tag of all its keys."""
+    """Return the slot of a bucket, whose number is the hash tag in the names of all its keys."""
     return int(key_slot(b"%d" % bucket))
 
 
-def _masters(ranges: Sequence[Any], *, asked: Address) -> dict[int, Address]:
+def _masters(ranges: Sequence[Reply], *, asked: Address) -> dict[int, Address]:
     masters = {}
     for first, last, master, *_ in ranges:
-        # A node that does not know its own name gives none: it is the one that we asked.
+        # A node that does not know its own address leaves it empty: it is the one that was asked.
         host = master[0].decode() if master[0] else asked[0]
         for slot in range(first, last + 1):
             masters[slot] = (host, int(master[1]))

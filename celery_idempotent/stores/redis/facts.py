@@ -1,18 +1,18 @@
-"""What a Redis says about itself, as far as it concerns records."""
+"""The servers of a store, asked about themselves: what they are, how they are set up, and what time it is there."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from redis.exceptions import RedisError
 
 from celery_idempotent.stores.base import skew_ms
-from celery_idempotent.stores.redis.channel import Link, exchange
-from celery_idempotent.stores.redis.scripts import plain
-
-__all__ = ["ServerFacts", "facts", "skews_ms"]
+from celery_idempotent.stores.redis.channel import Link, Reply, exchange
+from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.scripts import Command, plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +31,39 @@ class ServerFacts:
         return tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
 
 
-def facts(link: Link) -> list[ServerFacts]:
-    """Ask each server that keeps records."""
-    return [_of_node(link, node) for node in link.nodes()]
+class Servers:
+    """What every part of a Redis store works with: the way to its servers, and the names of its keys there."""
+
+    def __init__(self, link: Link, keys: Keyspace) -> None:
+        self._link = link
+        self._keys = keys
+
+    def facts(self) -> Sequence[ServerFacts]:
+        """Ask each server what concerns its records: version, eviction, persistence, replicas."""
+        return [_facts_of(self._link, node) for node in self._link.nodes()]
+
+    def skews_ms(self) -> Sequence[int]:
+        """Return how far the clock of each server is ahead of this machine's."""
+        return [skew_ms(partial(now_ms, self._link, node)) for node in self._link.nodes()]
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        self._link.close()
+
+    def _ask(self, command: Command) -> Reply:
+        return exchange(self._link, (command,))[0]
+
+    def _ask_all(self, commands: Sequence[Command]) -> list[Reply]:
+        return exchange(self._link, commands) if commands else []
 
 
-def skews_ms(link: Link) -> list[int]:
-    """Ask each server that keeps records for the time; return how far it is ahead of this machine's."""
-    return [skew_ms(partial(_now_ms, link, node)) for node in link.nodes()]
-
-
-def _now_ms(link: Link, node: int) -> int:
-    ((seconds, micros),) = exchange(link, (plain(node, b"TIME"),))
+def now_ms(link: Link, bucket: int = 0) -> int:
+    """Return the time by the clock of the server that has this bucket."""
+    ((seconds, micros),) = exchange(link, (plain(bucket, b"TIME"),))
     return int(seconds) * 1000 + int(micros) // 1000
 
 
-def _of_node(link: Link, node: int) -> ServerFacts:
+def _facts_of(link: Link, node: int) -> ServerFacts:
     (answer,) = exchange(link, (plain(node, b"INFO"),))
     said: dict[str, str] = {}
     for line in answer.decode(errors="replace").splitlines():
@@ -71,7 +88,7 @@ def _of_node(link: Link, node: int) -> ServerFacts:
 
 
 def _saves(link: Link, node: int) -> bool | None:
-    """Does the server save snapshots? Many do not let everybody ask."""
+    """Does the server save snapshots? ``None``: it does not say (hosted servers often refuse ``CONFIG``)."""
     try:
         (answer,) = link.exchange((plain(node, b"CONFIG", b"GET", b"save"),))
     except (RedisError, OSError):

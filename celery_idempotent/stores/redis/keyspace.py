@@ -32,14 +32,12 @@ import zlib
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity
 
-__all__ = ["BUCKETS", "Keyspace"]
-
 #: How many buckets the records spread over. Fixed for ever: it decides where each record is found.
 BUCKETS = 1024
 
 
 class Keyspace:
-    """Names everything that a store with this prefix keeps."""
+    """The names of all that a store with this prefix writes."""
 
     def __init__(self, prefix: str) -> None:
         if not prefix or "{" in prefix or "}" in prefix:
@@ -69,7 +67,7 @@ class Keyspace:
 
     @property
     def pattern(self) -> bytes:
-        """What ``SCAN`` matches records by, and no index."""
+        """The pattern by which ``SCAN`` finds all records and no index."""
         special = {ord(c): f"\\{c}" for c in "\\*?[]^"}
         return self.prefix.translate(special).encode() + b":{*}:*"
 
@@ -99,16 +97,16 @@ class Keyspace:
 
     @property
     def swept(self) -> bytes:
-        """Name what says when the last sweep ended."""
+        """Name the time at which the last sweep ended."""
         return b"%b:{0}!swept" % self._start
 
     @property
     def indexed(self) -> bytes:
-        """Name what says how far the index of interrupted records is complete."""
+        """Name the place up to which the index of interrupted records is complete."""
         return b"%b:{0}!indexed" % self._start
 
     def generation(self, bucket: int) -> bytes:
-        """Name what changes in a cache when anything in the bucket is forgotten."""
+        """Name a number that changes, in a cache, whenever a record of the bucket is forgotten."""
         return b"%b:{%d}!generation" % (self._start, bucket)
 
 

@@ -47,37 +47,25 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.refusals import unpack_refusals
 from celery_idempotent.stores.values import pack_text, pack_value, unpack_text, unpack_value
 
-__all__ = [
-    "ON_STALE_FLAGS",
-    "pack_claimant",
-    "pack_message",
-    "pack_settled",
-    "pack_state",
-    "pack_token",
-    "state_of",
-    "unpack",
-    "unreadable",
-]
-
-_STATES = {
+_STATE_OF_LETTER = {
     ord("C"): State.COMPLETED,
     ord("F"): State.FAILED,
     ord("I"): State.INTERRUPTED,
     ord("P"): State.PROCESSING,
     ord("Q"): State.QUEUED,
 }
-_LETTERS = {state: letter for letter, state in _STATES.items()}
+_LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
 
-_FINGERPRINT = 1
+_HAS_FINGERPRINT = 1
 _UUID, _VALUE, _REPLACED, _DELIVERED, _REFUSED = 2, 4, 8, 16, 32
 _RESERVED, _FAIL, _REQUEUE = 16, 32, 64
-_SETTLED_FLAGS = _FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
-_LIVE_FLAGS = _FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
-#: What a claim says about its end, as flags.
+_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
+_LIVE_FLAGS = _HAS_FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
+#: What a sweep does with the record once it is stale, as flags.
 ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
-_ON_STALE = {flags: word for word, flags in ON_STALE_FLAGS.items()}
+_ON_STALE_WORDS = {flags: word for word, flags in ON_STALE_FLAGS.items()}
 
-_HEAD_BYTES = 23
+_COMMON_HEAD_BYTES = 23
 _LIVE_HEAD_BYTES = 37
 _ITEM_HEAD_BYTES = 5
 _MESSAGE, _STEP, _REFUSALS = ord("M"), ord("S"), ord("X")
@@ -87,7 +75,7 @@ _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 def pack_state(state: State) -> bytes:
     """Return the letter that a record in this state begins with."""
-    return bytes((_LETTERS[state],))
+    return bytes((_LETTER_OF_STATE[state],))
 
 
 def pack_token(token: int) -> bytes:
@@ -96,12 +84,12 @@ def pack_token(token: int) -> bytes:
 
 
 def pack_claimant(task_id: str, worker: str, message: bytes | None = None) -> bytes:
-    """Return the part of a live record that names its owner, and what to publish in its stead."""
+    """Return the part of a live record that names its owner, with the message to publish again."""
     return pack_text(task_id) + pack_text(worker) + pack_message(message)
 
 
 def pack_message(message: bytes | None) -> bytes:
-    """Return the item that keeps a message, nothing for none."""
+    """Return the item with a message, or nothing if there is none."""
     return b"" if message is None else b"M" + len(message).to_bytes(4, "big") + message
 
 
@@ -113,11 +101,11 @@ def pack_settled(
     replaced: bool,
     delivered: bool = False,
 ) -> bytes:
-    """Return the record as it is once settled; the script puts in what only the store knows."""
+    """Return the settled form of a record; the script adds what only the store knows: times, counts and refusals."""
     flags = 0
     parts = []
     if record.fingerprint is not None:
-        flags |= _FINGERPRINT
+        flags |= _HAS_FINGERPRINT
         parts.append(record.fingerprint)
     if _CANONICAL_UUID.fullmatch(record.task_id):
         flags |= _UUID
@@ -132,7 +120,7 @@ def pack_settled(
     if delivered:
         flags |= _DELIVERED
     head = (
-        bytes((_LETTERS[state], flags))
+        bytes((_LETTER_OF_STATE[state], flags))
         + pack_token(record.token)
         + record.created_ms.to_bytes(6, "big")
         + record.updated_ms.to_bytes(6, "big")
@@ -154,13 +142,13 @@ def unpack(identity: Identity, packed: bytes, *, summary: bool = False) -> Recor
 
 
 def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
-    state = _STATES.get(packed[0]) if len(packed) >= _HEAD_BYTES else None
+    state = _STATE_OF_LETTER.get(packed[0]) if len(packed) >= _COMMON_HEAD_BYTES else None
     if state is None or packed[1] & ~(_SETTLED_FLAGS if state.settled else _LIVE_FLAGS):
         raise unreadable(identity)
     flags = packed[1]
-    at = _HEAD_BYTES if state.settled else _LIVE_HEAD_BYTES
+    at = _COMMON_HEAD_BYTES if state.settled else _LIVE_HEAD_BYTES
     fingerprint = None
-    if flags & _FINGERPRINT:
+    if flags & _HAS_FINGERPRINT:
         fingerprint = packed[at : at + FINGERPRINT_BYTES]
         at += FINGERPRINT_BYTES
     worker, value, deadline_ms = "", None, None
@@ -198,7 +186,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         replaced=bool(flags & _REPLACED),
         delivered=state.settled and bool(flags & _DELIVERED),
         reserved=bool(live & _RESERVED),
-        on_stale=_ON_STALE.get(live & (_FAIL | _REQUEUE), "interrupt"),
+        on_stale=_ON_STALE_WORDS.get(live & (_FAIL | _REQUEUE), "interrupt"),
         message=message,
         steps=steps,
         refusals=refusals,
@@ -207,7 +195,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
 
 def state_of(packed: bytes) -> State | None:
     """Return the state of a packed record without taking the rest apart, ``None`` if it is not known here."""
-    return _STATES.get(packed[0])
+    return _STATE_OF_LETTER.get(packed[0])
 
 
 def unreadable(identity: Identity) -> StoreMisconfigured:
@@ -229,7 +217,7 @@ def _unpack_task_id(packed: bytes, at: int, flags: int) -> tuple[str, int]:
 def _unpack_extension(
     identity: Identity, packed: bytes, at: int
 ) -> tuple[bytes | None, tuple[tuple[str, Stored], ...], tuple[Refusal, ...]]:
-    """Return the message, the steps and the refusals; items of any other kind are for others to read."""
+    """Return the message, the steps and the refusals; items of other kinds are those of a newer version."""
     message: bytes | None = None
     steps: list[tuple[str, Stored]] = []
     refusals: tuple[Refusal, ...] = ()

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-__all__ = ["CACHE_VERBS", "VERBS", "Command", "Script", "plain", "script"]
-
 #: The verbs that are a script.
 VERBS = (
     "checkpoint",
@@ -31,13 +29,13 @@ VERBS = (
 #: The scripts of the cache before another store.
 CACHE_VERBS = ("cache_bury", "cache_fill", "cache_lift", "cache_look", "cache_mark")
 
-#: What stands before a word of so many bytes; formatting it takes longer than all the rest.
+#: What goes before a word of n bytes, ready made: formatting it took longer than all the rest of packing a command.
 _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])
 
 
-#: Scripts that take live records apart, with functions that they share.
+#: Scripts that begin with live.lua: functions that unpack live records.
 _ON_LIVE_RECORDS = frozenset({"checkpoint", "interrupt", "release", "requeue", "sweep"})
-#: Those that note refusals, or carry them over.
+#: Scripts that need refusals.lua as well: they add refusals to a record, or carry them over.
 _ON_REFUSALS = frozenset({"claim", "reserve", "settle"})
 
 
@@ -87,14 +85,14 @@ def plain(bucket: int, *words: bytes) -> Command:
 @functools.cache
 def script(verb: str) -> Script:
     """Return the script of a verb."""
-    source = _read(verb)
+    source = _read_source(verb)
     if verb in _ON_REFUSALS:
-        source = _read("live") + _read("refusals") + source
+        source = _read_source("live") + _read_source("refusals") + source
     elif verb in _ON_LIVE_RECORDS:
-        source = _read("live") + source
+        source = _read_source("live") + source
     # The digest is Redis' name for the script, not a matter of security.
     return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
 
 
-def _read(name: str) -> bytes:
+def _read_source(name: str) -> bytes:
     return (files("celery_idempotent.stores.redis") / "lua" / f"{name}.lua").read_bytes()

@@ -1,28 +1,25 @@
-"""Redis Sentinel: who is the master now."""
+"""Redis Sentinel: asks which server is the master now."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from redis import exceptions
 
-from celery_idempotent.stores.redis.channel import Address
+from celery_idempotent.stores.redis.channel import Address, Connection, Reply
 from celery_idempotent.stores.redis.scripts import plain
-
-__all__ = ["Sentinels"]
 
 
 class Sentinels:
     """Some servers that watch a master by name.
 
-    Asked anew for every connection to the master, each time over connections of their own.
-    redis-py's own client waits seconds for each Sentinel that is down, and an interrupted question
-    to it could answer the next one.
+    They are asked for every new connection to the master, over a connection that is closed afterwards. redis-py's own
+    client waits seconds for each Sentinel that is down, and reuses its connections: after an interrupted question, its
+    answer would be read as that to the next question.
     """
 
     def __init__(
-        self, connect: Callable[[Address], Any], addresses: Sequence[Address], name: str
+        self, connect: Callable[[Address], Connection], addresses: Sequence[Address], name: str
     ) -> None:
         self._connect = connect
         self._addresses = tuple(addresses)
@@ -43,7 +40,7 @@ class Sentinels:
                 return found[0].decode(), int(found[1])
         raise reason
 
-    def _ask(self, address: Address) -> Any:
+    def _ask(self, address: Address) -> Reply:
         question = plain(0, b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._name.encode())
         connection = self._connect(address)
         try:

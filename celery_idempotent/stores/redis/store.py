@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
@@ -13,25 +13,20 @@ from celery_idempotent.records import (
     Answer,
     Claimed,
     ClaimRequest,
-    Counted,
     Held,
     Identity,
     Mismatched,
-    Page,
     Record,
     Renewal,
     Reservation,
     Reserved,
-    Selection,
     Settled,
     State,
-    Stats,
     Stored,
-    SweepReport,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES
-from celery_idempotent.stores.redis import browse, facts, upkeep
-from celery_idempotent.stores.redis.channel import exchange
+from celery_idempotent.stores.redis.browse import Browsing
+from celery_idempotent.stores.redis.channel import Reply, exchange
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import (
@@ -45,15 +40,14 @@ from celery_idempotent.stores.redis.packed import (
     unreadable,
 )
 from celery_idempotent.stores.redis.scripts import VERBS, Command, plain, script
+from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix
 from celery_idempotent.stores.values import pack_text, pack_value
 
-__all__ = ["RedisStore"]
-
-_ON_STALE = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
+_ON_STALE_ARGUMENT = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
 
 
-class RedisStore:
+class RedisStore(Browsing, Upkeep):
     """Keeps the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
@@ -72,7 +66,7 @@ class RedisStore:
         url: str = "redis://localhost:6379/0",
         *,
         prefix: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         replicas: int = 0,
         replica_timeout_ms: int = 1000,
     ) -> None:
@@ -83,8 +77,8 @@ class RedisStore:
             # The answer to a WAIT comes that much later.
             patience = DEFAULT_SOCKET_TIMEOUT + replica_timeout_ms / 1000
             options = {"socket_timeout": patience, **options}
-        self._link, named = link_and_prefix(url, options)
-        self._keys = Keyspace(named if prefix is None else prefix)
+        link, named = link_and_prefix(url, options)
+        super().__init__(link, Keyspace(named if prefix is None else prefix))
         self._replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
         if replicas and isinstance(self._link, Cluster):
             raise StoreMisconfigured(
@@ -107,14 +101,6 @@ class RedisStore:
         """For so many replicas a claim and a settle wait."""
         return self._replicas
 
-    def facts(self) -> Sequence[facts.ServerFacts]:
-        """Ask each server what concerns its records: version, eviction, persistence, replicas."""
-        return facts.facts(self._link)
-
-    def skews_ms(self) -> Sequence[int]:
-        """Return how far the clock of each server is ahead of this machine's."""
-        return facts.skews_ms(self._link)
-
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
         if len(request.attempt) != ATTEMPT_BYTES:
@@ -130,7 +116,7 @@ class RedisStore:
                 b"%d" % (lease_ms + request.keep_ms),
                 _checked(request.fingerprint),
                 pack_claimant(request.task_id, request.worker, request.message),
-                _ON_STALE[request.on_stale],
+                _ON_STALE_ARGUMENT[request.on_stale],
                 b"".join(request.unanswered),
             )
         )
@@ -157,8 +143,7 @@ class RedisStore:
                     b"%d" % (lease.lease_ms + lease.keep_ms),
                 )
             )
-        answers = exchange(self._link, commands) if commands else []
-        return [answer == b"renewed" for answer in answers]
+        return [answer == b"renewed" for answer in self._ask_all(commands)]
 
     def settle(
         self,
@@ -205,7 +190,8 @@ class RedisStore:
             script("reserve").call(
                 bucket,
                 keys,
-                # Tells who reserves also where the record keeps another's task id.
+                # A digest of the task id: shows whose reservation this is, also where the task id in the record is
+                # that of another message.
                 hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
                 b"%d" % deadline_ms,
                 b"%d" % (deadline_ms + keep_ms),
@@ -255,14 +241,6 @@ class RedisStore:
             raise unreadable(identity)
         return unpack(identity, rest[0]) if word == b"requeued" else None
 
-    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue what nobody sent."""
-        return upkeep.sweep(self._link, self._keys, limit=limit, requeue_ms=requeue_ms)
-
-    def prune(self, *, limit: int) -> int:
-        """Drop index entries of expired records; Redis drops the records by itself."""
-        return upkeep.prune(self._link, self._keys, limit=limit)
-
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
@@ -276,34 +254,6 @@ class RedisStore:
         word = self._ask(script("forget").call(bucket, keys, *only))
         return bool(word == b"forgotten")
 
-    def stats(self) -> Stats:
-        """Count the records that an index knows."""
-        return browse.stats(self._link, self._keys)
-
-    def list(
-        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
-    ) -> Page:
-        """Return about ``limit`` of the selected records."""
-        return browse.browse(
-            self._link, self._keys, selection, cursor=cursor, limit=limit, look_at=look_at
-        )
-
-    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
-        """Add to the counters of this hour."""
-        browse.count(self._link, self._keys, outcomes)
-
-    def counts(self, *, hours: int) -> Sequence[Counted]:
-        """Return the counters of the last hours."""
-        return browse.counts(self._link, self._keys, hours=hours)
-
-    def note_sweep(self) -> None:
-        """Note that a sweep ended just now."""
-        browse.note_sweep(self._link, self._keys)
-
-    def close(self) -> None:
-        """Close the idle connections."""
-        self._link.close()
-
     def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
         """Return the bucket, and the names of the record and of the bucket's indexes and token."""
         bucket, name = self._keys.locate(identity)
@@ -312,7 +262,7 @@ class RedisStore:
         return bucket, name, leases, failures, keys.token(bucket), keys.interrupted(bucket)
 
     def _refusal(
-        self, identity: Identity, word: bytes, rest: Sequence[Any]
+        self, identity: Identity, word: bytes, rest: Sequence[Reply]
     ) -> Held | Settled | Mismatched:
         """Return why a key cannot be had."""
         if word == b"unreadable":
@@ -341,16 +291,13 @@ class RedisStore:
             f" {identity} within {self._replica_timeout_ms} ms"
         )
 
-    def _ask(self, command: Command) -> Any:
-        return exchange(self._link, (command,))[0]
-
-    def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Any:
+    def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
         """Run the script of a verb that needs the record, the leases and what is interrupted."""
         bucket, name = self._keys.locate(identity)
         keys = (name, self._keys.leases(bucket), self._keys.interrupted(bucket))
         return self._ask(script(verb).call(bucket, keys, *arguments))
 
-    def _ask_replicated(self, command: Command) -> tuple[Any, bool]:
+    def _ask_replicated(self, command: Command) -> tuple[Reply, bool]:
         """Return the answer, and whether as many replicas as we want have what was written."""
         if not self._replicas:
             return self._ask(command), True

@@ -6,132 +6,116 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Record, State, SweepReport
 from celery_idempotent.stores.base import ATTEMPT_BYTES
-from celery_idempotent.stores.redis.channel import Link, exchange
-from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
+from celery_idempotent.stores.redis.facts import Servers, now_ms
+from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.packed import unpack
-from celery_idempotent.stores.redis.scripts import Command, plain, script
+from celery_idempotent.stores.redis.scripts import plain, script
 
-__all__ = ["prune", "sweep"]
-
-#: No script works on more records than this at a time, so that no other client waits for one for
-#: long.
+#: No script works on more records than this: Redis serves no other client while one runs.
 _PER_SCRIPT = 100
 
-#: So many keys a prune looks at, and one step of its scan, while the index of INTERRUPTED records is not complete.
+#: While the index of INTERRUPTED records is not complete: how many keys a prune looks at, in steps of how many.
 _PER_PRUNE, _PER_SCAN = 5_000, 500
 
-#: What is noted once it is, or that we may not look.
+#: What stands at :attr:`Keyspace.indexed` once it is complete, or if this user may not scan.
 _INDEXED, _REFUSED = b"done", b"refused"
 
 
-def sweep(link: Link, keys: Keyspace, *, limit: int, requeue_ms: int) -> SweepReport:
-    """Interrupt or requeue what is stale, requeue what nobody sent."""
-    each = min(limit, _PER_SCRIPT)
-    arguments = (b"%d" % requeue_ms, os.urandom(ATTEMPT_BYTES))
-    commands, asked, left, more = [], [], limit, False
-    # One more than a script may take, to know whether there is more.
-    for bucket, names in _due(link, keys.leases, each=each + 1):
-        more = more or len(names) > min(each, left)
-        names = names[: min(each, left)]
-        if not names:
-            break
-        left -= len(names)
-        asked += names
-        indexes = (keys.leases(bucket), keys.interrupted(bucket))
-        commands.append(script("sweep").call(bucket, (*indexes, *names), *arguments))
-    swept = [packed for answer in _ask_all(link, commands) for packed in answer]
-    interrupted: list[Record] = []
-    requeued: list[Record] = []
-    for name, packed in zip(asked, swept, strict=True):
-        if packed is not None:
-            record = unpack(keys.identity(name), packed)
-            (requeued if record.state is State.QUEUED else interrupted).append(record)
-    return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=more)
+class Upkeep(Servers):
+    """The verbs of the periodic sweep."""
 
-
-def prune(link: Link, keys: Keyspace, *, limit: int) -> int:
-    """Drop index entries of expired records; Redis drops the records by itself."""
-    commands, left = [], limit
-    for index in (keys.failures, keys.interrupted):
-        for bucket, names in _due(link, index, each=min(limit, _PER_SCRIPT)):
-            if left <= 0:
+    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
+        """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
+        each = min(limit, _PER_SCRIPT)
+        arguments = (b"%d" % requeue_ms, os.urandom(ATTEMPT_BYTES))
+        commands, asked, left, more = [], [], limit, False
+        # One more than a script may take, to know whether there is more.
+        for bucket, names in self._due(self._keys.leases, each=each + 1):
+            more = more or len(names) > min(each, left)
+            names = names[: min(each, left)]
+            if not names:
                 break
-            most = b"%d" % min(left, len(names))
-            commands.append(script("prune").call(bucket, (index(bucket),), most))
             left -= len(names)
-    _complete_index(link, keys)
-    return sum(_ask_all(link, commands))
+            asked += names
+            indexes = (self._keys.leases(bucket), self._keys.interrupted(bucket))
+            commands.append(script("sweep").call(bucket, (*indexes, *names), *arguments))
+        swept = [packed for answer in self._ask_all(commands) for packed in answer]
+        interrupted: list[Record] = []
+        requeued: list[Record] = []
+        for name, packed in zip(asked, swept, strict=True):
+            if packed is not None:
+                record = unpack(self._keys.identity(name), packed)
+                (requeued if record.state is State.QUEUED else interrupted).append(record)
+        return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=more)
 
+    def prune(self, *, limit: int) -> int:
+        """Drop index entries of expired records; Redis drops the records by itself."""
+        commands, left = [], limit
+        for index in (self._keys.failures, self._keys.interrupted):
+            for bucket, names in self._due(index, each=min(limit, _PER_SCRIPT)):
+                if left <= 0:
+                    break
+                most = b"%d" % min(left, len(names))
+                commands.append(script("prune").call(bucket, (index(bucket),), most))
+                left -= len(names)
+        self._complete_index()
+        return sum(self._ask_all(commands))
 
-def _complete_index(link: Link, keys: Keyspace) -> None:
-    """Index what was INTERRUPTED before there was an index: once for each store, in steps of so many keys a prune.
+    def _complete_index(self) -> None:
+        """Index what was INTERRUPTED by an older version, which had no such index: a few thousand keys at each prune.
 
-    Two at a time do the same twice. A user who may not scan leaves it at that: a sweep shall need no such right.
-    """
-    (place,) = exchange(link, (plain(0, b"GET", keys.indexed),))
-    if place in (_INDEXED, _REFUSED):
-        return
-    # Nobody has to have this now: a server that takes no writes is asked again.
-    with suppress(StoreUnavailable):
-        try:
-            place = _index_step(link, keys, place)
-        except StoreMisconfigured:
-            place = _REFUSED
-        exchange(link, (plain(0, b"SET", keys.indexed, place),))
+        Two processes that do so at once index the same keys twice, which changes nothing. Where the user has no right
+        to ``SCAN`` the index stays as it is: upkeep must not need more rights than the verbs do.
+        """
+        place = self._ask(plain(0, b"GET", self._keys.indexed))
+        if place in (_INDEXED, _REFUSED):
+            return
+        # Not urgent: if the server takes no writes at the moment, the next prune tries again.
+        with suppress(StoreUnavailable):
+            try:
+                place = self._index_step(place)
+            except StoreMisconfigured:
+                place = _REFUSED
+            self._ask(plain(0, b"SET", self._keys.indexed, place))
 
+    def _index_step(self, place: bytes | None) -> bytes:
+        """Look at the next keys from a place on; return the place after them."""
+        node, at = map(int, place.split(b":")) if place else (0, 0)
+        nodes, looked_at = self._link.nodes(), 0
+        while node < len(nodes) and looked_at < _PER_PRUNE:
+            words = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % _PER_SCAN)
+            after, names = self._ask(plain(nodes[node], *words))
+            self._index(names)
+            looked_at += _PER_SCAN
+            at = int(after)
+            node += not at
+        return _INDEXED if node >= len(nodes) else b"%d:%d" % (node, at)
 
-def _index_step(link: Link, keys: Keyspace, place: bytes | None) -> bytes:
-    """Look at so many keys from a place on; return where to go on."""
-    node, at = map(int, place.split(b":")) if place else (0, 0)
-    nodes, looked_at = link.nodes(), 0
-    while node < len(nodes) and looked_at < _PER_PRUNE:
-        words = (b"SCAN", b"%d" % at, b"MATCH", keys.pattern, b"COUNT", b"%d" % _PER_SCAN)
-        ((after, names),) = exchange(link, (plain(nodes[node], *words),))
-        _index(link, keys, names)
-        looked_at += _PER_SCAN
-        at = int(after)
-        node += not at
-    return _INDEXED if node >= len(nodes) else b"%d:%d" % (node, at)
+    def _index(self, names: Sequence[bytes]) -> None:
+        """Index those of these records that are INTERRUPTED."""
+        located = [(self._keys.bucket(name), name) for name in names]
+        states = self._ask_all([plain(b, b"GETRANGE", name, b"0", b"0") for b, name in located])
+        found = [each for each, state in zip(located, states, strict=True) if state == b"I"]
+        index = script("index")
+        self._ask_all([index.call(b, (self._keys.interrupted(b), name)) for b, name in found])
 
+    def _due(
+        self, index: Callable[[int], bytes], *, each: int
+    ) -> Iterator[tuple[int, list[bytes]]]:
+        """Look into all buckets for names whose time has come, up to ``each`` names of a bucket.
 
-def _index(link: Link, keys: Keyspace, names: Sequence[bytes]) -> None:
-    """Index those of these records that are INTERRUPTED."""
-    located = [(keys.bucket(name), name) for name in names]
-    states = _ask_all(
-        link, [plain(bucket, b"GETRANGE", name, b"0", b"0") for bucket, name in located]
-    )
-    found = [each for each, state in zip(located, states, strict=True) if state == b"I"]
-    index = script("index")
-    _ask_all(link, [index.call(b, (keys.interrupted(b), name)) for b, name in found])
-
-
-def _due(
-    link: Link, index: Callable[[int], bytes], *, each: int
-) -> Iterator[tuple[int, list[bytes]]]:
-    """Look into all buckets for names whose time has come, up to ``each`` names of a bucket.
-
-    Starts anywhere, so that a limit never starves the same buckets. One node's time serves for
-    all: this only finds candidates, and a script decides about each by its own server's time.
-    """
-    start = random.randrange(BUCKETS)
-    buckets = [*range(start, BUCKETS), *range(start)]
-    ((seconds, micros),) = exchange(link, (plain(start, b"TIME"),))
-    now = b"%d" % (int(seconds) * 1000 + int(micros) // 1000)
-    limit = b"%d" % each
-    found = exchange(
-        link,
-        [
-            plain(b, b"ZRANGEBYSCORE", index(b), b"-inf", now, b"LIMIT", b"0", limit)
-            for b in buckets
-        ],
-    )
-    return ((bucket, names) for bucket, names in zip(buckets, found, strict=True) if names)
-
-
-def _ask_all(link: Link, commands: Sequence[Command]) -> list[Any]:
-    return exchange(link, commands) if commands else []
+        Starts anywhere, so that a limit never starves the same buckets. One node's time serves for
+        all: this only finds candidates, and a script decides about each by its own server's time.
+        """
+        start = random.randrange(BUCKETS)
+        buckets = [*range(start, BUCKETS), *range(start)]
+        now = b"%d" % now_ms(self._link, start)
+        place = (b"LIMIT", b"0", b"%d" % each)
+        found = self._ask_all(
+            [plain(b, b"ZRANGEBYSCORE", index(b), b"-inf", now, *place) for b in buckets]
+        )
+        return ((bucket, names) for bucket, names in zip(buckets, found, strict=True) if names)

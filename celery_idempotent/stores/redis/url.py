@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.stores.redis.channel import Address, Link, Server
+from celery_idempotent.stores.redis.channel import Address, Connection, Link, Server
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.sentinel import Sentinels
 
-__all__ = ["DEFAULT_PREFIX", "DEFAULT_SOCKET_TIMEOUT", "link_and_prefix"]
-
 DEFAULT_PREFIX = "idem"
 
-#: A task would rather hear that the store is away than hang; a URL's query may say otherwise.
+#: A task that fails can be tried again, one that hangs cannot. A URL's query may set another one.
 DEFAULT_SOCKET_TIMEOUT = 5.0
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, object] = {
     "socket_timeout": DEFAULT_SOCKET_TIMEOUT,
     "socket_connect_timeout": 2.0,
     "protocol": 2,
@@ -31,7 +29,7 @@ _CERT_REQS = {"CERT_NONE": "none", "CERT_OPTIONAL": "optional", "CERT_REQUIRED":
 _REDIS_PORT, _SENTINEL_PORT = 6379, 26379
 
 
-def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
+def link_and_prefix(url: str, options: Mapping[str, object]) -> tuple[Link, str]:
     """Return the link that ``url`` describes, not yet connected, and the prefix it names.
 
     ``options`` are further arguments of redis-py's connections; the URL's query wins over them.
@@ -49,7 +47,7 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
             return _sentinel(rest, query, options), prefix
         if scheme.endswith("+cluster"):
             return _cluster(scheme.removesuffix("+cluster"), rest, query, options), prefix
-        return _server(scheme, rest, query, options), prefix
+        return _single_server(scheme, rest, query, options), prefix
     except (TypeError, RedisError) as error:
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL asks for what redis-py does not know: {error}"
@@ -57,7 +55,7 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
     except _IncompleteError as error:
         raise InvalidOption(f"the idempotency store's {scheme}:// URL has {error}") from None
     except ValueError:
-        # No word of the URL: an unquoted '#' or '/' in a password makes its rest look like a port.
+        # Shows nothing of the URL: an unquoted '#' or '/' in a password makes the rest of it look like a port.
         raise InvalidOption(
             f"the idempotency store's {scheme}:// URL cannot be read: check host, port and"
             " database, and percent-encode special characters in the password"
@@ -65,10 +63,12 @@ def link_and_prefix(url: str, options: Mapping[str, Any]) -> tuple[Link, str]:
 
 
 class _IncompleteError(ValueError):
-    """A part of the URL is missing; says which, and nothing secret."""
+    """A part of the URL is missing. The text names the part, and shows nothing of the URL."""
 
 
-def _server(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, Any]) -> Server:
+def _single_server(
+    scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]
+) -> Server:
     pool = _pool(scheme, rest, query, options)
     kwargs = pool.connection_kwargs
     if scheme == "unix":
@@ -78,14 +78,14 @@ def _server(scheme: str, rest: str, query: dict[str, str], options: Mapping[str,
     return Server(functools.partial(pool.connection_class, **kwargs), where=where)
 
 
-def _cluster(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, Any]) -> Link:
+def _cluster(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Link:
     user, hosts, path = _authority(rest)
     seeds = [_address(host, _REDIS_PORT) for host in hosts]
     pool = _pool(scheme, f"{user}{hosts[0]}{path}", query, options)
     return Cluster(_connector(pool), seeds, where=f"Redis Cluster at {','.join(hosts)}")
 
 
-def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, Any]) -> Server:
+def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, object]) -> Server:
     user, hosts, path = _authority(rest)
     name, _, db = path.strip("/").partition("/")
     if not name:
@@ -100,11 +100,12 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, Any]) -> S
     }
     for_masters = {k: v for k, v in options.items() if k not in ("ssl", "sentinel_kwargs")}
     masters = _pool(scheme, f"{user}localhost/{db}", query, for_masters)
-    # Reached as the masters are, but with a user and a password of their own.
+    # With the timeouts and certificates of the masters, but a user and a password of their own.
     shared = {
         k: v for k, v in masters.connection_kwargs.items() if k.startswith(("socket_", "ssl_"))
     }
-    given = {k: v for k, v in (options.get("sentinel_kwargs") or {}).items() if k != "ssl"}
+    own = cast("Mapping[str, object]", options.get("sentinel_kwargs") or {})
+    given = {k: v for k, v in own.items() if k != "ssl"}
     watchers = _pool(scheme, "localhost", for_sentinels, {**shared, **given})
     sentinels = Sentinels(_connector(watchers), addresses, name)
     to_master = _connector(masters)
@@ -115,9 +116,9 @@ def _sentinel(rest: str, query: dict[str, str], options: Mapping[str, Any]) -> S
 
 
 def _pool(
-    scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, Any]
+    scheme: str, rest: str, query: Mapping[str, str], options: Mapping[str, object]
 ) -> ConnectionPool:
-    """Let redis-py read a URL: of its pool we use the connections' class and arguments only."""
+    """Let redis-py read a URL. Of its pool only the connections' class and arguments are used."""
     url = f"{scheme}://{rest}"
     if query:
         url += "?" + urlencode(query)
@@ -128,10 +129,12 @@ def _pool(
     return pool
 
 
-def _connector(pool: ConnectionPool) -> Callable[[Address], Any]:
-    def connect(address: Address) -> Any:
+def _connector(pool: ConnectionPool) -> Callable[[Address], Connection]:
+    def connect(address: Address) -> Connection:
         host, port = address
-        return pool.connection_class(**{**pool.connection_kwargs, "host": host, "port": port})
+        where = {"host": host, "port": port}
+        connection: Connection = pool.connection_class(**{**pool.connection_kwargs, **where})
+        return connection
 
     return connect
 

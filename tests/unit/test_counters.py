@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import counters as tally_module
+from celery_idempotent.protocol import counters as counters_module
 from celery_idempotent.protocol.calls import Replay
-from celery_idempotent.protocol.counters import Tally
+from celery_idempotent.protocol.counters import Counters
 from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.waiting import wait_for
@@ -27,47 +27,47 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
-    tally = Tally()
-    monkeypatch.setattr("celery_idempotent.protocol.calls.tally", tally)
-    monkeypatch.setattr("celery_idempotent.protocol.lease.tally", tally)
-    return tally
+def counters(monkeypatch: pytest.MonkeyPatch) -> Counters:
+    counters = Counters()
+    monkeypatch.setattr("celery_idempotent.protocol.telling.counters", counters)
+    monkeypatch.setattr("celery_idempotent.protocol.lease.counters", counters)
+    return counters
 
 
 def counted(store: MemoryStore) -> dict[tuple[str, str], int]:
     return {(each.task, each.outcome): each.count for each in store.counts(hours=2)}
 
 
-def test_runs_and_replays_are_counted_by_task(store, tally):
+def test_runs_and_replays_are_counted_by_task(store, counters):
     runner = make_runner(store)
     runner.execute(a_call(), lambda: 42)
     assert isinstance(runner.execute(a_call("t2"), lambda: 42), Replay)
     assert counted(store) == {}
-    tally.write()
+    counters.write()
     assert counted(store) == {
         ("shop.charge", "claimed"): 1,
         ("shop.charge", "settled"): 1,
         ("shop.charge", "replayed"): 1,
     }
-    tally.write()
+    counters.write()
     assert counted(store)["shop.charge", "claimed"] == 1
 
 
-def test_the_heartbeat_writes_them(store, tally, monkeypatch):
-    monkeypatch.setattr(tally_module, "EVERY", 0.05)
+def test_the_heartbeat_writes_them(store, counters, monkeypatch):
+    monkeypatch.setattr(counters_module, "EVERY", 0.05)
     heartbeat = Heartbeat()
     monkeypatch.setattr("celery_idempotent.protocol.runner.heartbeat", heartbeat)
     make_runner(store, lease_ms=300).execute(a_call(), lambda: 42)
     wait_for(lambda: ("shop.charge", "settled") in counted(store), what="the counters")
 
 
-def test_nothing_is_written_more_often_than_every_few_seconds(store, tally):
-    tally.add(store, "t", "idempotency_claimed")
-    tally.beat()
+def test_nothing_is_written_more_often_than_every_few_seconds(store, counters):
+    counters.add(store, "t", "claimed")
+    counters.beat()
     assert counted(store) == {}
 
 
-def test_what_the_store_does_not_take_is_kept(store, tally):
+def test_what_the_store_does_not_take_is_kept(store, counters):
     class Down(MemoryStore):
         down = True
 
@@ -78,33 +78,33 @@ def test_what_the_store_does_not_take_is_kept(store, tally):
 
     down = Down()
     for _ in range(3):
-        tally.add(down, "t", "idempotency_claimed")
-        tally.write()
+        counters.add(down, "t", "claimed")
+        counters.write()
     down.down = False
-    tally.write()
+    counters.write()
     assert counted(down) == {("t", "claimed"): 3}
 
 
-def test_a_fault_of_the_store_harms_nothing(tally, caplog):
+def test_a_fault_of_the_store_harms_nothing(counters, caplog):
     class Broken(MemoryStore):
         def count(self, outcomes: Any) -> None:
             raise RuntimeError
 
     broken = Broken()
-    tally.add(broken, "t", "idempotency_claimed")
+    counters.add(broken, "t", "claimed")
     with caplog.at_level(logging.ERROR):
-        tally.write()
+        counters.write()
     assert "could not be counted" in caplog.text
 
 
-def test_a_store_without_counters_is_not_asked(tally):
+def test_a_store_without_counters_is_not_asked(counters):
     class Plain:
         def __init__(self) -> None:
             self.flaky = FlakyStore(MemoryStore())
 
-    tally.add(Plain(), "t", "idempotency_claimed")  # type: ignore[arg-type]
-    tally.write()
-    assert not tally._counts
+    counters.add(Plain(), "t", "claimed")  # type: ignore[arg-type]
+    counters.write()
+    assert not counters._counts
 
 
 PUBLISHER = """
@@ -112,7 +112,7 @@ import os, sys, time
 from celery import Celery
 from celery_idempotent import IdempotentTask
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.protocol.counters import tally
+from celery_idempotent.protocol.counters import counters
 
 class Told(MemoryStore):
     def count(self, outcomes):

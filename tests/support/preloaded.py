@@ -1,0 +1,262 @@
+"""Processes forked from one that has imported Celery already: a start of Python and Celery costs a second of CPU.
+
+Two such servers serve a test process, each started when first asked for: one with what every worker imports, one with
+Django besides. Either has imported nothing of the package under test and made no app, so that what it forks differs
+from a fresh interpreter in nothing but in what is imported.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, NoReturn
+
+__all__ = ["Process", "spawn"]
+
+_CELERY = (
+    *("celery.app.trace", "celery.bin.celery", "celery.bin.worker", "celery.canvas"),
+    *(
+        "celery.apps.worker",
+        "celery.backends.redis",
+        "celery.concurrency.prefork",
+        "celery.fixups.django",
+    ),
+    *(
+        "celery.result",
+        "celery.worker.components",
+        "celery.worker.consumer",
+        "celery.worker.strategy",
+    ),
+    *(
+        "celery.worker.control",
+        "celery.worker.state",
+        "kombu.transport.pyamqp",
+        "kombu.transport.redis",
+    ),
+    *("redis.cluster", "redis.sentinel", "email.message", "unittest.mock", "zoneinfo"),
+)
+_DJANGO = (
+    *(
+        "django.core.handlers.wsgi",
+        "django.core.management",
+        "django.core.management.base",
+        "django.db.models",
+    ),
+    *(
+        "django.db.backends.sqlite3.base",
+        "django.http",
+        "django.template",
+        "django.test",
+        "django.urls",
+        "django.views",
+    ),
+    *("django.contrib.messages", "django.forms", "django.utils.translation", "psycopg", "pymysql"),
+)
+
+
+class Process:
+    """What ``subprocess.Popen`` tells of a process, of one that another process forked."""
+
+    def __init__(self, pid: int, status: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._status = status
+
+    def poll(self) -> int | None:
+        return self._read(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._read(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _read(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._status], (), (), timeout)[0]:
+            told = os.read(self._status, 20)
+            os.close(self._status)
+            self.returncode = int(told or -signal.SIGKILL)
+        return self.returncode
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    log: IO[bytes],
+    fresh: bool = False,
+) -> Process | subprocess.Popen[bytes]:
+    """Start a program in a session of its own: by a fork, if it is ``python -m`` and not to be ``fresh``."""
+    server = None
+    if not fresh and tuple(command[:2]) == (sys.executable, "-m") and not _early(command):
+        server = _server(django="DJANGO_SETTINGS_MODULE" in env)
+    if server is None or _of_python(env) != server.of_python:
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return server.fork(list(command[2:]), str(cwd), dict(env), log.fileno())
+
+
+def _early(command: Sequence[str]) -> bool:
+    """Whether the program replaces parts of the standard library before it imports anything else."""
+    return any(word in each for each in command for word in ("gevent", "eventlet"))
+
+
+def _of_python(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what the interpreter itself reads when it starts."""
+    return {name: value for name, value in env.items() if name.startswith(("PYTHON", "LD_"))}
+
+
+class _Server:
+    """The side of the test process."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        from tests.support.workers import child_environment
+
+        env = child_environment()
+        self.of_python = _of_python(env)
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno()), *modules],
+            env=env,
+            cwd="/",  # which is on its path
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    def fork(self, arguments: list[str], cwd: str, env: dict[str, str], log: int) -> Process:
+        with self._lock:
+            return self._fork(arguments, cwd, env, log)
+
+    def _fork(self, arguments: list[str], cwd: str, env: dict[str, str], log: int) -> Process:
+        mine, theirs = os.pipe()
+        message = json.dumps([arguments, cwd, env]).encode()
+        # One packet has its bounds: the request goes through a file.
+        with os.fdopen(os.memfd_create("request"), "w+b") as request:
+            request.write(message)
+            request.flush()
+            fds = array.array("i", [log, theirs, request.fileno()])
+            self._socket.sendmsg([b"fork"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        os.close(theirs)
+        return Process(int(self._socket.recv(20)), mine)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(10)
+
+
+_servers: dict[bool, _Server] = {}
+
+
+def _server(*, django: bool) -> _Server:
+    if django not in _servers:
+        _servers[django] = _Server([*_CELERY, *(_DJANGO if django else ())])
+    return _servers[django]
+
+
+# -- the side of the server --------------------------------------------------------------------------------------------
+
+
+def _serve(inbox: socket.socket) -> list[str]:
+    """Fork for each request until the other side is gone; return in the child, with what it shall run."""
+    children: dict[int, int] = {}
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([inbox.fileno(), woken], (), ())
+        if woken in ready:
+            os.read(woken, 4096)
+            _reap(children)
+        if inbox.fileno() not in ready:
+            continue
+        _, fds, _, _ = socket.recv_fds(inbox, 16, 3)
+        if not fds:
+            sys.exit()
+        log, status, request = fds
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (woken, wake, status, inbox.detach(), *children.values()):
+                os.close(fd)
+            return _become(log, request)
+        children[pid] = status
+        os.close(log)
+        os.close(request)
+        inbox.send(str(pid).encode())
+
+
+def _reap(children: dict[int, int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        fd = children.pop(pid)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(fd, str(os.waitstatus_to_exitcode(status)).encode())
+        os.close(fd)
+
+
+def _become(log: int, request: int) -> list[str]:
+    os.setsid()
+    with os.fdopen(request, "rb") as file:
+        file.seek(0)
+        arguments, cwd, env = json.load(file)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(log)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    found: list[str] = arguments
+    return found
+
+
+def _main() -> NoReturn:
+    inbox = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        with contextlib.suppress(ImportError):  # what is not installed is not imported by anybody
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    module, *sys.argv[1:] = _serve(inbox)
+    sys.path[0] = str(Path.cwd())
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    _main()
