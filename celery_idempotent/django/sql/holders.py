@@ -49,7 +49,8 @@ def lock_name(session: Session, name: bytes, token: int) -> str:
 def end_holder(session: Session, name: bytes, record: Record) -> bool:
     """End the session whose transaction runs this claim, if any; ``False`` if this user may not.
 
-    ``name`` is the digest of its key. Once it is ended, the verb begins again: the session may have committed a moment before.
+    ``name`` is the digest of its key. Once the session is ended, the verb begins again: it may have committed a moment
+    before.
     """
     token = record.token
     if session.inside:
