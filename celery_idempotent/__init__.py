@@ -28,6 +28,7 @@ from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
+    from celery_idempotent.celery.installation import install
     from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = [
@@ -52,18 +53,25 @@ __all__ = [
     "TooManyCrashes",
     "current_claim",
     "get_store",
+    "install",
 ]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """Resolve ``IdempotentTask``: in a Django project the class with ``delay_on_commit``, else the plain one."""
-    if name != "IdempotentTask":
+    """Resolve what needs Celery once it is asked for.
+
+    ``IdempotentTask`` is in a Django project the class with ``delay_on_commit``, else the plain one.
+    """
+    if name == "install":
+        found: object = import_module("celery_idempotent.celery.installation").install
+    elif name == "IdempotentTask":
+        found = import_module("celery_idempotent.celery.task").IdempotentTask
+        if os.environ.get("DJANGO_SETTINGS_MODULE"):
+            with suppress(ImportError):
+                found = import_module("celery_idempotent.django").IdempotentTask
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    chosen: object = import_module("celery_idempotent.celery.task").IdempotentTask
-    if os.environ.get("DJANGO_SETTINGS_MODULE"):
-        with suppress(ImportError):
-            chosen = import_module("celery_idempotent.django").IdempotentTask
-    globals()[name] = chosen
-    return chosen
+    globals()[name] = found
+    return found

@@ -115,12 +115,12 @@ class PatientBackend(Base):
         prepared.chord = body
         return cast("Context", prepared)
 
-    def _publish(self, body: Any, result: Any) -> Any:
+    def _publish(self, body: Any, result: object) -> object:
         failures, give_up = 0, time.monotonic() + _PATIENCE
         while True:
             try:
                 return type(body).delay(body, result)
-            except Exception as error:  # noqa: PERF203  tries that are to be told apart
+            except Exception as error:  # noqa: PERF203  each try fails for a reason of its own
                 if hopeless(error):
                     raise
                 if _is_redis(self.whole):
@@ -141,15 +141,15 @@ class PatientBackend(Base):
         raise self.trouble
 
     @property
-    def client(self) -> Any:
+    def client(self) -> object:
         """The way to Redis, closed from the first trouble on: what Celery deletes in a ``finally`` has to stay."""
         return _Client(self) if _is_redis(self.whole) else self.whole.client
 
     @property
-    def _chord_part_return_script(self) -> Any:
+    def _chord_part_return_script(self) -> object:
         return self._part_returned
 
-    def _part_returned(self, **options: Any) -> Any:
+    def _part_returned(self, **options: Any) -> object:
         """Return a part (Celery >= 5.7).
 
         A chord that is complete, and claimed by somebody else, may have lost its publisher::
@@ -171,7 +171,7 @@ class PatientBackend(Base):
             self._give_up(error)
         return super().chord_error_from_stack(callback, exc)
 
-    def _call_task_errbacks(self, request: Any, exc: Any, traceback: Any) -> None:
+    def _call_task_errbacks(self, request: object, exc: object, traceback: object) -> None:
         try:
             super()._call_task_errbacks(request, exc, traceback)  # type: ignore[misc]
         except Exception as error:
@@ -195,7 +195,7 @@ class _Client:
     def __init__(self, view: PatientBackend) -> None:
         self._view = view
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if self._view.trouble is not None:
             raise self._view.trouble
         return getattr(self._view.whole.client, name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery.canvas import Signature
 from celery.result import ResultBase
 
+from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Stored
@@ -41,15 +42,14 @@ class TaskCodec:
         written = first_accepted((conf.task_serializer, *accept), accept)
         self._messages = Serializer(written, accept)
 
-    def dump_value(self, value: Any) -> Stored | None:
+    def dump_value(self, value: object) -> Stored | None:
         """Serialize a result as the result backend would."""
         if not self._policy.store_result:
             return None
         if value is None:
             return self._nothing
         if isinstance(value, ResultBase):
-            results: Any = value
-            value = results.as_tuple()
+            value = value.as_tuple()  # type: ignore[attr-defined]  # of all results
         return self._dump(value, "result")
 
     @cached_property
@@ -81,7 +81,7 @@ class TaskCodec:
         """
         return self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
 
-    def dump_message(self, signature: Signature[Any]) -> bytes | None:
+    def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
         stored = self._messages.dump(dict(signature), max_bytes=None)
         if isinstance(stored, NotStored):
@@ -94,12 +94,12 @@ class TaskCodec:
         head = f"{stored.content_type}\n{stored.content_encoding}\n"
         return head.encode() + stored.body
 
-    def dump_replacement(self, signature: Signature[Any]) -> Stored | None:
+    def dump_replacement(self, signature: Sig) -> Stored | None:
         """Serialize the task that replaces this one, or return ``None`` if that cannot be."""
         stored = self._messages.dump(dict(signature), max_bytes=None)
         return None if isinstance(stored, NotStored) else stored
 
-    def load_replacement(self, stored: Stored) -> Signature[Any]:
+    def load_replacement(self, stored: Stored) -> Sig:
         """Return what :meth:`dump_replacement` stored.
 
         Raises:
@@ -109,7 +109,7 @@ class TaskCodec:
         content: Any = self._messages.load(stored)
         return Signature.from_dict(content, app=self._app)
 
-    def load_message(self, message: bytes) -> Signature[Any]:
+    def load_message(self, message: bytes) -> Sig:
         """Return what :meth:`dump_message` stored.
 
         Raises:
@@ -126,7 +126,7 @@ class TaskCodec:
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""
-        backend: Any = self._app.backend
+        backend: Any = self._app.backend  # its stubs are narrower than it is
         return self._dump(backend.prepare_exception(error, self._serializer.name), "exception")
 
     def load_error(self, stored: Stored | None) -> Exception:
@@ -135,10 +135,10 @@ class TaskCodec:
             return ResultUnavailable(
                 f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
             )
-        backend: Any = self._app.backend
-        told = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+        backend: Any = self._app.backend  # its stubs are narrower than it is
+        written = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
         try:
-            error = backend.exception_to_python(told)
+            error = backend.exception_to_python(written)
         except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
             return ResultUnavailable(
                 f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
@@ -149,7 +149,7 @@ class TaskCodec:
             f"{self._task} ended with {type(error).__name__}, which is not raised again."
         )
 
-    def _dump(self, value: Any, what: str) -> Stored | None:
+    def _dump(self, value: object, what: str) -> Stored | None:
         stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
         if not isinstance(stored, NotStored):
             return stored

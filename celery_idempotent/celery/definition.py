@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Task
 
 from celery_idempotent.celery.codec import TaskCodec
+from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.identifier import Identifier
@@ -70,12 +71,12 @@ class Definition:
         return self.identifier.by_task_id(task_id)
 
 
-def is_celerys_own(task: Task[Any, Any] | type[Task[Any, Any]]) -> bool:
+def is_celerys_own(task: AnyTask | type[AnyTask]) -> bool:
     """Is this one of the tasks that Celery brings along, or our own sweep? They are left alone."""
     return str(task.name).startswith(("celery.", "celery_idempotent."))
 
 
-def define(task: type[Task[Any, Any]], base: type, app: Celery) -> Definition:
+def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     """Return the definition of ``task``.
 
     ``base`` is the class whose ``__call__`` this serves.
@@ -121,7 +122,7 @@ def _store_of(app: Celery) -> Store:
         raise StoreMisconfigured(str(error)) from error
 
 
-def _check_body(task: type[Task[Any, Any]], base: type, *, observed: bool) -> None:
+def _check_body(task: type[AnyTask], base: type, *, observed: bool) -> None:
     """Refuse a body that returns before it has run, unless a base is there to run it.
 
     Raises:

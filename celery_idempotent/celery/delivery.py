@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from celery.canvas import Signature, maybe_signature
+from celery.canvas import maybe_signature
 from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
+from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.identity.stamp import as_mapping, read_stamp
+from celery_idempotent.identity.trees import Place, with_tasks
 from celery_idempotent.records import Identity, State
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.app.task import Context
 
     from celery_idempotent.stores.base import Store
 
@@ -36,12 +39,12 @@ __all__ = [
     "Due",
     "Replaced",
     "derive_ids",
-    "expect",
+    "drop_callbacks",
     "forgetting",
+    "has_callbacks",
     "marking",
-    "sends_on",
-    "silence",
-    "taken",
+    "note_due",
+    "take_due",
 ]
 
 logger = logging.getLogger(__name__)
@@ -51,12 +54,6 @@ UNDELIVERED = "undelivered"
 
 #: Where it is kept, while the request is at work, that something is due.
 _DUE = "idempotency_due"
-
-_COMPOSITES = {
-    "celery.chain": ("tasks",),
-    "celery.group": ("tasks",),
-    "celery.chord": ("header", "body"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +79,14 @@ def forgetting(store: Store, identity: Identity, token: int) -> Callable[[], Non
 class Replaced(Ignore):
     """The task is replaced: to publish ``signature``, under its task id, is due. ``free`` gives the key back."""
 
-    def __init__(self, signature: Signature[Any], due: Due, free: Callable[[], None]) -> None:
+    def __init__(self, signature: Sig, due: Due, free: Callable[[], None]) -> None:
         super().__init__("Replaced by new task")
         self.signature = signature
         self.due = due
         self.free = free
 
 
-def sends_on(request: Any) -> bool:
+def has_callbacks(request: Context) -> bool:
     """Does this request have anything to send when it is done, or did it, and came back for it?"""
     return bool(
         request.callbacks
@@ -100,17 +97,17 @@ def sends_on(request: Any) -> bool:
     )
 
 
-def silence(request: Any) -> None:
+def drop_callbacks(request: Context) -> None:
     """Let Celery send nothing for this request: all of it was sent before."""
     request.callbacks = request.errbacks = request.chain = request.chord = None
 
 
-def expect(request: Any, due: Due) -> None:
+def note_due(request: Context, due: Due) -> None:
     """Remember that something is to be sent."""
     setattr(request, _DUE, due)
 
 
-def taken(request: Any) -> Due | None:
+def take_due(request: Context) -> Due | None:
     """Return what is due, once."""
     due: Due | None = vars(request).pop(_DUE, None)
     return due
@@ -133,32 +130,21 @@ def marking(store: Store, identity: Identity, token: int) -> Callable[[], None]:
     return mark
 
 
-def derive_ids(app: Celery, links: Any, parent_id: str, kind: str) -> Any:
+def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:
     """Return ``links`` with task ids made from the parent's id where they have none.
 
     Celery gives a callback a new id each time it sends it; with these a callback that a crash made it send twice has
     the same id both times.
     """
+
+    def with_id(task: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
+        options = task.get("options") or {}
+        path = "/".join(map(str, (parent_id, kind, *place)))
+        task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
+        return {**task, "options": {**options, "task_id": task_id}}
+
     derived = [
-        maybe_signature(_derive(link, f"{parent_id}/{kind}/{index}"), app=app)
+        maybe_signature(with_tasks(link, with_id, (index,)), app=app)
         for index, link in enumerate(maybe_list(links) or [])
     ]
     return derived or links
-
-
-def _derive(signature: Any, path: str) -> Any:
-    if not isinstance(signature, dict):
-        return signature
-    options = signature.get("options") or {}
-    parts = _COMPOSITES.get(str(signature.get("task")))
-    if parts is None:
-        task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))
-        return {**signature, "options": {**options, "task_id": task_id}}
-    kwargs = dict(signature.get("kwargs") or {})
-    for part in parts:
-        inner = kwargs.get(part)
-        if isinstance(inner, (list, tuple)):
-            kwargs[part] = [_derive(each, f"{path}/{n}") for n, each in enumerate(inner)]
-        elif inner is not None:
-            kwargs[part] = _derive(inner, f"{path}/{part}")
-    return {**signature, "kwargs": kwargs}

@@ -3,7 +3,7 @@
 ::
 
     tracer ─▶ the claim ─▶ __call__ of other bases, in whatever order ─▶ run()
-                 └─ answered from the record, or sent round again: nothing behind it is called
+                 └─ answered from the record, or republished: nothing behind it is called
 
 A transaction that a base opens around the run thus ends before the record says COMPLETED.
 """
@@ -33,7 +33,7 @@ class Entry:
 
     __slots__ = ("_before", "_marks", "arrived")
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: object) -> None:
         self.arrived = False
         self._marks = vars(request)
         self._before: Entry | None = None
@@ -52,7 +52,7 @@ class Entry:
 _current: ContextVar[Entry | None] = ContextVar("idempotency_entry", default=None)
 
 
-def entry_of(request: Any) -> Entry | None:
+def entry_of(request: object) -> Entry | None:
     """Return the entry that a call belongs to, ``None`` if it is a new delivery.
 
     Some pools (celery-aio-pool) keep one request object for all deliveries of a task: a mark counts only in the context
@@ -62,9 +62,7 @@ def entry_of(request: Any) -> Entry | None:
     return entry if entry is not None and entry is _current.get() else None
 
 
-def put_claim_first(
-    task: type, claiming: object, enter: Callable[[Any, Callable[..., Any], Any, Any], Any]
-) -> None:
+def put_claim_first(task: type, claiming: object, enter: Callable[..., object]) -> None:
     """Let ``enter(task, way, args, kwargs)`` be called before the ``__call__`` of any other base.
 
     ``claiming`` is the ``__call__`` that enters by itself: nothing to do if it comes first.
@@ -73,14 +71,16 @@ def put_claim_first(
     if found is claiming or hasattr(found, _MARK):
         return
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: object, *args: object, **kwargs: object) -> object:  # noqa: N807
         return enter(self, found.__get__(self, type(self)), args, kwargs)
 
     setattr(__call__, _MARK, True)
     setattr(task, "__call__", __call__)  # noqa: B010  of a class, which mypy takes for a slip
 
 
-def repeatable(way: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+def repeatable(
+    way: Callable[..., object], /, *args: object, **kwargs: object
+) -> Callable[[], object]:
     """Return a body that may be called again: with the arguments as they were, whatever an earlier call did to them.
 
     Only those of an eager call can be such that have no copy. They are the caller's own, and stay what they are.
@@ -93,7 +93,7 @@ def repeatable(way: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callabl
         return partial(way, *args, **kwargs)
     given = [(args, kwargs)]
 
-    def body() -> Any:
+    def body() -> object:
         args, kwargs = given.pop() if given else deepcopy(kept)
         return way(*args, **kwargs)
 

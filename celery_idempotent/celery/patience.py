@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from celery_idempotent.celery.typed import Options
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -57,7 +58,7 @@ def patience(app: Celery) -> Patience | None:
     return Patience(option=option, seconds=seconds, held=held)
 
 
-def _number(options: Mapping[str, Any], name: str, default: float) -> float:
+def _number(options: Options, name: str, default: float) -> float:
     """Return a number that may be written as a text, as in the query of a URL; what is none is for kombu to refuse."""
     try:
         return float(options.get(name) or default)

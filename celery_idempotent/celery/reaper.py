@@ -8,13 +8,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from celery.signals import beat_init
-
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of, find_task
+from celery_idempotent.celery.registry import definition_of, find_task, real_app
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
@@ -24,7 +21,6 @@ from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import can_count
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -67,7 +63,7 @@ _installed: weakref.WeakSet[Celery] = weakref.WeakSet()
 _installing = threading.Lock()
 
 
-def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str, Any]:
+def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str, object]:
     """Interrupt stale claims and prune what is past its retention; return the counts.
 
     Safe to run on any number of machines at once: whether a claim is stale is decided by the store at the moment of the
@@ -108,16 +104,9 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
         has_writer=False,
     )
     counters.write()
-    counts |= _upkeep(app, store, limit)
-    if can_count(store):
-        store.note_sweep()
+    counts |= store.upkeep(app, limit=limit)
+    store.note_sweep()
     return counts
-
-
-def _upkeep(app: Celery, store: Store, limit: int) -> dict[str, int]:
-    """Let the store look after what else it keeps for this app (the outbox of a database), if it wants to."""
-    upkeep: Callable[..., dict[str, int]] | None = getattr(store, "upkeep", None)
-    return {} if upkeep is None else upkeep(app, limit=limit)
 
 
 def report(app: Celery, store: Store, outcome: Signal, record: Record, **more: Any) -> None:
@@ -266,7 +255,7 @@ def _register(app: Celery, interval: float | None) -> None:
     # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and mixins do
     # to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
     @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
-    def sweep_task(self: Any, limit: int = LIMIT) -> dict[str, Any]:
+    def sweep_task(self: Any, limit: int = LIMIT) -> dict[str, object]:
         return sweep(self.app, limit=limit, sender=self)
 
     if interval is None or SWEEP in app.conf.beat_schedule:
@@ -283,15 +272,14 @@ def _register(app: Celery, interval: float | None) -> None:
         conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
 
 
-@beat_init.connect(weak=False, dispatch_uid="celery_idempotent.mend_row")
-def mend_row(sender: Any, **_: Any) -> None:
+def mend_row(sender: Any, **_: object) -> None:
     """Let django-celery-beat's row of the sweep be as the app's settings are: it never takes back what it once copied.
 
     Beat makes a row of our entry when it starts, without ``expires``, and leaves it when the entry is gone.
     """
     module: Any = sys.modules.get("django_celery_beat.schedulers")
     scheduler = sender.scheduler
-    app = getattr(sender.app, "_get_current_object", lambda: sender.app)()
+    app = real_app(sender.app)
     if module is None or not isinstance(scheduler, module.DatabaseScheduler):
         return
     if app not in _installed:

@@ -16,12 +16,20 @@ if TYPE_CHECKING:
 __all__ = [
     "definition_of",
     "find_task",
+    "has_active_tasks",
     "has_loaded_tasks",
+    "has_tasks",
     "idempotent_tasks",
+    "is_installed",
+    "is_other_task",
     "load_tasks",
     "namespaces",
-    "task_name_of",
+    "note_installed",
+    "real_app",
 ]
+
+#: The apps whose ``send_task`` carries keys.
+_installed: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 #: The apps whose task modules are imported, or are being imported.
 _loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
@@ -36,6 +44,25 @@ def idempotent_tasks(app: Celery) -> Iterator[tuple[IdempotentTask, Definition]]
         definition: Definition | None = getattr(task, "_definition", None)
         if definition is not None:
             yield task, definition  # type: ignore[misc]  # only an IdempotentTask has a definition
+
+
+def has_tasks(app: Celery) -> bool:
+    """Has this app any idempotent task, be it switched off?"""
+    return any(idempotent_tasks(app))
+
+
+def has_active_tasks(app: Celery) -> bool:
+    """Has this app any idempotent task that is not switched off?"""
+    return any(task.idempotency_definition() for task, _ in idempotent_tasks(app))
+
+
+def is_other_task(app: Celery, name: str) -> bool:
+    """Is this a task that the app knows, and knows not to be idempotent, or to be switched off?"""
+    task = app.tasks.get(name)
+    if task is None:
+        return False
+    definition = getattr(task, "idempotency_definition", None)
+    return definition is None or definition() is None
 
 
 def namespaces(app: Celery) -> list[str]:
@@ -70,10 +97,20 @@ def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definit
     return None if task is None else task._definition  # noqa: SLF001  it is found by it
 
 
-def task_name_of(app: Celery, namespace: str) -> str:
-    """Return the registered name of the task that :func:`find_task` finds; else the namespace, which is its default."""
-    task = find_task(app, namespace)
-    return namespace if task is None else task.name
+def real_app(app: Celery) -> Celery:
+    """Return the app that a proxy such as ``current_app`` stands for."""
+    found: Celery = getattr(app, "_get_current_object", lambda: app)()
+    return found
+
+
+def note_installed(app: Celery) -> None:
+    """Note that the app's ``send_task`` carries keys."""
+    _installed.add(app)
+
+
+def is_installed(app: Celery) -> bool:
+    """Does the app's ``send_task`` carry keys? Then its canvases take one, too."""
+    return real_app(app) in _installed
 
 
 def load_tasks(app: Celery) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore
@@ -24,15 +24,15 @@ __all__ = ["replay"]
 
 def replay(
     task: IdempotentTask, definition: Definition, request: Context, record: Record, age_ms: int
-) -> Any:
+) -> object:
     """Answer from the record: return its value or raise its exception.
 
-    A redelivery of the very message that settled it sends on what the first delivery did not; any other
+    A redelivery of the very message that settled it sends the callbacks that the first delivery did not; any other
     duplicate is a link of its own chain, a member of its own chord.
     """
     own = record.task_id == request.id
     if own and record.delivered:
-        delivery.silence(request)
+        delivery.drop_callbacks(request)
     if record.state is State.FAILED:
         error = definition.codec.load_error(record.value)
         if not own:
@@ -56,12 +56,12 @@ def replay(
 
 def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> None:
     """Have sent what this message sends. A duplicate under another id marks nothing: it did not settle the record."""
-    if not delivery.sends_on(request) or (record.delivered and record.task_id == request.id):
+    if not delivery.has_callbacks(request) or (record.delivered and record.task_id == request.id):
         return
     due = _due(task, record, age_ms)
     if record.task_id != request.id:
         due = replace(due, mark=_nothing)
-    delivery.expect(request, due)
+    delivery.note_due(request, due)
 
 
 def _due(task: IdempotentTask, record: Record, age_ms: int) -> delivery.Due:
@@ -73,7 +73,7 @@ def _nothing() -> None:
     pass
 
 
-def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> Any:
+def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> object:
     """Look for a result that is not in the record where its task left it."""
     if isinstance(task.backend, DisabledBackend):
         state, value = "", None

@@ -1,4 +1,4 @@
-"""Sending a message round again, when it may not run yet: after a conflict, or when the store failed."""
+"""Republishing a message with a countdown, when it may not run yet: after a conflict, or when the store failed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu 
 from celery_idempotent.celery import sentry
 from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.patience import patience
+from celery_idempotent.celery.typed import Options, Sig
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol import backoff
@@ -23,7 +24,7 @@ from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 
 if TYPE_CHECKING:
-    from celery.canvas import Signature
+    from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
 
@@ -40,10 +41,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: In a stamp: own counts of the rounds of a message, so that the user's ``max_retries`` is not consumed.
+#: In a stamp: how often a message was republished, and why, so that the user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
-#: In a stamp: attempts to claim of earlier rounds that no store answered, in hexadecimal: it may have them, under
-#: nobody.
+#: In a stamp: all attempts to claim that no store answered, in hexadecimal: the store may hold one of them, and nobody
+#: runs for it.
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
@@ -69,16 +70,16 @@ class StaysError(Exception):
 
 
 class Dropped(Ignore):
-    """A duplicate is dropped, and whoever watches events shall see it: the worker's main process tells them."""
+    """A duplicate is dropped: the worker's main process sends an event, so that monitors see it."""
 
 
 def conflict(
-    task: IdempotentTask, request: Any, record: Record, left_ms: int, *, other: bool = False
+    task: IdempotentTask, request: Context, record: Record, left_ms: int, *, other: bool = False
 ) -> NoReturn:
-    """Somebody holds the key: send this copy round again, or say so, as the task's policy wants.
+    """Another run holds the key: republish this copy, or say so, as the task's policy wants.
 
     A redelivery (the holder's own task id) may be the broker's only copy, and failing it would fail
-    the original's chord and chain: it always goes round again, and leaves the result alone. So does a call that is no
+    the original's chord and chain: it is always republished, and its result is left alone. So is a call that is no
     duplicate of what the holder does (``other``).
     """
     policy = task.idempotency_policy
@@ -96,7 +97,7 @@ def conflict(
     if policy.on_conflict == "ignore" and duplicate:
         _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
-    options: dict[str, Any] = {"expires": None} if same else {}
+    options: Options = {"expires": None} if same else {}
     count, delay, again = _again(task, request, CONFLICTS, left, options, {})
     logger.info(
         "idempotency: %s[%s] found %s held by %s (conflict %d), and comes back in %.1f s",
@@ -114,7 +115,7 @@ def conflict(
     raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
 
 
-def _ignored(task: IdempotentTask, request: Any, error: InProgress) -> NoReturn:
+def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoReturn:
     """Drop a duplicate, in plain sight: its state is IGNORED, not PENDING for ever."""
     logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
     if not request.ignore_result:
@@ -129,7 +130,7 @@ def _ignored(task: IdempotentTask, request: Any, error: InProgress) -> NoReturn:
 
 
 def store_failed(
-    task: IdempotentTask, request: Any, error: IdempotencyError, attempt: bytes
+    task: IdempotentTask, request: Context, error: IdempotencyError, attempt: bytes
 ) -> NoReturn:
     """The store cannot say whether this call may run: nothing runs, and this copy comes back."""
     if request.is_eager:
@@ -154,7 +155,7 @@ def store_failed(
 
 
 def undelivered(
-    task: IdempotentTask, request: Any, trouble: BaseException | None, left_ms: int
+    task: IdempotentTask, request: Context, trouble: BaseException | None, left_ms: int
 ) -> NoReturn:
     """What follows the end of a task could not be sent: its message comes back to send the rest of it.
 
@@ -177,7 +178,7 @@ def undelivered(
     raise Ignore(f"what follows {task.name} is not sent yet")
 
 
-def unanswered(said: Mapping[str, Any]) -> tuple[bytes, ...]:
+def unanswered(said: Mapping[str, object]) -> tuple[bytes, ...]:
     """Return the attempts to claim that a message brings along; of what is none, nothing."""
     found = said.get(UNANSWERED)
     if not isinstance(found, str) or not _ATTEMPTS.fullmatch(found):
@@ -188,13 +189,13 @@ def unanswered(said: Mapping[str, Any]) -> tuple[bytes, ...]:
 
 def _again(
     task: IdempotentTask,
-    request: Any,
+    request: Context,
     counter: str,
     left: float | None,
-    options: dict[str, Any],
+    options: Options,
     known: Mapping[str, Any],
-) -> tuple[int, float, Signature[Any]]:
-    """Return how often this message went round, in how many seconds it comes back, and itself.
+) -> tuple[int, float, Sig]:
+    """Return how often this message was republished, in how many seconds it is due, and itself.
 
     The countdown stays well under the visibility timeout: while it lasts, the broker counts the
     message as delivered and not acknowledged.
@@ -203,7 +204,7 @@ def _again(
     before = read_stamp(headers, request.id).get(counter, 0)
     count = before + 1 if isinstance(before, int) else 1
     # Should it not be published, it asks again where it is, with what it has come to.
-    request.headers = with_stamp(headers, request.id, more={**known, counter: count})
+    request.headers = with_stamp(headers, str(request.id), more={**known, counter: count})
     limits = [
         task.idempotency_policy.conflict_backoff_max_ms / 1000,
         _unacknowledged(task),
@@ -225,10 +226,10 @@ def _again(
     return count, delay, again
 
 
-def as_published(request: Any) -> dict[str, Any]:
+def as_published(request: Context) -> dict[str, Any]:
     """Return the options with which a message goes out as it came in: its headers, and how its body is written."""
     headers = as_mapping(request.headers)
-    options: dict[str, Any] = {
+    options: Options = {
         "headers": {k: v for k, v in headers.items() if not _OF_THE_BROKER.fullmatch(k)}
     }
     content_type = as_mapping(request.properties).get("content_type")
@@ -239,7 +240,7 @@ def as_published(request: Any) -> dict[str, Any]:
     return options
 
 
-def longest_wait_ms(task: IdempotentTask, request: Any) -> int | None:
+def longest_wait_ms(task: IdempotentTask, request: Context) -> int | None:
     """Return how long this delivery may hold its worker while another runs; ``None``: as long as its policy wants.
 
     Past the visibility timeout the broker gives a waiting message to one process after the other, and all of them wait.
@@ -262,7 +263,7 @@ def _unacknowledged(task: IdempotentTask) -> float:
 
 
 def _send(
-    task: IdempotentTask, request: Any, again: Signature[Any], delay: float, *, stay: bool = False
+    task: IdempotentTask, request: Context, again: Sig, delay: float, *, stay: bool = False
 ) -> None:
     """Publish; a message that cannot be published must not be lost.
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
-from celery.signals import worker_ready
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import signals
-from celery_idempotent.celery.delivery import sends_on
+from celery_idempotent.celery.delivery import has_callbacks
+from celery_idempotent.celery.registry import has_tasks
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol import backoff
@@ -36,11 +36,13 @@ from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
+    from celery.worker.consumer import Consumer
+
     from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.identity.identified import Identified
     from celery_idempotent.protocol.policy import Policy
 
-__all__ = ["Request", "gone"]
+__all__ = ["Request", "gone", "watch_children"]
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +244,7 @@ class Request(CeleryRequest):
         """
         task: Any = self.task
         comes_back = task.acks_late and task.reject_on_worker_lost
-        if comes_back and task.idempotency_definition() and sends_on(self._context):  # type: ignore[attr-defined]
+        if comes_back and task.idempotency_definition() and has_callbacks(self._context):  # type: ignore[attr-defined]
             return False
         return super()._success_was_stored()  # type: ignore[misc]
 
@@ -306,8 +308,7 @@ def _identities_of(request: Any) -> list[Identity]:
     return [identified.identity, *([before.identity] if before else [])]
 
 
-@worker_ready.connect(weak=False, dispatch_uid="celery_idempotent.watch_children")
-def watch_children(sender: Any = None, **_: Any) -> None:
+def watch_children(sender: Consumer, **_: object) -> None:
     """Have the pool look after its children every second.
 
     The pool looks when a child's pipe closes, and every five seconds. A child that is killed closes its pipe a moment
@@ -315,7 +316,11 @@ def watch_children(sender: Any = None, **_: Any) -> None:
     before anybody knew.
     """
     hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
-    if hub is not None and hasattr(getattr(pool, "_pool", None), "maintain_pool"):
+    if (
+        hub is not None
+        and has_tasks(sender.app)
+        and hasattr(getattr(pool, "_pool", None), "maintain_pool")
+    ):
         _watch(sender)
 
 

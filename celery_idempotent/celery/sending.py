@@ -22,13 +22,11 @@ from billiard.einfo import ExceptionInfo
 from celery.app import trace
 from celery.canvas import group, maybe_signature
 from celery.exceptions import Ignore, Reject, Retry
-from celery.signals import after_task_publish
 from celery.utils.serialization import get_pickleable_exception
 
 from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.chords import Undelivered, hopeless, patient
 from celery_idempotent.celery.delivery import Due
-from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.identity.trees import canvas_tasks
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["answer"]
+__all__ = ["answer", "note_published"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +42,14 @@ logger = logging.getLogger(__name__)
 _published: ContextVar[set[str] | None] = ContextVar("idempotency_published", default=None)
 
 
-def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> Any:
+def answer(task: IdempotentTask, request: Context, run: Callable[[], object]) -> object:
     """Run, or answer from the record; then send what the request has to send, if a record says that this is due.
 
     Raises:
         Ignore: if that cannot be sent now: the message comes back.
         Exception: what the run raised; or what makes it hopeless to send: then the task fails, and its record stays.
     """
-    delivery.taken(request)  # some pools keep one request for all deliveries of a task
+    delivery.take_due(request)  # some pools keep one request for all deliveries of a task
     try:
         value = run()
     except delivery.Replaced as replaced:
@@ -63,7 +61,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> An
             raise error.trouble from None
         raise Ignore(str(replaced)) from None
     except Exception as error:
-        due = delivery.taken(request)
+        due = delivery.take_due(request)
         if due is not None and not isinstance(error, (Ignore, Reject, Retry)):
             left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
             with suppress(_Hopeless):
@@ -71,7 +69,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], Any]) -> An
             if not _is_celerys(request):
                 request.errbacks = request.chain = request.chord = None
         raise
-    due = delivery.taken(request)
+    due = delivery.take_due(request)
     if due is not None:
         left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
         try:
@@ -119,14 +117,14 @@ def _deliver(
     due.mark()
 
 
-def _is_celerys(request: Any) -> bool:
+def _is_celerys(request: Context) -> bool:
     """Can this not come back (an eager call, or one without an id)? Then Celery sends, here and now."""
     return bool(request.is_eager or not request.id)
 
 
-def _succeed(task: IdempotentTask, request: Any, value: Any) -> None:
+def _succeed(task: IdempotentTask, request: Any, value: object) -> None:
     """Send what follows a success, as Celery's tracer does."""
-    app: Any = task.app
+    app = task.app
     inherited = app.conf.task_inherit_parent_priority
     options = {
         "parent_id": request.id,
@@ -164,23 +162,23 @@ def _fail(task: IdempotentTask, request: Any, error: Exception) -> None:
     )
 
 
-def _ignores_result(task: Any, request: Any) -> bool:
+def _ignores_result(task: IdempotentTask, request: Context) -> bool:
     actual = getattr(trace, "get_actual_ignore_result", None)  # Celery >= 5.6
     return bool(actual(task, request) if actual else task.ignore_result)
 
 
-def _call(publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _call(publish: Callable[..., object], *args: object, **options: object) -> object:
     return publish(*args, **options)
 
 
-@after_task_publish.connect(weak=False, dispatch_uid="celery_idempotent.published")
-def _note(headers: Any = None, **_: Any) -> None:
+def note_published(headers: object = None, **_: object) -> None:
+    """Note that this delivery has published a message (``after_task_publish``)."""
     published = _published.get()
     if published is not None and isinstance(headers, Mapping):
         published.add(str(headers.get("id")))
 
 
-def _forget_published(request: Any) -> None:
+def _forget_published(request: Context) -> None:
     """Leave in the request, and so in the message that comes back, only the callbacks that are not sent yet."""
     published = _published.get() or set()
     for name in ("callbacks", "errbacks"):
@@ -189,7 +187,7 @@ def _forget_published(request: Any) -> None:
 
 
 def _is_sent(callback: Any, published: set[str]) -> bool:
-    ids = [str(as_mapping(task.get("options")).get("task_id")) for task in canvas_tasks(callback)]
+    ids = [str((task.get("options") or {}).get("task_id")) for task in canvas_tasks(callback)]
     if callback.get("task") == "celery.chain":
         ids = ids[:1]  # the first step carries the others
     return bool(ids) and published.issuperset(ids)

@@ -1,9 +1,12 @@
-"""What Sentry's Celery integration is not to be told a second time; nothing where that is not in use."""
+"""What Sentry's Celery integration must not report a second time; does nothing where Sentry is not in use."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
 
 __all__ = ["reported_before", "still_on_its_way"]
 
@@ -17,13 +20,13 @@ def reported_before(error: BaseException) -> None:
     if scope is None:
         return
 
-    def drop(event: Any, hint: dict[str, Any]) -> Any:
+    def drop(event: object, hint: dict[str, Any]) -> object:
         return None if (hint.get("exc_info") or (None, None))[1] is error else event
 
     scope().add_event_processor(drop)
 
 
-def still_on_its_way(request: Any) -> None:
+def still_on_its_way(request: Context) -> None:
     """Leave the monitor's check-in to the copy that was published: to Sentry a retry is a run that failed."""
     headers = request.headers
     for each in (headers, headers.get("headers")) if isinstance(headers, dict) else ():

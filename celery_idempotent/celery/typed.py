@@ -1,4 +1,4 @@
-"""What a type checker knows of an ``IdempotentTask``'s signatures: a key and a scope are options of theirs.
+"""Types of Celery's, named once; and that an ``IdempotentTask``'s signatures take a key.
 
 The stubs of Celery list all options one by one. Nothing here is there when a program runs.
 """
@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 from celery.canvas import Signature
+from celery.result import AsyncResult
 
-__all__ = ["KeyedSignature", "TaskBase"]
+__all__ = ["AnyTask", "KeyedSignature", "Options", "Result", "Sig", "TaskBase"]
+
+#: What ``apply_async`` takes by name: each option has a type of its own.
+Options = dict[str, Any]
 
 if TYPE_CHECKING:
-    from celery.result import AsyncResult
+    Result = AsyncResult[Any]
+    Sig = Signature[Any]
+    AnyTask = Task[Any, Any]
 
     class KeyedSignature(Signature[Any]):
         """A signature whose options are those of :meth:`IdempotentTask.apply_async`."""
@@ -35,4 +41,4 @@ if TYPE_CHECKING:
         ) -> KeyedSignature: ...
 
 else:
-    KeyedSignature, TaskBase = Signature, Task
+    AnyTask, KeyedSignature, Result, Sig, TaskBase = Task, Signature, AsyncResult, Signature, Task

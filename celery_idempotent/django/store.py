@@ -38,7 +38,7 @@ from celery_idempotent.records import (
     Stats,
     SweepReport,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, skew_ms
+from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.cas import (
     DecidingStore,
     Done,
@@ -67,8 +67,11 @@ class DjangoStore(DecidingStore):
     never joins the caller's transaction, except on SQLite, where there can be only one writer.
     """
 
+    supports_transactions = supports_counting = True
+
     def __init__(self, alias: str = "default") -> None:
         self.alias = alias
+        self.outbox_alias = alias
         self.lines = Lines(alias)
         elsewhere.watch()
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
@@ -202,9 +205,9 @@ class DjangoStore(DecidingStore):
         """
         return missing_bounds(self.lines.own())
 
-    def skews_ms(self) -> Sequence[int]:
-        """Return how far the database's clock is ahead of this machine's."""
-        return [skew_ms(lambda: self.lines.run(browse.database_ms))]
+    def now_ms(self) -> int:
+        """Return the time by the database's clock."""
+        return self.lines.run(browse.database_ms)
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""
@@ -244,11 +247,6 @@ class DjangoStore(DecidingStore):
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""
         atomic.abandon(self.lines, record)
-
-    @property
-    def outbox_alias(self) -> str:
-        """The database whose outbox :meth:`upkeep` sweeps."""
-        return self.alias
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
         """Send what the outbox holds for this app: its beat task calls this after sweep and prune."""

@@ -1,31 +1,103 @@
-"""The one walk over the signatures of a canvas."""
+"""The tasks of a canvas: the one walk over the signatures of chains, groups and chords, which are nested mappings.
+
+Each task has a place: the way to it from the root. Ids are made from places, so they never change::
+
+    chain(a, group(b, c), chord([d], e))    a (0,)   b (1, 0)   c (1, 1)   d (2, 0)   e (2, "body")
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from celery_idempotent.identity.stamp import STAMP_HEADER, as_mapping, stamp_of
 
+__all__ = [
+    "Place",
+    "canvas_tasks",
+    "is_canvas",
+    "unstamp",
+    "with_last_task",
+    "with_parts",
+    "with_tasks",
+]
 
-def canvas_tasks(signature: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the signatures of single tasks in a canvas."""
+Place = tuple[int | str, ...]
+#: A signature: ``dict``, what JSON made of one, or one of Celery's classes.
+Sig = Mapping[str, Any]
+
+#: Which of its ``kwargs`` hold the parts of a canvas.
+_PARTS = {
+    "celery.chain": ("tasks",),
+    "celery.group": ("tasks",),
+    "celery.chord": ("header", "body"),
+}
+#: Which of them holds the task that runs last; of a group nobody knows.
+_LAST = {"celery.chain": "tasks", "celery.chord": "body"}
+
+
+def is_canvas(signature: Sig) -> bool:
+    """Has this signature parts, or is it one task?"""
+    return signature.get("task") in _PARTS
+
+
+def with_parts(canvas: Sig, change: Callable[[Any, Place], object]) -> dict[str, Any]:
+    """Return the ``kwargs`` of a canvas with ``change(part, place)`` for each of its parts, not for theirs."""
+    kwargs = dict(canvas.get("kwargs") or {})
+    for name in _PARTS[canvas["task"]]:
+        inner = kwargs.get(name)
+        if isinstance(inner, (list, tuple)):
+            kwargs[name] = [change(each, (index,)) for index, each in enumerate(inner)]
+        elif inner is not None:
+            kwargs[name] = change(inner, (name,))
+    return kwargs
+
+
+def with_tasks(signature: Any, change: Callable[[Sig, Place], Sig], place: Place = ()) -> Any:
+    """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks."""
     if not isinstance(signature, Mapping):
-        return
+        return signature
+    if not is_canvas(signature):
+        return change(signature, place)
+
+    def part(inner: Any, at: Place) -> object:
+        return with_tasks(inner, change, (*place, *at))
+
+    return {**signature, "kwargs": with_parts(signature, part)}
+
+
+def with_last_task(signature: Any, change: Callable[[Sig], Sig]) -> Any:
+    """Return a copy of a canvas with ``change(task)`` for what runs last in it, which may be a group."""
+    if not isinstance(signature, Mapping):
+        return signature
+    name = _LAST.get(str(signature.get("task")), "")
     kwargs = signature.get("kwargs") or {}
-    if str(signature.get("task")) not in {"celery.chain", "celery.group", "celery.chord"}:
-        yield signature
-        return
-    for part in ("tasks", "header", "body"):
-        inner = kwargs.get(part)
-        for each in inner if isinstance(inner, (list, tuple)) else [inner]:
-            yield from canvas_tasks(each)
+    inner = kwargs.get(name)
+    if not inner:
+        return change(signature)
+    if isinstance(inner, (list, tuple)):
+        inner = [*inner[:-1], with_last_task(inner[-1], change)]
+    else:
+        inner = with_last_task(inner, change)
+    return {**signature, "kwargs": {**kwargs, name: inner}}
 
 
-def unstamp(signature: object, task_id: str | None) -> None:
-    """Remove the stamp of the message with this task id from the canvas that replaces it and copied its headers."""
+def canvas_tasks(signature: Any) -> list[Sig]:
+    """Return the signatures of the tasks of a canvas: those that it has, no copies."""
+    found: list[Sig] = []
+
+    def note(task: Sig, _: Place) -> Sig:
+        found.append(task)
+        return task
+
+    with_tasks(signature, note)
+    return found
+
+
+def unstamp(signature: Any, task_id: str | None) -> None:
+    """Take out of a canvas what was handed on of the message with this task id, which its replacement takes over."""
     for task in canvas_tasks(signature):
-        options = as_mapping(task.get("options"))
+        options = task.get("options") or {}
         headers = as_mapping(options.get("headers"))
         if isinstance(task, dict) and stamp_of(headers, task_id) is not None:
             del headers[STAMP_HEADER]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import Snapshot
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, is_store
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -180,7 +180,7 @@ def _store_of(app: Celery) -> Store | None:
         return found
     if isinstance(setting, str):
         return open_store(setting, **replication)
-    if is_store(setting):
+    if isinstance(setting, Store):
         if replication:
             raise InvalidOption(
                 "idempotency_replicas has no effect on a store that is given as an object:"
@@ -189,7 +189,7 @@ def _store_of(app: Celery) -> Store | None:
         return setting
     raise InvalidOption(
         f"idempotency_store is a {type(setting).__name__}:"
-        " give a URL or an object with every method of Store"
+        " give a URL or a store, a subclass of celery_idempotent.stores.base.Store"
     )
 
 

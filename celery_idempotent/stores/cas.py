@@ -37,7 +37,7 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.machine import Asked, Move, StoredRecord, decide
 from celery_idempotent.stores.table import Verb
 
@@ -86,14 +86,16 @@ class Done(NamedTuple):
     record: Record | None = None
 
 
-class DecidingStore(ABC):
+class DecidingStore(Store):
     """A store that decides in Python."""
+
+    supports_cache = True
 
     @abstractmethod
     def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
         """Look at a key and do a verb with that; both again if somebody else wrote in between."""
 
-    def _check(self, asked: Asked) -> None:  # noqa: B027
+    def _check(self, asked: Asked) -> None:
         """Refuse, or replace, what this store cannot store of a claim or a reservation."""
 
     def claim(self, request: ClaimRequest) -> Answer:

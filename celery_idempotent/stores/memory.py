@@ -64,6 +64,8 @@ class MemoryStore(DecidingStore):
     :class:`celery_idempotent.testing.FakeClock`.
     """
 
+    supports_counting = True
+
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or _wall_clock_us
         self.records: dict[Identity, StoredRecord] = {}
@@ -85,9 +87,13 @@ class MemoryStore(DecidingStore):
                 stored = None
             return verb(Found(self, stored, now_us))
 
-    def joined(self) -> bool:
-        """Nothing here is undone: there are no transactions."""
-        return False
+    def now_ms(self) -> int:
+        """Return the time by the store's clock."""
+        return self._clock() // 1000
+
+    def skews_ms(self) -> Sequence[int]:
+        """Return nothing: the clock is this machine's own, or one of a test that may differ."""
+        return ()
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue what nobody sent."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-import celery_idempotent.celery.receivers  # noqa: F401  carries the key of send_task
+from celery_idempotent import install
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import ORDER, Site, at_once, new_key
@@ -33,6 +33,7 @@ def user_id(site: Site, name: str = "alice") -> int:
 def producer(site: Site) -> Iterator[Celery]:
     """A program that knows the name of the task, and nothing else of the project."""
     app = Celery("elsewhere", broker=site.redis.url(), set_as_current=False)
+    install(app)
     yield app
     app.close()
 

@@ -140,7 +140,7 @@ def test_the_outbox_is_swept_once(manual):
         transaction.commit(using=store.alias)
         connections[store.alias].close()  # as a process that dies
         execute(judge, "UPDATE celery_idempotent_outbox SET due_ms = 0")
-        follow.send_kept = lambda kept: sent.append(kept.args[0])  # type: ignore[attr-defined]
+        follow.send_deferred = lambda call: sent.append(call.args[0])  # type: ignore[attr-defined]
         assert outbox.sweep(app, using=store.alias).sent == 1
         assert outbox_rows.rows(judge).count() == 0
         assert outbox.sweep(app, using=store.alias).sent == 0

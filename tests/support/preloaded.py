@@ -124,8 +124,9 @@ def spawn(
 
 
 def _early(command: Sequence[str]) -> bool:
-    """Whether the program replaces parts of the standard library before it imports anything else."""
-    return any(word in each for each in command for word in ("gevent", "eventlet"))
+    """Whether imports depend on how the program is started: patched for greenlets, or with a pool from outside."""
+    pools = ("--pool=gevent", "--pool=eventlet", "--pool=custom")
+    return any(each in pools or each.endswith(("gevent", "eventlet")) for each in command)
 
 
 def _of_python(env: Mapping[str, str]) -> dict[str, str]:

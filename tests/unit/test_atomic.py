@@ -55,6 +55,8 @@ class Collision(DatabaseError):
 class Database(MemoryStore):
     """Records in memory, and one row beside them, written in one transaction with its record."""
 
+    supports_transactions = True
+
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         super().__init__(clock)
         self.at_begin: Exception | None = None
@@ -63,7 +65,7 @@ class Database(MemoryStore):
         self.after_commit: Callable[[], None] = lambda: None
         self.open: Transaction | None = None
 
-    def transaction(self, record: Record | None) -> Transaction:
+    def transaction(self, record: Record | None) -> Any:
         return Transaction(self, record)
 
     def abandon(self, record: Record) -> None:
@@ -288,7 +290,7 @@ class TestNewerClaims:
     def test_one_that_is_late_before_it_began_goes_on_as_a_duplicate(
         self, execute, database, clock, monkeypatch
     ):
-        def begin(record: Record | None) -> Transaction:
+        def begin(record: Record | None) -> Any:
             monkeypatch.undo()
             clock.advance(1001)
             claim(database)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from celery import Celery, Task, chain, chord, group
+from celery.local import Proxy
 from celery.signals import before_task_publish
 
-from celery_idempotent import IdempotentTask
+from celery_idempotent import IdempotentTask, install
 from celery_idempotent.identity.stamp import RUN, read_stamp
+from tests.support.workers import child_environment
 
 
 def step() -> None: ...
@@ -132,3 +136,163 @@ def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app):
     app.tasks["ours"].apply_async(idempotency_key="k", idempotency_scope="s")
     before_task_publish.disconnect(receive)
     assert not [name for name in found[0] if "idempotency" in name]
+
+
+def sent_by(app: Celery, send: Callable[[], object]) -> dict[str, Any]:
+    """What a call publishes: the headers and properties of its message."""
+    found: dict[str, Any] = {}
+
+    def receive(headers: Any, properties: Any, **_: Any) -> None:
+        found.update(headers=dict(headers), properties=dict(properties))
+
+    before_task_publish.connect(receive)
+    try:
+        send()
+    finally:
+        before_task_publish.disconnect(receive)
+    return found
+
+
+@pytest.fixture
+def producer() -> Iterator[Celery]:
+    """An app that knows tasks by their names alone."""
+    app = Celery("producer", broker="memory://", set_as_current=False)
+    yield app
+    app.close()
+
+
+def test_a_producer_without_tasks_carries_keys_once_it_is_installed(producer):
+    install(producer)
+    install(producer)
+    message = sent_by(
+        producer,
+        lambda: producer.send_task("pay", (1,), idempotency_key="k", idempotency_scope="s"),
+    )
+    headers = message["headers"]
+    assert (headers["idempotency_key"], headers["idempotency_scope"]) == ("k", "s")
+    said = read_stamp(headers, headers["id"])
+    assert (said["raw_key"], said["raw_scope"]) == ("k", "s")
+    assert not [name for name in message["properties"] if "idempotency" in name]
+
+
+def test_a_producer_without_tasks_gives_keys_to_the_steps_of_a_canvas_once_it_is_installed(
+    producer,
+):
+    install(producer)
+    pay = producer.signature("pay")
+    steps = chain(pay, pay, app=producer)
+    message = sent_by(producer, lambda: steps.apply_async(idempotency_key="k"))
+    assert message["headers"]["idempotency_key"] == "k"
+
+
+def test_to_install_a_producer_schedules_no_sweep(producer):
+    install(producer)
+    assert "celery_idempotent.sweep" not in producer.tasks
+    assert not producer.conf.beat_schedule
+
+
+def test_install_takes_a_proxy_and_what_an_app_does_otherwise_stays(producer):
+    sent: list[Any] = []
+    producer.send_task = lambda *args, **options: sent.append((args, options))  # type: ignore[assignment]
+    install(Proxy(lambda: producer))
+    producer.send_task("pay", (1,), idempotency_key="k")
+    assert sent[0][0][:2] == ("pay", (1,))
+    assert sent[0][1]["headers"]["idempotency_key"] == "k"
+
+
+def test_an_app_beside_one_with_idempotent_tasks_is_left_alone(app, producer):
+    """Even what it says in the same words may mean something else there."""
+    assert app.tasks["ours"].idempotency_definition()
+    headers = {"idempotency_key": "its own"}
+    message = sent_by(producer, lambda: producer.send_task("pay", headers=headers))
+    assert message["headers"]["idempotency_key"] == "its own"
+    assert "idempotency" not in message["headers"]
+    steps = chain(producer.signature("a"), producer.signature("b"), app=producer)
+    message = sent_by(producer, lambda: steps.apply_async(idempotency_key="its own"))
+    assert message["properties"]["idempotency_key"] == "its own"
+
+
+_SNAPSHOT = """
+from celery import Celery, Task, canvas, chain, chord, group, signals
+from celery.signals import before_task_publish
+import json, re, sys
+
+def world():
+    kinds = [canvas.group, canvas._chain, canvas._chord]
+    methods = [vars(kind).get(name) for kind in kinds for name in ("apply_async", "apply")]
+    methods += [Celery.send_task, Celery.close, Task.apply_async, Task.__call__]
+    connected = {
+        name: len(signal.receivers or ())
+        for name, signal in vars(signals).items() if hasattr(signal, "receivers")
+    }
+    return methods, connected
+
+def messages():
+    app = Celery("plain", broker="memory://", backend="cache+memory://", set_as_current=False)
+    for name in ("one", "other"):
+        @app.task(name=name, shared=False)
+        def step(*args): ...
+    found, ids = [], {}
+    def receive(body, headers, properties, **_):
+        text = json.dumps([body, headers, properties], sort_keys=True, default=repr)
+        found.append(re.sub("[0-9a-f-]{36}", lambda each: ids.setdefault(each[0], str(len(ids))), text))
+    before_task_publish.connect(receive)
+    one, other = map(app.signature, ("one", "other"))
+    one.apply_async(headers={"idempotency_key": "mine"}, link=other)
+    chain(one, other).apply_async(idempotency_key="mine")
+    chain(one, chord([one, one], other, app=app)).apply_async()
+    group([one, other], app=app).apply_async(headers={"idempotency_scope": "mine"})
+    app.send_task("elsewhere", idempotency_key="mine")
+    before_task_publish.disconnect(receive)
+    return found
+
+import celery.app.amqp, celery.worker.request, celery.contrib.django.task
+before, plain = world(), messages()
+assert len(plain) == 6
+"""
+
+_IMPORTS_PATCH_NOTHING = (
+    _SNAPSHOT
+    + """
+import pkgutil, importlib, celery_idempotent.celery
+celery_idempotent.IdempotentTask, celery_idempotent.install
+for each in pkgutil.iter_modules(celery_idempotent.celery.__path__, "celery_idempotent.celery."):
+    importlib.import_module(each.name)
+import celery_idempotent.checks, celery_idempotent.request, celery_idempotent.testing
+assert world() == before
+assert messages() == plain
+"""
+)
+
+_OTHERS_ARE_LEFT_ALONE = (
+    _SNAPSHOT
+    + """
+import celery_idempotent
+app = Celery("ours", broker="memory://", set_as_current=False)
+app.conf.idempotency_store = "memory://"
+@app.task(base=celery_idempotent.IdempotentTask, shared=False)
+def ours(): ...
+assert world() == before, "declaring a task patches nothing: it is bound when it is first used"
+ours.name
+after = world()
+assert after != before
+@app.task(base=celery_idempotent.IdempotentTask, shared=False)
+def more(): ...
+more.name
+assert world() == after, "once"
+assert messages() == plain
+"""
+)
+
+
+@pytest.mark.parametrize("program", [_IMPORTS_PATCH_NOTHING, _OTHERS_ARE_LEFT_ALONE])
+def test_only_an_app_with_idempotent_tasks_is_touched(program):
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -83,12 +83,18 @@ class TestGone:
         assert gone(child.pid)
 
 
+def run() -> None: ...
+
+
 class TestWatch:
     @pytest.mark.parametrize("keeps_timers", [True, False], ids=["from 5.7 on", "before"])
     def test_it_goes_on_when_the_broker_was_lost(self, keeps_timers):
         looked: list[int] = []
         pool = SimpleNamespace(maintain_pool=lambda: looked.append(len(looked)))
+        app = Celery("watched", broker="memory://", set_as_current=False)
+        app.task(base=IdempotentTask, name="watched", shared=False)(run)
         consumer: Any = SimpleNamespace(
+            app=app,
             hub=Hub(),
             pool=SimpleNamespace(_pool=pool),
             init_callback=lambda ready: request.watch_children(sender=ready),
@@ -102,6 +108,7 @@ class TestWatch:
             entry()
             assert len(looked) == number + 1
         consumer.hub.close()
+        app.close()
 
 
 class Reply:

@@ -33,6 +33,7 @@ from celery_idempotent import (
     ResultUnavailable,
     StoreUnavailable,
     current_claim,
+    install,
 )
 from celery_idempotent.celery import republish
 from celery_idempotent.protocol.calls import worker_name
@@ -227,6 +228,7 @@ class TestStamp:
         assert message.id == message.stamp["id"] == "my-id"
 
     def test_a_publisher_that_does_not_know_the_class_may_send_the_key(self, app, published):
+        install(app)
         app.send_task("shop.charge", ("o-1",), idempotency_key="mine", idempotency_scope="t")
         message = published[-1]
         assert message.headers["idempotency_key"] == "mine"
@@ -823,6 +825,29 @@ class TestConflicts:
         assert theirs.owner in str(error)
         assert len(published) == 1
 
+    def test_ignore_never_drops_the_holders_own_id(self, app, store, published):
+        """It may be the only copy that the broker has of the holder's message."""
+
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="key",
+            idempotency_on_conflict="ignore",
+        )
+        def task(key: str) -> None: ...
+
+        message = send(published, task, "k")
+        hold(store, "k", "t", task_id=message.id)
+        deliver(app, message, redelivered=True)
+        (again,) = published[1:]
+        assert (again.id, again.args) == (message.id, message.args)
+        assert app.AsyncResult(message.id).state == "PENDING"
+        duplicate = send(published, task, "k")
+        deliver(app, duplicate)
+        assert published[-1] is duplicate
+        assert app.AsyncResult(duplicate.id).state == "IGNORED"
+
     def test_raise_never_fails_the_holders_own_id(self, app, store, published):
         task = self.raising(app)
         message = send(published, task, "k")
@@ -879,6 +904,34 @@ class TestStoreFailures:
         assert again.headers["expires"] is not None
         deliver(app, again)
         assert runs == ["o-1"]
+
+    def test_the_message_carries_every_attempt_that_was_not_answered(
+        self, app, store, published, charge, runs, monkeypatch
+    ):
+        """The store may have any of them, and gives the key to the next round only if it knows all."""
+        asked: list[ClaimRequest] = []
+        claim = MemoryStore.claim
+
+        def away(_: MemoryStore, request: ClaimRequest) -> None:
+            asked.append(request)
+            raise StoreUnavailable("away")
+
+        def note(self: MemoryStore, request: ClaimRequest) -> Any:
+            asked.append(request)
+            return claim(self, request)
+
+        message = send(published, charge, "o-1")
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryStore, "claim", away)
+            for _ in range(3):
+                deliver(app, published[-1])
+        attempts = tuple(dict.fromkeys(each.attempt for each in asked))
+        assert len(attempts) == 3
+        assert republish.unanswered(published[-1].stamp) == attempts
+        monkeypatch.setattr(MemoryStore, "claim", note)
+        deliver(app, published[-1])
+        assert asked[-1].unanswered == attempts
+        assert (runs, published[-1].id) == (["o-1"], message.id)
 
     def test_what_a_person_is_to_look_at_does_not_run_without_protection(
         self, app, store, published, runs, monkeypatch
@@ -1074,6 +1127,36 @@ class TestRetries:
         deliver(app, again)
         assert runs == [(0, ""), (1, "yes")]
         assert record(store, "k", "flaky").state is State.COMPLETED
+
+    def test_a_retry_with_other_arguments_keeps_key_and_fingerprint_of_a_message_without_a_stamp(
+        self, app, store, published, runs
+    ):
+        """It came from a program that knows nothing of keys."""
+
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            bind=True,
+            idempotency_key="key",
+        )
+        def task(self: Any, key: str, amount: int) -> str:
+            runs.append((key, amount))
+            if not self.request.retries:
+                raise self.retry(countdown=0, args=["other", 2], kwargs={})
+            return "done"
+
+        as_first = send(published, task, "k", 1).stamp
+        message = send(published, task, "k", 1)
+        del message.headers["idempotency"]
+        deliver(app, message)
+        again = published[-1]
+        assert (tuple(again.args), again.retries) == (("other", 2), 1)
+        assert again.stamp == {**as_first, "id": message.id}
+        deliver(app, again)
+        assert runs == [("k", 1), ("other", 2)]
+        assert record(store, "k", "t").state is State.COMPLETED
+        assert record(store, "other", "t") is None
 
     def test_the_key_is_free_before_the_retry_is_on_its_way(self, app, store, published, flaky):
         free = []
@@ -1589,6 +1672,41 @@ class TestWholeApp:
         assert write_only.apply(["k"]).result == first.result
         record = write_only.idempotency_record("k")
         assert record.value.content_type == "application/json"
+
+
+class TestCallbacks:
+    @pytest.mark.parametrize("how", ["link", "chain", "link_error"])
+    def test_those_that_were_sent_are_not_sent_again_by_a_redelivery(
+        self, app, store, published, how
+    ):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="key",
+            idempotency_permanent_errors=(LookupError,),
+        )
+        def task(key: str) -> str:
+            if how == "link_error":
+                raise LookupError(key)
+            return "done"
+
+        @app.task(name="next", shared=False)
+        def following(key: str) -> None: ...
+
+        follow = following.si("after")
+        if how == "chain":
+            chain(task.s("k"), follow).apply_async()
+        else:
+            task.apply_async(("k",), **{how: follow})
+        message = published[-1]
+        deliver(app, message)
+        assert [(each.task, each.args) for each in published[1:]] == [("next", ("after",))]
+        assert record(store, "k", "t").delivered
+        state = app.AsyncResult(message.id).state
+        deliver(app, message, redelivered=True)
+        assert len(published) == 2
+        assert app.AsyncResult(message.id).state == state
 
 
 class TestReplace:

@@ -11,7 +11,7 @@ from django.contrib import messages
 from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import OPERATIONS, Operation, clock_ms
+from celery_idempotent.celery.operations import OPERATIONS, Operation
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm
 from celery_idempotent.django.admin.listing import PER_PAGE
@@ -71,7 +71,7 @@ class BulkPages(OperationPages):
             return self._summary(request, operation, lines, context)
         shown = [*marks, *live] if confirmed else marks
         store = get_store(celery_app())
-        now_ms = clock_ms(store)
+        now_ms = store.now_ms()
         lines = [self.plan(operation, mark, store.get(mark.identity), now_ms) for mark in shown]
         counts = Counter(line.verdict for line in lines)
         if not confirmed:

@@ -15,15 +15,14 @@ from celery_idempotent.django.admin.detail import duration
 from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import Counted, Record, Stats
+from celery_idempotent.records import Record, Stats
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import COUNTED_HOURS, can_count
+from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.stores import Store
 
 __all__ = ["Board", "Sweeps", "board"]
 
@@ -93,7 +92,7 @@ def board(app: Celery, *, period: str, task: str) -> Board:
     answered_ms = (time.perf_counter() - began) * 1000
     oldest, oldest_of_many = oldest_processing(store)
     _, hours, step = PERIODS[period]
-    counted = _counted(store)
+    counted = store.counts(hours=COUNTED_HOURS)
     last_hour = stats.now_ms // HOUR_MS
     drawn = charts(
         (each for each in counted if each.task != SWEEP and task in ("", each.task)),
@@ -108,16 +107,12 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         oldest=oldest,
         oldest_for="" if oldest is None else duration(max(stats.now_ms - oldest.updated_ms, 0)),
         oldest_of_many=oldest_of_many,
-        counts=can_count(store),
+        counts=store.supports_counting,
         sweeps=_sweeps(app, stats),
         charts=drawn[:CHARTS],
         more=len(drawn[CHARTS:]),
         findings=[*check_settings(app), *check_store(app)],  # workers would take a second
     )
-
-
-def _counted(store: Store) -> Sequence[Counted]:
-    return store.counts(hours=COUNTED_HOURS) if can_count(store) else ()
 
 
 def _sweeps(app: Celery, stats: Stats) -> Sweeps:

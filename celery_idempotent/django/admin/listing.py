@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.operations import clock_ms
 from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.keys import canonical, task_id_key
@@ -54,7 +53,7 @@ def browse(store: Store, form: FilterForm) -> Listing:
     """
     aged = bool(form.cleaned_data["age"])
     page = store.list(
-        form.selection(clock_ms(store) if aged else 0),
+        form.selection(store.now_ms() if aged else 0),
         cursor=form.cleaned_data["cursor"],
         limit=PER_PAGE,
         look_at=LOOK_AT,

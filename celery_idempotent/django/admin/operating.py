@@ -18,7 +18,6 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from celery_idempotent.celery.operations import (
     Operation,
     Outcome,
-    clock_ms,
     is_live,
     offered,
     operate,
@@ -92,7 +91,7 @@ class OperationPages(Pages):
         if identity is None or record is None:
             return self.gone(request, identity)
         back, wording = self.address_of(identity), WORDINGS[operation]
-        line = self.plan(operation, Mark.of(record), record, clock_ms(store))
+        line = self.plan(operation, Mark.of(record), record, store.now_ms())
         if line.verdict == "left":
             messages.warning(request, f"Nothing was done: {wording.refusal}")
             return HttpResponseRedirect(back)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
-from celery_idempotent.celery.operations import OPERATIONS, clock_ms
+from celery_idempotent.celery.operations import OPERATIONS
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
@@ -127,7 +127,7 @@ class IdempotencyRecordAdmin(BulkPages):
         record = store.get(identity)
         if record is None:
             return self.gone(request, identity)
-        about = detail(record, clock_ms(store))
+        about = detail(record, store.now_ms())
         definition = definition_of(app, identity.namespace, load=True)
         may_see = self.may(request, "view_result")
         buttons = [
@@ -222,5 +222,4 @@ def _namespaces(app: Celery) -> list[str]:
 
 def _outbox_alias() -> str | None:
     """Return the database whose outbox the app's store looks after."""
-    alias: str | None = getattr(get_store(celery_app()), "outbox_alias", None)
-    return alias
+    return get_store(celery_app()).outbox_alias

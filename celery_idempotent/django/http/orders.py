@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
-from celery_idempotent.celery.publishing import identify, until_lost
+from celery_idempotent.celery.publishing import stamp_call
+from celery_idempotent.celery.reserving import lost_after_ms
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.decorators import require_key
@@ -67,7 +68,7 @@ class Order:
     @property
     def outbox(self) -> str | None:
         """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
-        alias: str | None = getattr(self.store, "outbox_alias", None)
+        alias = self.store.outbox_alias
         if alias is None or alias != (self.using or DEFAULT_DB_ALIAS) or self.eager:
             return None
         # What is staged is to be committed with this request's own work, or at once.
@@ -76,7 +77,7 @@ class Order:
     @property
     def patience_ms(self) -> int:
         """For how long the message, sent now, is not taken for lost."""
-        return until_lost(self.publish)
+        return lost_after_ms(self.publish)
 
     def message(self, task_id: str) -> bytes | None:
         """Return what a sweep publishes should nobody else do so, ``None`` where that is not for the record.
@@ -91,7 +92,7 @@ class Order:
             task=str(self.task.name),
         )
         options["task_id"] = task_id
-        identify(self.definition, self.args, self.kwargs, options)
+        stamp_call(self.definition, self.args, self.kwargs, options)
         again = self.task.signature(tuple(self.args), dict(self.kwargs), options=options)
         return self.definition.codec.dump_message(again)
 

@@ -31,7 +31,7 @@ from django.db import DatabaseError, transaction
 from django.http import HttpResponse, JsonResponse
 from kombu.exceptions import OperationalError
 
-from celery_idempotent.celery.publishing import RESERVED_MS
+from celery_idempotent.celery.reserving import RESERVED_MS
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, http_options
@@ -42,7 +42,6 @@ from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import backoff, key_change
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
-from celery_idempotent.stores.base import joined
 
 __all__ = ["aenqueue", "enqueue"]
 
@@ -243,7 +242,7 @@ class _Promise:
         self._order = order
         self._record = record
         # Of a reservation in that very transaction nothing is left to give back.
-        self._kept = joined(order.store)
+        self._kept = order.store.joined()
 
     def __call__(self) -> None:
         self._kept = True

@@ -24,7 +24,7 @@ from celery.utils import uuid as new_id
 from django.db import connections, transaction
 
 from celery_idempotent.celery.definition import is_celerys_own
-from celery_idempotent.celery.publishing import Kept, keeper
+from celery_idempotent.celery.publishing import DeferredCall, outbox_interceptor
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
@@ -155,21 +155,21 @@ def stage(
         return _stage_canvas(task, args, kwargs, options, using, group)
     staged: list[str] = []
 
-    def keep(task: Any, kept: Kept) -> Any:
-        staged.append(_stage_call(task, kept, using, group))
+    def intercept(task: Any, call: DeferredCall) -> Any:
+        staged.append(_stage_call(task, call, using, group))
         return task.AsyncResult(staged[-1])
 
-    before = keeper.set(keep)
+    before = outbox_interceptor.set(intercept)
     try:
         result = task.apply_async(args, kwargs, **options)
     finally:
-        keeper.reset(before)
+        outbox_interceptor.reset(before)
     return str(getattr(result, "id", staged[-1])) if staged else None
 
 
 def _check_swept(app: Celery, using: str) -> None:
     """Raise where nobody would send what a dead process left."""
-    swept = getattr(get_store(app), "outbox_alias", None)
+    swept = get_store(app).outbox_alias
     if swept != using:
         raise StoreMisconfigured(
             f"Messages staged in the database {using!r} are swept where idempotency_store is django://{using} or a "
@@ -188,11 +188,11 @@ def _is_ours(task: Any) -> bool:
     return isinstance(task, IdempotentTask) and not is_celerys_own(task)
 
 
-def _stage_call(task: Any, kept: Kept, using: str, group: str | None) -> str:
+def _stage_call(task: Any, call: DeferredCall, using: str, group: str | None) -> str:
     check = getattr(task, "__header__", None) if task.typing else None
     if check is not None:
-        check(*(kept.args or ()), **(kept.kwargs or {}))
-    given = kept.options if "expires" in kept.options else {**kept.options, "expires": task.expires}
+        check(*(call.args or ()), **(call.kwargs or {}))
+    given = call.options if "expires" in call.options else {**call.options, "expires": task.expires}
     options = absolute(given, task=str(task.name))
     task_id = options["task_id"] = str(options.get("task_id") or new_id())
     _adopt(task.app, options)
@@ -200,11 +200,11 @@ def _stage_call(task: Any, kept: Kept, using: str, group: str | None) -> str:
     options["reply_to"] = options.get("reply_to") or task.app.thread_oid
     payload = Payload(
         task=str(task.name),
-        args=kept.args,
-        kwargs=kept.kwargs,
+        args=call.args,
+        kwargs=call.kwargs,
         options=options,
         stamped=True,
-        once=kept.once,
+        once=call.reserve,
     )
     definition = task.idempotency_definition()
     stamped = stamp_of(as_mapping(options.get("headers")), task_id)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from celery.canvas import Signature
 from django.db import DatabaseError, connections
 
-from celery_idempotent.celery.publishing import Kept
+from celery_idempotent.celery.publishing import DeferredCall
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.broker import confirming, unreached
@@ -91,10 +91,10 @@ def publish(app: Celery, content: bytes) -> None:
             canvas: Any = Signature.from_dict(dict(payload.canvas), app=app)
             canvas.apply_async(payload.args, payload.kwargs, **options)
         elif isinstance(task, IdempotentTask):
-            kept = Kept(
-                args=payload.args, kwargs=payload.kwargs, options=options, once=payload.once
+            call = DeferredCall(
+                args=payload.args, kwargs=payload.kwargs, options=options, reserve=payload.once
             )
-            task.send_kept(kept)
+            task.send_deferred(call)
         else:  # any more
             task.apply_async(payload.args, payload.kwargs, **options)
 

@@ -1,0 +1,134 @@
+"""``idempotency_publish_once``: a key is reserved before its message is sent, and the first call answers all others.
+
+::
+
+    first call    reserve: Reserved ─ send ─────────────────── worker: claim, run, settle
+    second call           reserve: Held ─ AsyncResult(first)          │
+    third call                                               reserve: Settled ─ AsyncResult(first)
+
+Should the producer die between the reservation and the sending, the reservation's deadline passes, and the next call
+sends under the same task id. Where the store fails the call is sent unreserved: the worker's claim guards the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from typing import TYPE_CHECKING
+
+from celery_idempotent import signals
+from celery_idempotent.celery.definition import Definition
+from celery_idempotent.celery.typed import Options, Result
+from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.identity.stamp import read_stamp, with_stamp
+from celery_idempotent.protocol import key_change
+from celery_idempotent.protocol.telling import Line
+from celery_idempotent.records import Held, Mismatched, Reservation, Reserved, Settled, State
+from celery_idempotent.stores import Store, get_store
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.task import IdempotentTask
+
+__all__ = ["RESERVED_MS", "lost_after_ms", "reserve_and_send"]
+
+logger = logging.getLogger(__name__)
+
+_UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
+
+#: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
+RESERVED_MS = 60_000
+
+
+def reserve_and_send(
+    task: IdempotentTask,
+    definition: Definition,
+    identified: Identified,
+    send: Callable[..., Result],
+    options: Options,
+) -> Result:
+    """Reserve the key of a call and send it by ``send(**options)``; return the first call's result if there was one.
+
+    Raises:
+        FingerprintMismatch: if the key was reserved or used with other arguments.
+    """
+    store = get_store(task.app)
+    identity, task_id = identified.identity, options["task_id"]
+    report = partial(definition.runner.reporter.report, store=store)
+    try:
+        answer = _reserve(store, definition, identified, options)
+    except IdempotencyError as error:
+        # The claim still guards the run: one message too many harms nobody.
+        report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
+        return send(**options)
+    match answer:
+        case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
+            report(signals.replayed, identity, task_id, record)
+            return task.AsyncResult(record.task_id)
+        case Held(record, _):
+            # Its worker never came back, and with early acks its message is gone, too.
+            _use_task_id(options, record.task_id)
+            return send(**options)
+        case Settled(record, _):
+            if record.state is State.COMPLETED:
+                report(signals.replayed, identity, task_id, record)
+                return task.AsyncResult(record.task_id)
+            return send(**options)
+        case Mismatched(record):
+            report(signals.mismatched, identity, task_id, record)
+            raise FingerprintMismatch(
+                f"{record.identity} belongs to task {record.task_id}, which was called with other arguments: a key "
+                "stands for one intention."
+            )
+        case Reserved(record):
+            _use_task_id(options, record.task_id)
+            try:
+                sent = send(**options)
+            except BaseException:
+                try:
+                    key_change.give_back(store, identified, record)
+                except IdempotencyError as error:
+                    logger.warning("idempotency: a reservation is left to its deadline: %s", error)
+                raise
+            report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
+            return sent
+
+
+def _reserve(
+    store: Store, definition: Definition, identified: Identified, options: Options
+) -> Reservation:
+    """Reserve the key; a mark that a retention of 0 left is forgotten first, if it is no answer for this call."""
+    policy = definition.policy
+    while True:
+        answer = key_change.reserve(
+            store,
+            identified,
+            task_id=options["task_id"],
+            deadline_ms=lost_after_ms(options),
+            keep_ms=policy.keep_ms,
+        )
+        if not isinstance(answer, (Settled, Mismatched)) or not policy.forgets(answer.record):
+            return answer
+        store.forget_mark(answer.record.identity, token=answer.record.token)
+
+
+def _use_task_id(options: Options, task_id: str) -> None:
+    """Let a call go out under the task id that its key has already."""
+    said = read_stamp(options["headers"], options["task_id"])
+    options["task_id"] = task_id
+    options["headers"] = with_stamp(options["headers"], task_id, more=said)
+
+
+def lost_after_ms(options: Options) -> int:
+    """Return in how many milliseconds a message that is published now with these options counts as lost."""
+    wait = 0.0
+    eta = options.get("eta")
+    if options.get("countdown"):
+        wait = float(options["countdown"])
+    elif isinstance(eta, (datetime, str)):
+        eta = datetime.fromisoformat(eta) if isinstance(eta, str) else eta
+        now = datetime.now(timezone.utc)
+        wait = ((eta if eta.tzinfo else eta.replace(tzinfo=timezone.utc)) - now).total_seconds()
+    return RESERVED_MS + max(int(wait * 1000), 0)

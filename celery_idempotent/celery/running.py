@@ -1,0 +1,180 @@
+"""One delivery of a task: from Celery's request to a call of the protocol, and from the protocol's answer to Celery."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils import uuid
+
+from celery_idempotent.celery import autoretry, delivery, republish
+from celery_idempotent.celery.definition import Definition
+from celery_idempotent.celery.replay import replay
+from celery_idempotent.errors import InvalidKey
+from celery_idempotent.identity import stamp
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.identity.stamp import as_mapping
+from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
+from celery_idempotent.records import Identity
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
+
+    from celery_idempotent.celery.task import IdempotentTask
+
+__all__ = ["call_of", "identify_delivery", "run_once"]
+
+logger = logging.getLogger(__name__)
+
+
+def run_once(  # noqa: RET503  a conflict always raises
+    task: IdempotentTask,
+    definition: Definition,
+    request: Context,
+    call: Call,
+    body: Callable[[], object],
+) -> object:
+    """Do what the protocol says: run the body, answer from the record, or have the message come back.
+
+    Raises:
+        StaysError: if the protocol is to be asked again at once.
+    """
+    match definition.runner.execute(call, body):
+        case Ran(value):
+            return value
+        case Replay(record, age_ms):
+            return replay(task, definition, request, record, age_ms)
+        case Conflict(record, left_ms, other):
+            republish.conflict(task, request, record, left_ms, other=other)
+        case StoreFailed(error, attempt, condemned):
+            if condemned or definition.policy.on_store_error != "open":
+                republish.store_failed(task, request, error, attempt)
+            logger.warning(
+                "idempotency: %s[%s] runs without protection: %s", task.name, request.id, error
+            )
+            return definition.runner.unguarded(call, body)
+
+
+def call_of(
+    task: IdempotentTask,
+    definition: Definition,
+    request: Context,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> Call:
+    """Return what a delivery asks of the protocol.
+
+    Raises:
+        InvalidKey: if its stamp is malformed, or its key cannot be used.
+    """
+    task_id = str(request.id or _id_of_direct_call(task, request))
+    headers = as_mapping(request.headers)
+    said = stamp.read_stamp(headers, task_id)
+    identified = identify_delivery(
+        definition,
+        {**as_mapping(request.stamps), **headers},
+        args,
+        kwargs,
+        task_id=task_id,
+        nesting=request.replaced_task_nesting or 0,
+        eager=bool(request.is_eager),
+    )
+    identity = identified.identity
+    if {stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE} & said.keys():
+        # From here on they are this message's alone: the body may hand its headers to other calls.
+        request.headers = stamp.with_stamp(headers, task_id, identified)
+    on_settled = None
+    if definition.policy.mode == "enforce" and delivery.has_callbacks(request):
+        on_settled = partial(_note_due, task, request, identity)
+    return Call(
+        identity=identity,
+        fingerprint=identified.fingerprint,
+        before=identified.before,
+        task_id=task_id,
+        worker=worker_name(os.getpid()),
+        longest_wait_ms=republish.longest_wait_ms(task, request),
+        on_settled=on_settled,
+        message=_message(task, definition, request),
+        unanswered=republish.unanswered(said),
+        on_late_error=partial(autoretry.outcome, task),
+        around=task.transactions_around if request.is_eager else None,
+        is_failure=_is_final_failure if stamp.KEEP_FAILURE in said else None,
+    )
+
+
+def identify_delivery(
+    definition: Definition,
+    headers: Mapping[str, object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    task_id: str,
+    nesting: int = 0,
+    eager: bool = False,
+) -> Identified:
+    """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
+
+    An eager call without a key gets a key of its own: Celery gives all steps of an eager chain one task id.
+
+    Raises:
+        InvalidKey: if the stamp is malformed, or the key cannot be used.
+    """
+    own_id = uuid() if eager else stamp.message_id(headers, task_id)
+    try:
+        stamped = definition.identifier.stamped(
+            stamp.stamp_of(headers, task_id), args, kwargs, task_id=own_id, nesting=nesting
+        )
+    except InvalidKey as error:
+        if definition.policy.mode != "observe":
+            raise
+        return definition.observed(error, task_id)
+    if stamped is not None:
+        return stamped
+    said = stamp.read_stamp(headers, task_id)
+    return definition.identify(
+        args,
+        kwargs,
+        task_id=own_id,
+        nesting=nesting,
+        key=said.get(stamp.RAW_KEY),
+        scope=said.get(stamp.RAW_SCOPE),
+    )
+
+
+def _id_of_direct_call(task: IdempotentTask, request: Context) -> str:
+    """Return an id for a call as a function, which has none: the same for as long as the call lasts."""
+    if request is not task.request_stack.top:
+        return uuid()  # of run() itself, whose calls share one request
+    made: str = vars(request).setdefault("idempotency_call", uuid())
+    return made
+
+
+def _is_final_failure(error: BaseException) -> bool:
+    """Is the task over for good? A retry is not, nor is a run that Celery hands back or forgets."""
+    return isinstance(error, Exception) and not isinstance(error, (Ignore, Reject, Retry))
+
+
+def _note_due(task: IdempotentTask, request: Context, identity: Identity, token: int) -> None:
+    """Note that callbacks are due, once the record is settled with this token."""
+    mark = delivery.marking(get_store(task.app), identity, token)
+    delivery.note_due(request, delivery.Due(mark=mark))
+
+
+def _message(task: IdempotentTask, definition: Definition, request: Context) -> bytes | None:
+    """Return this message as a sweep would publish it again, if the policy wants that."""
+    if definition.policy.on_stale != "requeue" or request.is_eager:
+        return None
+    again = task.signature_from_request(
+        request,
+        retries=request.retries,
+        # As a republished message: the operation has begun in time.
+        expires=None,
+        add_to_parent=False,
+        **republish.as_published(request),
+    )
+    return definition.codec.dump_message(again)

@@ -1,0 +1,32 @@
+"""The mutants, as the files of this directory have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+__all__ = ["Mutant", "mutants"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A bug to be noticed: in ``file`` of the package, ``old``, which is there once, becomes ``new``."""
+
+    group: str
+    id: str
+    file: str
+    old: str
+    new: str
+    bug: str
+    killers: tuple[str, ...]
+
+
+def mutants() -> list[Mutant]:
+    """Return all mutants; a group is a file."""
+    return [
+        Mutant(**{**each, "group": path.stem, "killers": tuple(each["killers"])})
+        for path in sorted(Path(__file__).parent.glob("*.yaml"))
+        for each in yaml.safe_load(path.read_text())
+    ]
