@@ -86,7 +86,7 @@ class Order:
         return lost_after_ms(self.publish)
 
     def message(self, task_id: str) -> bytes | None:
-        """Return what a sweep publishes should nobody else do so, ``None`` where that is not for the record.
+        """Return what a sweep publishes if this process does not, ``None`` where that is not for the record.
 
         An outbox has a message of its own. Without retention a second copy may find no trace of the first.
         """
