@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Definition:
     """One task of one app.
 
-    ``keyed``: the task has a rule for its key. ``overridden``: another base behind ours has a
+    ``keyed``: the task has a rule for its key. ``overridden``: a base class after ours has a
     ``__call__`` of its own, which is the way to ``run``. ``settings``: those of the app that it was made of.
     """
 

@@ -48,7 +48,7 @@ CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
-#: Taken for the patience of a broker that has none, in seconds.
+#: Stands for the visibility timeout of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
 
 

@@ -63,11 +63,11 @@ _LARGEST_PID = 2**31 - 1
 class Lost:
     """A child that held, or may have held, the claim of one delivery: the claim is to be interrupted.
 
-    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
+    What the child said last may be on its way when its end is known already, so a key without a holder is looked at
     again for a while::
 
         child   sends its claim ──┬─ SIGKILL
-        main                      │    the child is gone ─ reads the record: nobody holds it
+        main                      │    the child is gone ─ reads the record: no holder
         store                     └──────────────────────────────────────────────────────── claimed, by a dead child
     """
 
@@ -110,8 +110,8 @@ class Lost:
 
             read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
 
-        Whoever claimed token 5 had that pid, and nobody has it after the read: its holder is dead, whichever child it
-        was. Who claims after the read has another token.
+        The claim of token 5 was made under that pid, which no process has after the read: its holder is dead,
+        whichever child it was. Who claims after the read has another token.
         """
         record = self.store.get(self.identity)
         if record is None or record.state in (State.QUEUED, State.INTERRUPTED):

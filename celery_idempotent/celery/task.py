@@ -52,7 +52,7 @@ class IdempotentTask(TaskBase):
     reject_on_worker_lost: bool | None = None
     Request = "celery_idempotent.celery.request:Request"
 
-    #: Which of its acknowledgement options the task leaves open.
+    #: The acknowledgement options that the task does not set itself.
     _open: tuple[str, ...]
 
     #: Assigned whole, as the last step: Celery lets other threads see a task that is half bound.
