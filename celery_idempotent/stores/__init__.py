@@ -6,6 +6,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.errors import InvalidOption
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store", "swap_store"]
 
 logger = logging.getLogger(__name__)
+
+#: The entry points of other packages: the name is the scheme, the value opens its URLs, as :func:`open_store` does.
+GROUP = "celery_idempotent.stores"
 
 #: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
 #: asked for.
@@ -43,7 +47,7 @@ _WHAT_TO_SET = (
     " nor the broker is a Redis that could keep the idempotency records"
 )
 
-#: The settings that a store is made of; without the first, of where the app keeps its results or its messages.
+#: The settings that a store is made of; without the first, of the app's result backend or its broker.
 _SETTINGS = (
     "idempotency_store",
     "idempotency_replicas",
@@ -66,18 +70,23 @@ def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -
     cannot be read.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
-    if scheme not in _SCHEMES:
-        allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
+    return _opener(scheme)(url, replicas=replicas, replica_timeout_ms=replica_timeout_ms)
+
+
+def _opener(scheme: str) -> Callable[..., Store]:
+    """Return what opens URLs with this scheme: ours first, so that no other package can take one of them."""
+    if scheme in _SCHEMES:
+        return _resolve(*_SCHEMES[scheme])
+    others = entry_points(group=GROUP)
+    if scheme not in others.names:
+        allowed = ", ".join(f"{name}://" for name in sorted({*_SCHEMES, *others.names}))
         raise InvalidOption(
             f"the idempotency store's URL starts with {scheme!r}: use one of {allowed}"
             if scheme
             else f"the idempotency store is not a URL: start it with one of {allowed}"
         )
-    path, extra = _SCHEMES[scheme]
-    store: Store = _resolve(path, extra)(
-        url, replicas=replicas, replica_timeout_ms=replica_timeout_ms
-    )
-    return store
+    opener: Callable[..., Store] = others[scheme].load()
+    return opener
 
 
 def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
@@ -99,7 +108,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
 def get_store(app: Celery) -> Store:
     """Return the app's store.
 
-    It is the setting ``idempotency_store``, else where the app keeps its results or its messages.
+    It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.
     With ``idempotency_replicas``, a claim and a settle wait for so many replicas, up to
     ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
@@ -115,7 +124,7 @@ def get_store(app: Celery) -> Store:
         settings, store = known
         if settings.holds(app):
             return store
-        # Whoever has it, a run that holds a claim for example, may go on with it.
+        # It is not closed: a run that holds a claim goes on with it.
         logger.warning(
             "idempotency: the store of %s was set anew: records stay where they are", app
         )

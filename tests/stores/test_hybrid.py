@@ -36,7 +36,7 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock, StoreContract
 from tests.stores.hybrids import BadLink, Counted, CountingLink, DatedLink, RedisTruth
-from tests.stores.shifted import Shift
+from tests.stores.shifted import FixedLink, Shift
 
 pytestmark = pytest.mark.redis
 
@@ -81,6 +81,10 @@ class TestBeforeMemory(HybridContract):
 
         return advance
 
+    @pytest.fixture
+    def stop_at(self, clock: FakeClock) -> Callable[[int], None]:
+        return lambda ms: clock.advance(ms - clock() / 1000)
+
 
 class TestBeforeRedis(HybridContract):
     @pytest.fixture
@@ -98,6 +102,13 @@ class TestBeforeRedis(HybridContract):
                 shift(ms)
 
         return advance
+
+    @pytest.fixture
+    def stop_at(self, truth: RedisTruth, redis_client: redis.Redis) -> Callable[[int], None]:
+        link = FixedLink(truth._link, redis_client, f"{truth.prefix}-clock")
+        truth._link = link
+        link.set(time.time_ns() // 1000)
+        return lambda ms: link.set(ms * 1000)
 
 
 @pytest.fixture

@@ -32,6 +32,10 @@ class TestMemoryStore(StoreContract):
     def advance(self, clock: FakeClock) -> Callable[[float], None]:
         return clock.advance
 
+    @pytest.fixture
+    def stop_at(self, clock: FakeClock) -> Callable[[int], None]:
+        return lambda ms: clock.advance(ms - clock() / 1000)
+
 
 def test_without_a_clock_it_uses_the_wall_clock():
     store = MemoryStore()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from celery_idempotent.celery.checks import Finding, check_settings, check_store
 from celery_idempotent.celery.reaper import SWEEP, sweep_interval
 from celery_idempotent.django.admin.charts import Chart, charts
-from celery_idempotent.django.admin.detail import duration
+from celery_idempotent.django.admin.detail import time_in_words
 from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
 from celery_idempotent.errors import InvalidOption
@@ -23,8 +23,6 @@ from celery_idempotent.stores.listing import HOUR_MS
 if TYPE_CHECKING:
     from celery import Celery
 
-
-__all__ = ["Board", "Sweeps", "board"]
 
 #: So many tasks have a chart, if none is named.
 CHARTS = 12
@@ -44,7 +42,7 @@ class Sweeps:
     @property
     def ago(self) -> str:
         """How long ago the last one ended, for people."""
-        return duration(self.ago_ms)
+        return time_in_words(self.ago_ms)
 
     @property
     def well(self) -> bool:
@@ -76,7 +74,7 @@ class Board:
 
     @property
     def tiles(self) -> dict[str, str]:
-        """The counts as they are told."""
+        """The counts in words."""
         return {name: self.stats.said(name) for name in ("live", "stale", "interrupted", "failed")}
 
 
@@ -105,7 +103,9 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         stats=stats,
         answered_ms=answered_ms,
         oldest=oldest,
-        oldest_for="" if oldest is None else duration(max(stats.now_ms - oldest.updated_ms, 0)),
+        oldest_for=""
+        if oldest is None
+        else time_in_words(max(stats.now_ms - oldest.updated_ms, 0)),
         oldest_of_many=oldest_of_many,
         counts=store.supports_counting,
         sweeps=_sweeps(app, stats),

@@ -15,8 +15,6 @@ from celery_idempotent.records import Identity, Record, Selection, State
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
 
-__all__ = ["LOOK_AT", "PER_PAGE", "SEARCHED", "Listing", "browse", "search"]
-
 #: So many records make a page, and for them so many keys are looked at.
 PER_PAGE, LOOK_AT = 50, 5000
 
@@ -45,7 +43,7 @@ class Listing:
             yield record, record.stale(self.now_ms)
 
 
-def browse(store: Store, form: FilterForm) -> Listing:
+def list_page(store: Store, form: FilterForm) -> Listing:
     """Return the page that a valid form asks for.
 
     Raises:

@@ -15,23 +15,21 @@ from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.bulk import BulkPages
 from celery_idempotent.django.admin.dashboard import board
-from celery_idempotent.django.admin.detail import detail, duration
+from celery_idempotent.django.admin.detail import detail, time_in_words
 from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
-from celery_idempotent.django.admin.listing import browse, search
+from celery_idempotent.django.admin.listing import list_page, search
 from celery_idempotent.django.admin.operating import Mark
 from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.namespaces import view_namespaces
-from celery_idempotent.django.outbox.interceptor import pending
+from celery_idempotent.django.http.views import view_namespaces
+from celery_idempotent.django.outbox import pending
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
-
-__all__ = ["IdempotencyRecordAdmin"]
 
 #: So many messages of the outbox are shown, and so many names of tasks suggested.
 _STAGED, _SUGGESTED = 100, 200
@@ -77,7 +75,9 @@ class IdempotencyRecordAdmin(BulkPages):
         if form.is_valid():
             try:
                 listing = (
-                    search(store, form, tasks) if form.cleaned_data["key"] else browse(store, form)
+                    search(store, form, tasks)
+                    if form.cleaned_data["key"]
+                    else list_page(store, form)
                 )
             except ValueError:
                 form.add_error(None, "This place in the list is of another list: start again.")
@@ -194,7 +194,7 @@ class IdempotencyRecordAdmin(BulkPages):
         """Show the messages that are committed and not sent."""
         alias = _outbox_alias()
         waiting = [] if alias is None else pending(using=alias, limit=_STAGED + 1)
-        rows = [(each, duration(each.age_ms)) for each in waiting[:_STAGED]]
+        rows = [(each, time_in_words(each.age_ms)) for each in waiting[:_STAGED]]
         context = {
             "title": "Outbox",
             "alias": alias,

@@ -20,7 +20,7 @@ class OutboxMessage(models.Model):
     """A message between the transaction that staged it and the broker; deleted once it is sent.
 
     Messages of one ``group`` are sent in the order of their ids. Who sends a group holds it until ``due_ms``, and looks
-    at it through its oldest message, the head: nobody else sends before that time has passed.
+    at it through its oldest message, the head: no other process sends before that time has passed.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -37,7 +37,7 @@ class OutboxMessage(models.Model):
     payload = models.BinaryField()
     #: When it was staged. All times are milliseconds since the epoch, by the database's clock.
     created_ms = models.BigIntegerField()
-    #: From when on anybody may send its group: until then ``holder`` does, or nobody does after a failure.
+    #: From when on any process may send its group: until then ``holder`` does, or, after a failure, none does.
     due_ms = models.BigIntegerField()
     #: Who sends now: a random name, new for each transaction and each sweep.
     holder = models.CharField(max_length=32, blank=True, default="")
@@ -69,22 +69,22 @@ class NowMs(models.Func):
     output_field = models.BigIntegerField()
     arity = 0
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: object, **__: Any) -> Any:
         """Ask this machine's clock, for a database whose own is not known here."""
         del compiler, connection
         return "%s", [int(time.time() * 1000)]
 
-    def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+    def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
         """Not ``now()``, which stands still within a transaction."""
         del compiler, connection
         return "(extract(epoch from clock_timestamp()) * 1000)::bigint", []
 
-    def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+    def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
         """In UTC, which no time zone of a session moves."""
         del compiler, connection
         return "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(3)) div 1000)", []
 
-    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
         """A Julian day is a float that knows milliseconds."""
         del compiler, connection
         return "cast(round((julianday('now') - 2440587.5) * 86400000) as integer)", []

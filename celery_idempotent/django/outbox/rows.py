@@ -13,18 +13,6 @@ from django.db.models import Exists, OuterRef, QuerySet
 
 from celery_idempotent.django.outbox.models import ERROR_CHARS, NowMs, OutboxMessage
 
-__all__ = [
-    "LEASE_MS",
-    "Lease",
-    "add",
-    "delete",
-    "describe",
-    "has_earlier",
-    "head_of",
-    "heads",
-    "rows",
-]
-
 logger = logging.getLogger(__name__)
 
 #: How long one who sends a group is left alone: from the staging to the commit, and for each message after it.
@@ -34,11 +22,11 @@ LEASE_MS = 60_000
 BACKOFF_MS = 1_000
 LONGEST_BACKOFF_MS = 5 * 60_000
 
-#: To the last @ of the word: a password that nobody quoted may hold one, or a slash.
+#: To the last @ of the word: a password that was not quoted may contain one, or a slash.
 _CREDENTIALS = re.compile(r"://\S*@")
 
 
-class Lease:
+class GroupLease:
     """The right to send one group, for :data:`LEASE_MS` unless it is held on to."""
 
     __slots__ = ("_renewed", "group", "holder", "using")
@@ -50,10 +38,10 @@ class Lease:
         self._renewed = time.monotonic()
 
     def take(self, head: int, *, resting: bool = False) -> bool:
-        """Take a group by its oldest message; ``False`` if somebody was faster, or sends it now.
+        """Take a group by its oldest message; ``False`` if another process was faster, or sends it now.
 
-        One conditional update decides: whoever loses a race lost one statement, and no row stays locked. ``resting``:
-        also a group that rests after a failure.
+        One conditional update decides: the loser of a race has lost one statement, and no row stays locked.
+        ``resting``: also a group that rests after a failure.
         """
         free = rows(self.using).filter(pk=head)
         free = free.filter(holder="") if resting else free.filter(due_ms__lte=NowMs())
@@ -70,7 +58,7 @@ class Lease:
         return True
 
     def hold(self) -> bool:
-        """Renew the lease where it is time for that; ``False`` if somebody else sends this group by now."""
+        """Renew the lease where it is time for that; ``False`` if another process sends this group by now."""
         now = time.monotonic()
         if now - self._renewed < LEASE_MS / 3000:
             return True
@@ -86,7 +74,7 @@ class Lease:
         with transaction.atomic(using=self.using):
             failed = rows(self.using).filter(pk=pk)
             before = failed.values_list("attempts", flat=True).first() or 0
-            failed.update(attempts=before + 1, failed_ms=NowMs(), error=describe(error))
+            failed.update(attempts=before + 1, failed_ms=NowMs(), error=error_text(error))
             rest = min(BACKOFF_MS * 2 ** min(before, 20), LONGEST_BACKOFF_MS)
             wait = int(rest * random.uniform(0.75, 1.25))
             self._mine().update(holder="", due_ms=NowMs() + wait)
@@ -117,13 +105,13 @@ def delete(using: str, pk: int) -> bool:
     return bool(rows(using).filter(pk=pk).delete()[0])
 
 
-def describe(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return class and message of an error, without the credentials that a URL in it may hold."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return _CREDENTIALS.sub("://***@", text)[:ERROR_CHARS]
 
 
-def has_earlier(lease: Lease, pk: int) -> bool:
+def has_earlier(lease: GroupLease, pk: int) -> bool:
     """Does an older message of the group still wait?"""
     return rows(lease.using).filter(group=lease.group, pk__lt=pk).exists()
 
