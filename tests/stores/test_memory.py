@@ -14,6 +14,7 @@ from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock, StoreContract
+from tests.stores.doubling import doubles_ten_times
 
 KEY = Identity(namespace="charge", key="order-17")
 
@@ -31,6 +32,9 @@ class TestMemoryStore(StoreContract):
     @pytest.fixture
     def advance(self, clock: FakeClock) -> Callable[[float], None]:
         return clock.advance
+
+    def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
+        doubles_ten_times(store, advance)
 
 
 def test_without_a_clock_it_uses_the_wall_clock():

@@ -9,6 +9,7 @@ import redis
 
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import StoreContract
+from tests.stores.doubling import doubles_ten_times
 from tests.stores.servers import Server
 from tests.stores.shifted import Shift
 
@@ -29,6 +30,9 @@ class TestRedis(RedisContract):
     @pytest.fixture
     def nodes(self, redis_client: redis.Redis) -> list[redis.Redis]:
         return [redis_client]
+
+    def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
+        doubles_ten_times(store, advance)
 
 
 class TestValkey(RedisContract):
