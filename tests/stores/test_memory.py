@@ -14,7 +14,7 @@ from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock, StoreContract
-from tests.stores.doubling import doubles_ten_times
+from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
 
 KEY = Identity(namespace="charge", key="order-17")
 
@@ -35,6 +35,9 @@ class TestMemoryStore(StoreContract):
 
     def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
         doubles_ten_times(store, advance)
+
+    def test_any_attempt_without_an_answer_gives_way(self, store):
+        any_attempt_gives_way(store)
 
 
 def test_without_a_clock_it_uses_the_wall_clock():

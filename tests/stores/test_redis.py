@@ -7,13 +7,16 @@ import uuid
 import pytest
 import redis
 
+from celery_idempotent.records import ClaimRequest, Identity, State
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import StoreContract
-from tests.stores.doubling import doubles_ten_times
+from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
 from tests.stores.servers import Server
 from tests.stores.shifted import Shift
 
 pytestmark = pytest.mark.redis
+
+KEY = Identity(namespace="charge", key="order-17")
 
 
 class RedisContract(StoreContract):
@@ -33,6 +36,23 @@ class TestRedis(RedisContract):
 
     def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
         doubles_ten_times(store, advance)
+
+    def test_any_attempt_without_an_answer_gives_way(self, store):
+        any_attempt_gives_way(store)
+
+    def test_crashes_stay_at_255(self, store):
+        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
+        for _ in range(257):
+            record = store.claim(ClaimRequest(identity=KEY, **asked)).record
+            interrupted = store.interrupt(KEY, token=record.token)
+        assert interrupted.crashes == 255
+
+    def test_a_prune_leaves_the_index_of_what_is_kept(self, store):
+        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
+        record = store.claim(ClaimRequest(identity=KEY, **asked)).record
+        assert store.settle(record, state=State.FAILED, value=None, keep_ms=60_000)
+        assert store.prune(limit=100) == 0
+        assert store.stats().failed == 1
 
 
 class TestValkey(RedisContract):
