@@ -8,7 +8,7 @@ exactly; it turns tuples into lists and the keys of dicts into str. Pickle keeps
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -18,7 +18,17 @@ from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, Serial
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 
-__all__ = ["LARGEST", "NotStored", "Serializer", "content_types", "first_accepted", "installed"]
+__all__ = [
+    "LARGEST",
+    "NotStored",
+    "Serializer",
+    "content_types",
+    "decode",
+    "first_accepted",
+    "from_bytes",
+    "installed",
+    "to_bytes",
+]
 
 _JSON = "application/json"
 
@@ -150,32 +160,61 @@ class Serializer:
                 f"(it accepts {', '.join(self.accept)}): add it to result_accept_content or "
                 "accept_content, or forget the key."
             )
-        body: bytes | None = stored.body
-        if stored.compression:
-            limit = max(max_bytes, LARGEST)
-            try:
-                body = _decompress(stored.body, stored.compression, limit)
-            except KeyError:
-                raise StoreMisconfigured(
-                    f"A stored result is compressed as {stored.compression!r}, which is not "
-                    "installed here."
-                ) from None
-            except Exception as error:  # noqa: BLE001  each compressor has errors of its own
-                cause = type(error).__name__
-                problem = f"A stored result of type {name} cannot be decompressed ({cause})."
-                raise ResultUnavailable(problem) from None
-            if body is None:
-                raise ResultUnavailable(
-                    f"A stored result of type {name} has more than {limit} bytes once decompressed."
-                )
         try:
-            return _loads(body, content_type, stored.content_encoding, accept=self._accepted)
+            return decode(stored, self._accepted, limit=max(max_bytes, LARGEST))
         except (ContentDisallowed, SerializerNotInstalled):
             problem = f"A stored result is {name!r}, whose package is not installed here."
             raise StoreMisconfigured(problem) from None
         except DecodeError as error:
             cause = type(error.__cause__ or error.__context__ or error).__name__
         raise ResultUnavailable(f"A stored result of type {name} cannot be read ({cause}).")
+
+
+def decode(stored: Stored, accept: Collection[str] | None, *, limit: int = LARGEST) -> object:
+    """Return the value in a stored body, of up to ``limit`` bytes once decompressed: the one way from bytes to values.
+
+    ``accept`` holds content types.
+
+    Raises:
+        ContentDisallowed: if its format is not accepted.
+        DecodeError: if the body is damaged, or the code it needs has changed.
+        ResultUnavailable: if it cannot be decompressed, or is too large then.
+        SerializerNotInstalled: if the package of its format is missing.
+        StoreMisconfigured: if its compression is not installed.
+    """
+    body = stored.body
+    if stored.compression:
+        name = _names.get(stored.content_type)
+        try:
+            found = _decompress(body, stored.compression, limit)
+        except KeyError:
+            raise StoreMisconfigured(
+                f"A stored result is compressed as {stored.compression!r}, which is not installed here."
+            ) from None
+        except Exception as error:  # noqa: BLE001  each compressor has errors of its own
+            problem = (
+                f"A stored result of type {name} cannot be decompressed ({type(error).__name__})."
+            )
+            raise ResultUnavailable(problem) from None
+        if found is None:
+            raise ResultUnavailable(
+                f"A stored result of type {name} has more than {limit} bytes once decompressed."
+            )
+        body = found
+    return _loads(body, stored.content_type, stored.content_encoding, accept=accept)
+
+
+def to_bytes(stored: Stored) -> bytes:
+    """Return an uncompressed value and its format in one piece, as messages are stored."""
+    return f"{stored.content_type}\n{stored.content_encoding}\n".encode() + stored.body
+
+
+def from_bytes(content: bytes) -> Stored:
+    """Return what :func:`to_bytes` put together."""
+    content_type, content_encoding, body = content.split(b"\n", 2)
+    return Stored(
+        content_type=content_type.decode(), content_encoding=content_encoding.decode(), body=body
+    )
 
 
 def _decompress(body: bytes, method: str, limit: int) -> bytes | None:

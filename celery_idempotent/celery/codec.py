@@ -13,7 +13,13 @@ from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Stored
-from celery_idempotent.serializers import NotStored, Serializer, first_accepted
+from celery_idempotent.serializers import (
+    NotStored,
+    Serializer,
+    first_accepted,
+    from_bytes,
+    to_bytes,
+)
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -91,8 +97,7 @@ class TaskCodec:
                 stored.reason,
             )
             return None
-        head = f"{stored.content_type}\n{stored.content_encoding}\n"
-        return head.encode() + stored.body
+        return to_bytes(stored)
 
     def dump_replacement(self, signature: Sig) -> Stored | None:
         """Serialize the task that replaces this one, or return ``None`` if that cannot be."""
@@ -116,13 +121,7 @@ class TaskCodec:
             StoreMisconfigured: if the app does not accept its format.
             ResultUnavailable: if it cannot be read.
         """
-        content_type, content_encoding, body = message.split(b"\n", 2)
-        stored = Stored(
-            content_type=content_type.decode(),
-            content_encoding=content_encoding.decode(),
-            body=body,
-        )
-        return self.load_replacement(stored)
+        return self.load_replacement(from_bytes(message))
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""

@@ -16,7 +16,7 @@ from celery_idempotent.celery import reaper
 from celery_idempotent.errors import FailedByOperator, InProgress
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.telling import Line
-from celery_idempotent.records import Identity, Record, Selection, State
+from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ __all__ = [
     "OPERATIONS",
     "Operation",
     "Outcome",
-    "clock_ms",
     "forget",
     "is_live",
     "offered",
@@ -55,12 +54,6 @@ class Outcome(enum.Enum):
     LIVE = "live"
     #: Requeued, but its message could not be published: the next sweep after its deadline tries again.
     UNSENT = "unsent"
-
-
-def clock_ms(store: Store) -> int:
-    """Return the time by the store's clock."""
-    # The shortest question whose answer tells the time, with any store.
-    return store.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
 
 
 def is_live(record: Record, now_ms: int) -> bool:
@@ -105,7 +98,7 @@ def operate(
         return Outcome.CHANGED
     if operation not in offered(record):
         return Outcome.CHANGED
-    if not force and is_live(record, clock_ms(store)):
+    if not force and is_live(record, store.now_ms()):
         return Outcome.LIVE
     line = Line(logging.WARNING, f"%(who)s chose to {operation} %(identity)s%(why)s")
     by = _Operator(app, store, who or "an operator", reason, line)

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent import signals
@@ -22,7 +21,6 @@ from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import can_count
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -106,16 +104,9 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
         has_writer=False,
     )
     counters.write()
-    counts |= _upkeep(app, store, limit)
-    if can_count(store):
-        store.note_sweep()
+    counts |= store.upkeep(app, limit=limit)
+    store.note_sweep()
     return counts
-
-
-def _upkeep(app: Celery, store: Store, limit: int) -> dict[str, int]:
-    """Let the store look after what else it keeps for this app (the outbox of a database), if it wants to."""
-    upkeep: Callable[..., dict[str, int]] | None = getattr(store, "upkeep", None)
-    return {} if upkeep is None else upkeep(app, limit=limit)
 
 
 def report(app: Celery, store: Store, outcome: Signal, record: Record, **more: Any) -> None:

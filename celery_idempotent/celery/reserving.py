@@ -28,7 +28,6 @@ from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Held, Mismatched, Reservation, Reserved, Settled, State
 from celery_idempotent.stores import Store, get_store
-from celery_idempotent.stores.base import forget_mark
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
@@ -37,9 +36,6 @@ __all__ = ["RESERVED_MS", "lost_after_ms", "reserve_and_send"]
 
 logger = logging.getLogger(__name__)
 
-_PUBLISHED_BEFORE = Line(
-    logging.DEBUG, "%(task)s is not published again: %(identity)s belongs to task %(first)s"
-)
 _UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
@@ -69,7 +65,7 @@ def reserve_and_send(
         return send(**options)
     match answer:
         case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
-            report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
+            report(signals.replayed, identity, task_id, record)
             return task.AsyncResult(record.task_id)
         case Held(record, _):
             # Its worker never came back, and with early acks its message is gone, too.
@@ -77,7 +73,7 @@ def reserve_and_send(
             return send(**options)
         case Settled(record, _):
             if record.state is State.COMPLETED:
-                report(signals.replayed, identity, task_id, record, line=_PUBLISHED_BEFORE)
+                report(signals.replayed, identity, task_id, record)
                 return task.AsyncResult(record.task_id)
             return send(**options)
         case Mismatched(record):
@@ -115,7 +111,7 @@ def _reserve(
         )
         if not isinstance(answer, (Settled, Mismatched)) or not policy.forgets(answer.record):
             return answer
-        forget_mark(store, answer.record.identity, token=answer.record.token)
+        store.forget_mark(answer.record.identity, token=answer.record.token)
 
 
 def _use_task_id(options: Options, task_id: str) -> None:

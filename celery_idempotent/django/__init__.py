@@ -63,7 +63,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
             super().apply_async_on_commit(args, kwargs, **options)
             return
         # Not before: models are made once the apps are.
-        from celery_idempotent.django.outbox import interceptor as outbox
+        from celery_idempotent.django import outbox
 
         outbox.stage(self, args, kwargs, options, using=alias)
 
@@ -76,7 +76,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         alias = alias_in_use()
         if alias is None or self.request.is_eager:
             return super().on_replace(sig)
-        from celery_idempotent.django.outbox import interceptor as outbox
+        from celery_idempotent.django import outbox
 
         outbox.stage(sig, using=alias)
         raise Ignore("Replaced by new task")

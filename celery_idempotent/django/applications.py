@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import celery
 from celery import _state
@@ -21,13 +21,15 @@ SETTING = "CELERY_IDEMPOTENT_APP"
 _VIEWS = "IDEMPOTENCY_HTTP"
 
 
-def celery_app() -> Celery:
-    """Return the app that Django's settings name, else the project's.
+def celery_app(path: str | None = None) -> Celery:
+    """Return the app at the dotted ``path``, else the one that Django's settings name, else the project's.
 
     Raises:
         ImproperlyConfigured: if the setting names none.
     """
-    found: Any = _named()
+    if path is not None:
+        return cast("Celery", import_string(path.replace(":", ".")))
+    found: object = _named()
     if isinstance(found, str):
         try:
             found = import_string(found.replace(":", "."))
@@ -52,7 +54,7 @@ def _named() -> Any:
 def _current() -> Celery:
     """Return Celery's current app, or the only real one.
 
-    An app is the current one only in the thread that made it; a thread of a web server gets a default app with nobody's
+    An app is the current one only in the thread that made it; a thread of a web server gets a default app without
     settings, unless the project calls ``app.set_default()``.
     """
     state: Any = _state

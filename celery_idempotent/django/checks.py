@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
@@ -18,7 +17,7 @@ TAG = "idempotency"
 
 
 @checks.register(TAG)
-def of_settings(app_configs: Sequence[Any] | None = None, **_: Any) -> list[checks.CheckMessage]:  # noqa: ARG001
+def of_settings(**_: object) -> list[checks.CheckMessage]:
     """Import all tasks, as a worker does, and look at them and at the settings: commands shall not wait for servers."""
     if not has_app():
         return []
@@ -29,7 +28,7 @@ def of_settings(app_configs: Sequence[Any] | None = None, **_: Any) -> list[chec
 
 
 @checks.register(TAG, deploy=True)
-def of_store(app_configs: Sequence[Any] | None = None, **_: Any) -> list[checks.CheckMessage]:  # noqa: ARG001
+def of_store(**_: object) -> list[checks.CheckMessage]:
     """Ask the store and the workers, too."""
     if not has_app():
         return []

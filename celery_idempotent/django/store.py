@@ -14,39 +14,40 @@ from typing import TYPE_CHECKING, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django.sql import atomic, browse, elsewhere, refusals, shortcuts, upkeep
+from celery_idempotent.django.sql import atomic, browse, elsewhere, shortcuts, upkeep
 from celery_idempotent.django.sql.autocommit import commits_by_hand, committing
 from celery_idempotent.django.sql.connections import Busy, Lines, Session
-from celery_idempotent.django.sql.holders import end_holder
 from celery_idempotent.django.sql.reach import missing_bounds
-from celery_idempotent.django.sql.rows import (
-    Row,
-    delete_lease,
-    digest,
-    read,
-    remove,
-    write,
-    write_steps,
-)
+from celery_idempotent.django.sql.rows import digest, read
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
+    Claimed,
     ClaimRequest,
     Counted,
+    Held,
     Identity,
+    Mismatched,
     Page,
     Record,
-    RefusalKind,
     Renewal,
     Retained,
     Selection,
+    Settled,
     Stats,
     SweepReport,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, skew_ms
-from celery_idempotent.stores.cas import DecidingStore, Done, asked_by, report, with_refusals
-from celery_idempotent.stores.machine import Asked, StoredRecord
+from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.cas import (
+    DecidingStore,
+    Done,
+    Look,
+    asked_by,
+    report,
+    with_refusals,
+)
+from celery_idempotent.stores.machine import Asked
 from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ __all__ = ["DjangoStore", "open_django"]
 T = TypeVar("T")
 
 
-class DjangoStore(DecidingStore[Row]):
+class DjangoStore(DecidingStore):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -66,8 +67,11 @@ class DjangoStore(DecidingStore[Row]):
     never joins the caller's transaction, except on SQLite, where there can be only one writer.
     """
 
+    supports_transactions = supports_counting = True
+
     def __init__(self, alias: str = "default") -> None:
         self.alias = alias
+        self.outbox_alias = alias
         self.lines = Lines(alias)
         elsewhere.watch()
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
@@ -78,27 +82,9 @@ class DjangoStore(DecidingStore[Row]):
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
-    def _look(self, session: Session, identity: Identity) -> Row:
-        return read(session, digest(identity), identity)
-
-    def _at(self, identity: Identity, verb: Callable[[Row], T]) -> T:
-        return self.lines.run(lambda session: verb(self._look(session, identity)))
-
-    def _write(self, look: Row, after: StoredRecord) -> None:
-        write(look, after)
-
-    def _write_steps(self, look: Row, after: StoredRecord) -> None:
-        (write_steps if look.lease_counts else write)(look, after)
-
-    def _remove(self, look: Row, *, forget: bool) -> None:
-        remove(look, forget=forget)
-
-    def _refuse(self, look: Row, kind: RefusalKind, task_id: str) -> None:
-        refusals.note_refusal(look, kind, task_id)
-
-    def _may_take_over(self, look: Row) -> bool:
-        # If it may not be ended, its transaction holds locks that our run would wait for.
-        return look.stored is None or end_holder(look.session, look.stored.record)
+    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+        name = digest(identity)
+        return self.lines.run(lambda session: verb(read(session, name, identity)))
 
     def _check(self, asked: Asked) -> None:
         fields = asked.fields
@@ -115,18 +101,26 @@ class DjangoStore(DecidingStore[Row]):
         asked, identity = asked_by(request), request.identity
         self._check(asked)
 
-        def work(session: Session) -> Answer:
+        def work(session: Session) -> Record | Held | Settled | Mismatched:
             taken = shortcuts.claim(session, asked)
-            return taken or self._claim(self._look(session, identity), asked)
+            return taken or self._take("claim", read(session, digest(identity), identity), asked)
 
-        return self.lines.run(work)
+        answer = self.lines.run(work)
+        return Claimed(answer) if isinstance(answer, Record) else answer
 
     def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
         shortcut = shortcuts.SHORTCUTS.get(verb)
 
         def work(session: Session) -> Done:
             done = None if shortcut is None else shortcut(session, identity, asked)
-            return done or self._do(verb, self._look(session, identity), asked)
+            if done is not None:
+                return done
+            look = read(session, digest(identity), identity)
+            gone = look.stored is None and look.id is not None
+            if verb == "forget" and gone and asked.token is None and asked.state is None:
+                # What is left of a record that was given back, or has expired.
+                look.remove(forget=True)
+            return self._do(verb, look, asked)
 
         return self.lines.run(work)
 
@@ -139,13 +133,6 @@ class DjangoStore(DecidingStore[Row]):
         name = digest(identity)
         look = self.lines.run(lambda session: read(session, name, identity, refusals=True))
         return with_refusals(look)
-
-    def _do(self, verb: Verb, look: Row, asked: Asked) -> Done:
-        gone = look.stored is None and look.id is not None
-        if verb == "forget" and gone and asked.token is None and asked.state is None:
-            # What is left of a record that was given back, or has expired.
-            remove(look, forget=True)
-        return super()._do(verb, look, asked)
 
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record as it is committed, and for how long it is kept."""
@@ -166,7 +153,7 @@ class DjangoStore(DecidingStore[Row]):
             look = read(session, name)
             if look.lease_counts:
                 return self._sweep(look, requeue_ms)
-            delete_lease(look)  # left behind by a task that settled in its own transaction
+            look.delete_lease()  # left behind by a task that settled in its own transaction
             return None
 
         # Busy: a task that froze between the settle in its own transaction and the COMMIT. The next claim ends its
@@ -218,9 +205,9 @@ class DjangoStore(DecidingStore[Row]):
         """
         return missing_bounds(self.lines.own())
 
-    def skews_ms(self) -> Sequence[int]:
-        """Return how far the database's clock is ahead of this machine's."""
-        return [skew_ms(lambda: self.lines.run(browse.database_ms))]
+    def now_ms(self) -> int:
+        """Return the time by the database's clock."""
+        return self.lines.run(browse.database_ms)
 
     def joined(self) -> bool:
         """Is this SQLite, and the thread in a transaction?"""
@@ -260,11 +247,6 @@ class DjangoStore(DecidingStore[Row]):
     def abandon(self, record: Record) -> None:
         """End the transaction of this claim, should an exception have left it open."""
         atomic.abandon(self.lines, record)
-
-    @property
-    def outbox_alias(self) -> str:
-        """The database whose outbox :meth:`upkeep` sweeps."""
-        return self.alias
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
         """Send what the outbox holds for this app: its beat task calls this after sweep and prune."""

@@ -11,7 +11,6 @@ from django.db import connections
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.protocol.claim import current_claim
-from celery_idempotent.stores.base import joined
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -32,7 +31,7 @@ def alias_in_use() -> str | None:
     claim = current_claim()
     if claim is None or claim.transaction is None:
         return None
-    alias: str | None = getattr(claim.store, "outbox_alias", None)
+    alias = claim.store.outbox_alias
     around: Surroundings | None = getattr(claim.transaction, "surroundings", None)
     if alias is not None and around is not None and around.has(connections[alias]):
         raise IdempotencyError(
@@ -47,7 +46,7 @@ def transactions_around(store: Store) -> Sequence[OnCommit]:
 
     The blocks that Django's ``TestCase`` keeps around a test are none: code under test is not meant to know of them.
     """
-    if joined(store):
+    if store.joined():
         return ()
     return [
         partial(_at_commit, own)

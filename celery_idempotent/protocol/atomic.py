@@ -28,7 +28,7 @@ from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, Ran, Res
 from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.endings import Endings
 from celery_idempotent.records import State
-from celery_idempotent.stores.base import Store, Transaction, TransactionalStore, has_transactions
+from celery_idempotent.stores.base import Store, Transaction
 
 __all__ = ["AtomicRun", "Repeats", "in_transaction", "transactional"]
 
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 MAX_REPEATS = 4
 
 
-def transactional(store: Store, task: str) -> TransactionalStore:
+def transactional(store: Store, task: str) -> Store:
     """Return the store, if runs can be part of its transactions.
 
     Raises:
         StoreMisconfigured: if not.
     """
-    if has_transactions(store):
+    if store.supports_transactions:
         return store
     raise StoreMisconfigured(
         f"Task {task} is atomic (idempotency_atomic), and {type(store).__name__} has no transactions that it could "
@@ -179,9 +179,8 @@ class AtomicRun:
         """
         call, claim, endings = self._call, self._claim, self._endings
         patient = isinstance(error, Exception)
-        if has_transactions(claim.store):
-            with suppress(*STORE_ERRORS):
-                claim.store.abandon(claim.record)
+        with suppress(*STORE_ERRORS):
+            claim.store.abandon(claim.record)
         if self.superseded and patient:
             endings.superseded(call, claim)
             return None

@@ -14,10 +14,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.stores.base import can_count
 
 if TYPE_CHECKING:
-    from celery_idempotent.stores.base import CountingStore, Store
+    from celery_idempotent.stores.base import Store
 
 __all__ = ["Counters", "counters"]
 
@@ -40,15 +39,15 @@ class Counters:
 
     def _forget(self) -> None:
         # No lock, and no weak references: an exception may strike wherever a run counts.
-        self._counts: dict[CountingStore, Counter[tuple[str, str]]] = {}
+        self._counts: dict[Store, Counter[tuple[str, str]]] = {}
         self._written = time.monotonic()
         self._writing = threading.Lock()
 
     def add(self, store: Store, task: str, outcome: str) -> None:
         """Count one outcome; the heartbeat writes it in a few seconds, or the caller, with :meth:`write`."""
-        counts = self._counts.get(store)  # type: ignore[call-overload]  # any key may be looked for
+        counts = self._counts.get(store)
         if counts is None:
-            if not can_count(store):
+            if not store.supports_counting:
                 return
             counts = self._counts.setdefault(store, Counter())
         counts[task, outcome] += 1
@@ -74,7 +73,7 @@ class Counters:
         finally:
             self._writing.release()
 
-    def _write(self, store: CountingStore) -> None:
+    def _write(self, store: Store) -> None:
         # Whoever counts meanwhile counts into a new one, or is the last to count into this.
         counts = self._counts.pop(store, None)
         if not counts:

@@ -17,7 +17,6 @@ from celery_idempotent.protocol.claim import Claim
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
 from celery_idempotent.records import State, Stored
-from celery_idempotent.stores.base import has_transactions
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -146,7 +145,6 @@ class Endings:
             database                                               (at work) ─────── committed ─────┴─ COMPLETED
         """
         store = claim.store
-        assert has_transactions(store)
         give_up = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
         ask = partial(store.committed, claim.record)
         try:

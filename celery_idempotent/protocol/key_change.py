@@ -16,7 +16,6 @@ Should the process die between the two settles, the operation runs again or not 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,7 +36,8 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.base import Store, Transaction, TransactionalStore
+from celery_idempotent.stores.base import Store, Transaction
+from celery_idempotent.stores.forwarding import ForwardingStore
 
 __all__ = ["both", "claimed", "give_back", "is_other", "reserve"]
 
@@ -47,16 +47,13 @@ _BACK_MS = 60_000
 #: How long to wait for an operation that shares the old key, before it is asked for again.
 _PAUSE_MS = 1000
 
-#: So far this machine's clock and the store's may be apart.
-_SKEW_MS = 60_000
-
 
 def claimed(
     answer: Answer,
     claim_old: Callable[[], Answer],
     *,
     settle: Callable[[Record, Record], object],
-    release: Callable[..., object],
+    store: Store,
 ) -> tuple[Answer, Record | None]:
     """Return what a claim under both identities comes to, and the old record if that was claimed as well.
 
@@ -71,7 +68,7 @@ def claimed(
             steps = {**dict(record.steps), **dict(old.steps)}
             crashes = max(record.crashes, old.crashes)
             return Claimed(replace(record, crashes=crashes, steps=tuple(steps.items()))), old
-        case Mismatched(old) if not _at_work(old):
+        case Mismatched(old) if not _at_work(old, store):
             return answer, None
         case Mismatched(old):
             # Not now: should it fail, a worker of before would find the old identity free, and run this call, too.
@@ -83,14 +80,13 @@ def claimed(
             denial = other
     # Should it have been reserved, its message is still to come.
     requeue_ms = _BACK_MS if record.reserved else None
-    release(record.identity, token=record.token, requeue_ms=requeue_ms)
+    store.release(record.identity, token=record.token, requeue_ms=requeue_ms)
     return denial, None
 
 
-def _at_work(old: Record) -> bool:
-    """Is this a run at work, or about to begin? It is not known to the millisecond, by this machine's clock."""
-    over = old.deadline_ms is None or old.deadline_ms + _SKEW_MS < time.time_ns() // 1_000_000
-    return old.state in (State.PROCESSING, State.QUEUED) and not over
+def _at_work(old: Record, store: Store) -> bool:
+    """Is this a run at work, or about to begin? Only an unfinished record has a deadline."""
+    return old.deadline_ms is not None and store.now_ms() < old.deadline_ms
 
 
 def is_other(before: Identified | None, record: Record) -> bool:
@@ -130,52 +126,43 @@ def give_back(store: Store, identified: Identified, record: Record) -> bool:
 
 def both(store: Store, old: Record) -> Store:
     """Return the store of a claim that has claimed ``old`` as well: what is done to it is done to both."""
-    return cast("Store", _Both(store, old))
+    return _Both(store, old)
 
 
-class _Both:
+class _Both(ForwardingStore):
     """The old record comes first: if another has it by now, the claim is lost, and nothing is written."""
 
     def __init__(self, store: Store, old: Record) -> None:
-        self._store = store
+        super().__init__(store)
         self._old = old
-
-    def __getattr__(self, name: str) -> Any:
-        """Do for one claim what is done for any."""
-        return getattr(self._store, name)
-
-    @property
-    def transaction(self) -> Callable[[Record], Any]:
-        """Begin a transaction that settles both, where the store has any."""
-        begin = cast("TransactionalStore", self._store).transaction
-        return lambda record: self._transaction(begin, record)
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Renew each of them, and the old claim."""
         longest = max(leases, key=lambda lease: lease.lease_ms)
         old = replace(longest, identity=self._old.identity, token=self._old.token)
-        *renewed, too = self._store.renew([*leases, old])
+        *renewed, too = self.inner.renew([*leases, old])
         return [each and too for each in renewed]
 
     def settle(self, record: Record, **end: Any) -> bool:
         """Write the end state of both."""
-        return self._store.settle(self._old, **end) and self._store.settle(record, **end)
+        return self.inner.settle(self._old, **end) and self.inner.settle(record, **end)
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the step to both: the next run may be one that knows the old identity alone."""
         old, step = self._old, {"name": name, "value": value}
-        add: Callable[..., bool] = self._store.checkpoint
+        add: Callable[..., bool] = self.inner.checkpoint
         return add(old.identity, token=old.token, **step) and add(identity, token=token, **step)
 
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give both back."""
         old = self._old
-        self._store.release(old.identity, token=old.token, requeue_ms=requeue_ms)
-        return self._store.release(identity, token=token, requeue_ms=requeue_ms)
+        self.inner.release(old.identity, token=old.token, requeue_ms=requeue_ms)
+        return self.inner.release(identity, token=token, requeue_ms=requeue_ms)
 
     @contextmanager
-    def _transaction(self, begin: Callable[[Record], Any], record: Record) -> Iterator[Transaction]:
-        with begin(record) as transaction:
+    def transaction(self, record: Record | None) -> Iterator[Transaction]:
+        """Begin a transaction that settles both."""
+        with self.inner.transaction(record) as transaction:
             yield cast("Transaction", _BothSettled(transaction, self._old))
 
 

@@ -61,7 +61,7 @@ from celery_idempotent.records import (
     Settled,
     State,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, forget_mark, joined
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class Runner:
                 answer,
                 lambda: take(before.identity, before.fingerprint)[0],
                 settle=self._settle_as,
-                release=self._store().release,
+                store=self._store(),
             )
         return _Asked(answer, sent, old)
 
@@ -297,7 +297,7 @@ class Runner:
             if over.task_id == call.task_id or not self.policy.forgets(over):
                 break
             # A mark without retention answers redeliveries of its own message only.
-            forget_mark(store, identity, token=over.token)
+            store.forget_mark(identity, token=over.token)
             sent = time.monotonic()
         return answer, sent
 
@@ -393,7 +393,9 @@ class Runner:
         before = running.get()
         try:
             running.set(claim)
-            if not joined(claim.store):  # else another thread could not renew it, and nobody see it
+            if (
+                not claim.store.joined()
+            ):  # else another thread could not renew it, and nobody see it
                 heartbeat.add(claim)
             self._report(
                 signals.claimed,

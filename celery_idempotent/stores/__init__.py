@@ -6,11 +6,12 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import Snapshot
-from celery_idempotent.stores.base import ATTEMPT_BYTES, Store, is_store
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store", "swap_store"]
 
 logger = logging.getLogger(__name__)
+
+#: The entry points of other packages: the name is the scheme, the value opens its URLs, as :func:`open_store` does.
+GROUP = "celery_idempotent.stores"
 
 #: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
 #: asked for.
@@ -66,18 +70,23 @@ def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -
     cannot be read.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
-    if scheme not in _SCHEMES:
-        allowed = ", ".join(f"{name}://" for name in sorted(_SCHEMES))
+    return _opener(scheme)(url, replicas=replicas, replica_timeout_ms=replica_timeout_ms)
+
+
+def _opener(scheme: str) -> Callable[..., Store]:
+    """Return what opens URLs with this scheme: ours first, so that no other package can take one of them."""
+    if scheme in _SCHEMES:
+        return _resolve(*_SCHEMES[scheme])
+    others = entry_points(group=GROUP)
+    if scheme not in others.names:
+        allowed = ", ".join(f"{name}://" for name in sorted({*_SCHEMES, *others.names}))
         raise InvalidOption(
             f"the idempotency store's URL starts with {scheme!r}: use one of {allowed}"
             if scheme
             else f"the idempotency store is not a URL: start it with one of {allowed}"
         )
-    path, extra = _SCHEMES[scheme]
-    store: Store = _resolve(path, extra)(
-        url, replicas=replicas, replica_timeout_ms=replica_timeout_ms
-    )
-    return store
+    opener: Callable[..., Store] = others[scheme].load()
+    return opener
 
 
 def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
@@ -180,7 +189,7 @@ def _store_of(app: Celery) -> Store | None:
         return found
     if isinstance(setting, str):
         return open_store(setting, **replication)
-    if is_store(setting):
+    if isinstance(setting, Store):
         if replication:
             raise InvalidOption(
                 "idempotency_replicas has no effect on a store that is given as an object:"
@@ -189,7 +198,7 @@ def _store_of(app: Celery) -> Store | None:
         return setting
     raise InvalidOption(
         f"idempotency_store is a {type(setting).__name__}:"
-        " give a URL or an object with every method of Store"
+        " give a URL or a store, a subclass of celery_idempotent.stores.base.Store"
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from celery_idempotent.records import (
     Answer,
@@ -25,21 +25,12 @@ from celery_idempotent.records import (
     SweepReport,
 )
 
-__all__ = [
-    "ATTEMPT_BYTES",
-    "COUNTED_HOURS",
-    "CountingStore",
-    "Store",
-    "Transaction",
-    "TransactionalStore",
-    "Truth",
-    "can_count",
-    "forget_mark",
-    "has_transactions",
-    "is_store",
-    "is_truth",
-    "skew_ms",
-]
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idempotent.stores.redis.facts import ServerFacts
+
+__all__ = ["ATTEMPT_BYTES", "COUNTED_HOURS", "Store", "Transaction", "skew_ms"]
 
 #: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
 ATTEMPT_BYTES = 8
@@ -48,9 +39,10 @@ ATTEMPT_BYTES = 8
 COUNTED_HOURS = 30 * 24
 
 
-@runtime_checkable
-class Store(Protocol):
-    """Keeps the records.
+class Store(ABC):
+    """Holds the records: a store of your own is a subclass with every abstract method, the verbs.
+
+    What a store may do beyond the verbs has a default here, that of a store which cannot; a flag says what it can.
 
     Time is the store's own clock, never the caller's. Every verb may be repeated when its answer was lost, and then
     answers as it did the first time. Every write after the claim carries the record's token and does nothing for any
@@ -59,6 +51,18 @@ class Store(Protocol):
     milliseconds. ``celery_idempotent.testing.StoreContract`` holds a store to all of this.
     """
 
+    #: Can a run be part of its transactions? Then it has `transaction`, `committed` and `abandon`.
+    supports_transactions: bool = False
+    #: Does it count outcomes for operators? Then it has `count`, `counts` and `note_sweep`.
+    supports_counting: bool = False
+    #: Can a cache stand before it? Then it has `retained`, and `joined` where its verbs may join a transaction.
+    supports_cache: bool = False
+    #: The Django database whose outbox `upkeep` sweeps.
+    outbox_alias: str | None = None
+    #: For so many replicas a claim and a settle wait.
+    replicas: int = 0
+
+    @abstractmethod
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it.
 
@@ -69,12 +73,12 @@ class Store(Protocol):
         Whoever is answered ``Held`` or ``Mismatched`` is noted among the record's refusals. No note changes what the
         holder or a sweep goes by, and where it cannot be written, the answer is the same.
         """
-        ...
 
+    @abstractmethod
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew; ``False`` for each that is no longer held with that token."""
-        ...
 
+    @abstractmethod
     def settle(
         self,
         record: Record,
@@ -91,8 +95,8 @@ class Store(Protocol):
         is gone (flushed, evicted), and when the claim was settled before: then the first end stays. Without ``restore``
         (for who did not run it) a record that is gone stays gone, and the answer is ``False``.
         """
-        ...
 
+    @abstractmethod
     def reserve(
         self,
         identity: Identity,
@@ -117,19 +121,19 @@ class Store(Protocol):
         claimed the key by then. Who reserves again under the record's task id may bring another; otherwise the record
         keeps the one that it has, if any.
         """
-        ...
 
+    @abstractmethod
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the result of the step ``name`` to the PROCESSING record with this token; ``False`` if there is none.
 
         A step that is there already keeps its first result. Steps stay with the record until it is settled.
         """
-        ...
 
+    @abstractmethod
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
-        ...
 
+    @abstractmethod
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
@@ -138,20 +142,20 @@ class Store(Protocol):
         come, a sweep sends the message. Any other record with steps becomes INTERRUPTED instead of being deleted,
         without another crash.
         """
-        ...
 
+    @abstractmethod
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner of the PROCESSING record with this token.
 
         It becomes INTERRUPTED, claimable, with one crash more, for as long as it would have lived. Returns the record
         as it is now, ``None`` if no PROCESSING record has this token (any more, when the answer was lost).
         """
-        ...
 
+    @abstractmethod
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is, with its refusals."""
-        ...
 
+    @abstractmethod
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None
     ) -> Record | None:
@@ -161,8 +165,8 @@ class Store(Protocol):
         there is no such record. With ``token`` it is the record with that one, and its owner loses it even within the
         lease.
         """
-        ...
 
+    @abstractmethod
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt up to about ``limit`` PROCESSING records whose lease ran out, found through an index of leases.
 
@@ -172,12 +176,12 @@ class Store(Protocol):
         crash, a QUEUED one with a message whose deadline is past (its sender died). Each lives as much longer. A QUEUED
         one without a message is left to the next reservation.
         """
-        ...
 
+    @abstractmethod
     def prune(self, *, limit: int) -> int:
         """Delete up to about ``limit`` records (or index entries) past their retention; return how many."""
-        ...
 
+    @abstractmethod
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
@@ -185,12 +189,12 @@ class Store(Protocol):
 
         ``False`` if there was none (any more). Later claims still get a larger token.
         """
-        ...
 
+    @abstractmethod
     def stats(self) -> Stats:
         """Count the records that an index knows: bounded work, however many are completed."""
-        ...
 
+    @abstractmethod
     def list(
         self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
     ) -> Page:
@@ -206,28 +210,90 @@ class Store(Protocol):
         Raises:
             ValueError: for a cursor that is none of this store's.
         """
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  not every store has something to close
         """Close connections; the store may be used again afterwards."""
-        ...
 
+    def now_ms(self) -> int:
+        """Return the time by the store's clock."""
+        # The shortest question whose answer tells the time, with any store.
+        return self.list(Selection(states=frozenset({State.QUEUED})), limit=1, look_at=1).now_ms
 
-@runtime_checkable
-class CountingStore(Store, Protocol):
-    """A store that also keeps counters for operators."""
+    def forget_mark(self, identity: Identity, *, token: int) -> None:
+        """Forget what a run without retention left behind, to refuse late workers: it answers no other task.
 
-    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
+        A store that may have copies needs none of the care of :meth:`forget`: a copy that is left does no harm.
+        """
+        self.forget(identity, token=token)
+
+    def joined(self) -> bool:
+        """Would a verb, here and now, become part of a transaction that the caller may still undo?
+
+        Then nobody else sees what it writes. Only a store in a database has such transactions.
+        """
+        return False
+
+    def without_cache(self) -> Store:
+        """Return the store that decides: this one, or the one behind its cache."""
+        return self
+
+    def transaction(self, record: Record | None) -> AbstractContextManager[Transaction]:
+        """Begin a transaction for the claim that returned ``record``; it ends with the context, as an exception does.
+
+        While it lasts, a claim of the same key that finds the lease run out first ends this session. Without a record
+        it is no more than a transaction, and nothing is settled in it.
+
+        :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
+        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or keeps the settle from
+        the record; what the database says to the body's own statements, to the transaction as a whole and to the
+        commit comes through as it is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no transactions")
+
+    def committed(self, record: Record) -> bool:
+        """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
+
+        Whatever state the record is in by now. :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no transactions")
+
+    def abandon(self, record: Record) -> None:  # noqa: B027  without transactions none is open
+        """End the transaction that this thread began for the claim, if it is still open; the next verb may come.
+
+        A time limit may strike between any two instructions, also after the body and before the context could end.
+        """
+
+    def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:  # noqa: B027  see supports_counting
         """Add to the counters of the current hour, by task and outcome. A lost answer may count twice."""
-        ...
 
-    def counts(self, *, hours: int) -> Sequence[Counted]:
+    def counts(self, *, hours: int) -> Sequence[Counted]:  # noqa: ARG002  see supports_counting
         """Return the counters of the last ``hours`` hours (of at most :data:`COUNTED_HOURS`), oldest hour first."""
-        ...
+        return ()
 
-    def note_sweep(self) -> None:
+    def note_sweep(self) -> None:  # noqa: B027  see supports_counting
         """Note that a sweep ended just now: ``stats`` tells of the last one, and so whether sweeps run."""
-        ...
+
+    def retained(self, identity: Identity) -> Retained | None:
+        """Return the COMPLETED or FAILED record as it is committed, and for how long it is kept; ``None``: no such."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say for how long it keeps records"
+        )
+
+    def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:  # noqa: ARG002  nothing to do by default
+        """Look after what else the store holds for this app; the sweep reports the counts with its own."""
+        return {}
+
+    def facts(self) -> Sequence[ServerFacts]:
+        """Return what concerns the records in how each server is set up: version, eviction, persistence, replicas."""
+        return ()
+
+    def missing_bounds(self) -> Sequence[str]:
+        """Return the options that would bound the waits for a server that stays silent, and are not set."""
+        return ()
+
+    def skews_ms(self) -> Sequence[int]:
+        """Return how far the clock of each server is ahead of this machine's."""
+        return [skew_ms(self.now_ms)]
 
 
 class Transaction(Protocol):
@@ -261,101 +327,6 @@ class Transaction(Protocol):
         :exc:`~celery_idempotent.errors.IdempotencyError` for a statement that writes.
         """
         ...
-
-
-@runtime_checkable
-class TransactionalStore(Store, Protocol):
-    """A store in a database that tasks write to, too."""
-
-    def transaction(self, record: Record | None) -> AbstractContextManager[Transaction]:
-        """Begin a transaction for the claim that returned ``record``; it ends with the context, as an exception does.
-
-        While it lasts, a claim of the same key that finds the lease run out first ends this session. Without a record
-        it is no more than a transaction, and nothing is settled in it.
-
-        :exc:`~celery_idempotent.errors.LeaseLost` if the record has another token already, and
-        :exc:`~celery_idempotent.errors.StoreUnavailable` for what goes wrong before the body, or keeps the settle from
-        the record; what the database says to the body's own statements, to the transaction as a whole and to the
-        commit comes through as it is.
-        """
-        ...
-
-    def committed(self, record: Record) -> bool:
-        """Wait for the end of the transaction that settled this claim, and tell whether it was committed.
-
-        Whatever state the record is in by now. :exc:`~celery_idempotent.errors.StoreUnavailable` while it is not over.
-        """
-        ...
-
-    def abandon(self, record: Record) -> None:
-        """End the transaction that this thread began for the claim, if it is still open; the next verb may come.
-
-        A time limit may strike between any two instructions, also after the body and before the context could end.
-        """
-        ...
-
-
-@runtime_checkable
-class Truth(Store, Protocol):
-    """A store that a cache can stand before: it also tells what is certain, and for how long."""
-
-    def retained(self, identity: Identity) -> Retained | None:
-        """Return the COMPLETED or FAILED record as it is committed, ``None`` if there is none."""
-        ...
-
-    def joined(self) -> bool:
-        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
-        ...
-
-
-def is_store(found: object) -> TypeGuard[Store]:
-    """Has it every verb of a store?"""
-    return _has_methods(found, Store)
-
-
-def can_count(store: object) -> TypeGuard[CountingStore]:
-    """Does this store keep counters?"""
-    return _has_methods(store, CountingStore)
-
-
-def has_transactions(store: object) -> TypeGuard[TransactionalStore]:
-    """Is this store in a database that tasks write to, too?"""
-    return _has_methods(store, TransactionalStore)
-
-
-def is_truth(store: object) -> TypeGuard[Truth]:
-    """Can a cache stand before this store?"""
-    return _has_methods(store, Truth)
-
-
-def _has_methods(found: object, protocol: Any) -> bool:
-    """Has it all that the protocol asks for? From 3.12 on, ``isinstance`` overlooks what ``__getattr__`` brings."""
-    return all(map(functools.partial(hasattr, found), _methods(protocol)))
-
-
-@functools.cache
-def _methods(protocol: type) -> frozenset[str]:
-    return frozenset(
-        name for base in protocol.__mro__ for name in vars(base) if not name.startswith("_")
-    )
-
-
-def joined(store: Store) -> bool:
-    """Would a verb, here and now, become part of a transaction that the caller may still undo?
-
-    Then nobody else sees what it writes. Only a store in a database has such transactions.
-    """
-    ask: Callable[[], bool] | None = getattr(store, "joined", None)
-    return ask is not None and ask()
-
-
-def forget_mark(store: Store, identity: Identity, *, token: int) -> None:
-    """Forget what a run without retention left behind, to refuse late workers: it is no answer for any other task.
-
-    A store that may have copies has a method for it: a copy that is left of such a mark does no harm.
-    """
-    forget: Callable[..., object] = getattr(store, "forget_mark", store.forget)
-    forget(identity, token=token)
 
 
 def skew_ms(ask: Callable[[], int]) -> int:

@@ -1,6 +1,7 @@
 """The verbs of a store that decides in Python, written once: look, decide, write if what was seen is still there.
 
-A store says how it looks and how it writes (:class:`DecidingStore`). What is decided is in the table, see
+A store says how it looks (:class:`DecidingStore`), and a look how it is written over (:class:`Look`). What is decided
+is in the table, see
 :mod:`celery_idempotent.stores.machine`. Where somebody else writes between the look and the write, the store begins the
 verb again::
 
@@ -16,7 +17,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from celery_idempotent.records import (
     Answer,
@@ -36,11 +37,11 @@ from celery_idempotent.records import (
     Stored,
     SweepReport,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.machine import Asked, Move, StoredRecord, decide
 from celery_idempotent.stores.table import Verb
 
-__all__ = ["DecidingStore", "Done", "asked_by", "report", "with_refusals"]
+__all__ = ["DecidingStore", "Done", "Look", "asked_by", "report", "with_refusals"]
 
 T = TypeVar("T")
 
@@ -50,18 +51,32 @@ _DOUBLINGS = 10
 _WAIT_MS = 1_000
 
 
-class Look(Protocol):
-    """What one look found: ``stored`` unless it has expired, the store's time, and the largest token known."""
+class Look(ABC):
+    """What one look found: what is ``stored`` unless it has expired, the store's time, the largest token known."""
 
-    @property
-    def stored(self) -> StoredRecord | None: ...
-    @property
-    def now_us(self) -> int: ...
-    @property
-    def highest(self) -> int: ...
+    stored: StoredRecord | None
+    now_us: int
+    highest: int
 
+    @abstractmethod
+    def write(self, after: StoredRecord) -> None:
+        """Store this instead of what the look found."""
 
-L = TypeVar("L", bound=Look)
+    def write_steps(self, after: StoredRecord) -> None:
+        """Store the steps of a run, which are all that has changed."""
+        self.write(after)
+
+    @abstractmethod
+    def remove(self, *, forget: bool) -> None:
+        """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""
+
+    @abstractmethod
+    def refuse(self, kind: RefusalKind, task_id: str) -> None:
+        """Note who could not have the key."""
+
+    def may_take_over(self) -> bool:
+        """See that nobody is at work under the claim that is stored; ``False`` if that cannot be had."""
+        return True
 
 
 class Done(NamedTuple):
@@ -71,32 +86,14 @@ class Done(NamedTuple):
     record: Record | None = None
 
 
-class DecidingStore(ABC, Generic[L]):
+class DecidingStore(Store):
     """A store that decides in Python."""
 
+    supports_cache = True
+
     @abstractmethod
-    def _at(self, identity: Identity, verb: Callable[[L], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
         """Look at a key and do a verb with that; both again if somebody else wrote in between."""
-
-    @abstractmethod
-    def _write(self, look: L, after: StoredRecord) -> None:
-        """Store this instead of what the look found."""
-
-    @abstractmethod
-    def _remove(self, look: L, *, forget: bool) -> None:
-        """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""
-
-    @abstractmethod
-    def _refuse(self, look: L, kind: RefusalKind, task_id: str) -> None:
-        """Note who could not have the key."""
-
-    def _write_steps(self, look: L, after: StoredRecord) -> None:
-        """Store the steps of a run, which are all that has changed."""
-        self._write(look, after)
-
-    def _may_take_over(self, look: L) -> bool:  # noqa: ARG002
-        """See that nobody is at work under the claim that the look found; ``False`` if that cannot be had."""
-        return True
 
     def _check(self, asked: Asked) -> None:
         """Refuse, or replace, what this store cannot store of a claim or a reservation."""
@@ -105,19 +102,8 @@ class DecidingStore(ABC, Generic[L]):
         """Take the key if nobody holds it."""
         asked = asked_by(request)
         self._check(asked)
-        return self._at(request.identity, lambda look: self._claim(look, asked))
-
-    def _claim(self, look: L, asked: Asked) -> Answer:
-        move = decide("claim", look.stored, asked, look.now_us // 1000)
-        if not move.writes:
-            return self._denied(look, move, asked)
-        after = _after(move, look, asked)
-        old = None if look.stored is None else look.stored.record
-        takes_over = old is not None and old.attempts and old.token != after.record.token
-        if old is not None and takes_over and not self._may_take_over(look):
-            return Held(old, left_ms=_WAIT_MS)
-        self._write(look, after)
-        return Claimed(after.record)
+        answer = self._at(request.identity, lambda look: self._take("claim", look, asked))
+        return Claimed(answer) if isinstance(answer, Record) else answer
 
     def reserve(
         self,
@@ -144,53 +130,52 @@ class DecidingStore(ABC, Generic[L]):
             keep_ms=keep_ms,
         )
         self._check(asked)
-        return self._at(identity, lambda look: self._reserve(look, asked))
+        answer = self._at(identity, lambda look: self._take("reserve", look, asked))
+        return Reserved(answer) if isinstance(answer, Record) else answer
 
-    def _reserve(self, look: L, asked: Asked) -> Reservation:
-        move = decide("reserve", look.stored, asked, look.now_us // 1000)
-        if not move.writes:
-            return self._denied(look, move, asked)
-        after = _after(move, look, asked)
-        self._write(look, after)
-        return Reserved(after.record)
-
-    def _denied(self, look: L, move: Move, asked: Asked) -> Held | Settled | Mismatched:
-        assert look.stored is not None
-        record, now_ms = look.stored.record, look.now_us // 1000
+    def _take(self, verb: Verb, look: Look, asked: Asked) -> Record | Held | Settled | Mismatched:
+        """Claim or reserve a key; return its record then, or why it cannot be had."""
+        now_ms = look.now_us // 1000
+        move = decide(verb, look.stored, asked, now_ms)
+        old = None if look.stored is None else look.stored.record
+        if move.writes:
+            after = _after(move, look, asked)
+            takes_over = old is not None and old.attempts and old.token != after.record.token
+            if old is not None and takes_over and verb == "claim" and not look.may_take_over():
+                return Held(old, left_ms=_WAIT_MS)
+            look.write(after)
+            return after.record
+        assert old is not None
         if move.refusal is not None:
-            self._refuse(look, move.refusal, asked.fields["task_id"])
+            look.refuse(move.refusal, asked.fields["task_id"])
         match move.answer:
             case "held":
-                return Held(record, left_ms=max((record.deadline_ms or 0) - now_ms, 0))
+                return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
             case "settled":
-                return Settled(record, age_ms=max(now_ms - record.updated_ms, 0))
-        return Mismatched(record)
+                return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
+        return Mismatched(old)
 
     def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
         """Do what the table says about a key."""
         return self._at(identity, lambda look: self._do(verb, look, asked))
 
-    def _do(self, verb: Verb, look: L, asked: Asked) -> Done:
+    def _do(self, verb: Verb, look: Look, asked: Asked) -> Done:
         move = decide(verb, look.stored, asked, look.now_us // 1000)
         if move.writes:
             after = _after(move, look, asked)
-            (self._write_steps if verb == "checkpoint" else self._write)(look, after)
+            (look.write_steps if verb == "checkpoint" else look.write)(after)
             return Done(move.answer, after.record)
         if move.deletes:
-            self._remove(look, forget=verb == "forget")
+            look.remove(forget=verb == "forget")
         return Done(move.answer)
 
     def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
-        return [
-            self._ask(
-                "renew",
-                each.identity,
-                Asked(fields={}, token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms),
-            ).answer
-            == "renewed"
-            for each in renewals
-        ]
+        return [self._renew(each) for each in renewals]
+
+    def _renew(self, each: Renewal) -> bool:
+        asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
+        return self._ask("renew", each.identity, asked).answer == "renewed"
 
     def settle(
         self,
@@ -215,16 +200,16 @@ class DecidingStore(ABC, Generic[L]):
 
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back."""
-        asked = Asked(fields={}, token=token, delay_ms=requeue_ms)
+        asked = Asked(token=token, delay_ms=requeue_ms)
         return self._ask("release", identity, asked).answer != "lost"
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
-        return self._ask("interrupt", identity, Asked(fields={}, token=token)).record
+        return self._ask("interrupt", identity, Asked(token=token)).record
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the result of a step."""
-        asked = Asked(fields={}, token=token, step=(name, value))
+        asked = Asked(token=token, step=(name, value))
         return self._ask("checkpoint", identity, asked).answer != "lost"
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
@@ -236,21 +221,21 @@ class DecidingStore(ABC, Generic[L]):
         self, identity: Identity, *, deadline_ms: int, token: int | None = None
     ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
-        asked = Asked(fields={}, attempt=b"", token=token, delay_ms=deadline_ms)
+        asked = Asked(attempt=b"", token=token, delay_ms=deadline_ms)
         return self._ask("requeue", identity, asked).record
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
     ) -> bool:
         """Delete the record; with ``token`` and ``state`` only if it has these."""
-        asked = Asked(fields={}, token=token, state=state)
+        asked = Asked(token=token, state=state)
         return self._ask("forget", identity, asked).answer == "forgotten"
 
-    def _sweep(self, look: L, requeue_ms: int) -> Record | None:
+    def _sweep(self, look: Look, requeue_ms: int) -> Record | None:
         """Interrupt or requeue a record that seemed stale; return it as it is then."""
         requeues = 0 if look.stored is None else look.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
-        return self._do("sweep", look, Asked(fields={}, attempt=b"", delay_ms=delay_ms)).record
+        return self._do("sweep", look, Asked(attempt=b"", delay_ms=delay_ms)).record
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
@@ -259,7 +244,7 @@ class DecidingStore(ABC, Generic[L]):
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record, and for how long it is kept."""
 
-        def verb(look: L) -> Retained | None:
+        def verb(look: Look) -> Retained | None:
             if look.stored is None or not look.stored.record.state.settled:
                 return None
             record, now_ms = look.stored.record, look.now_us // 1000

@@ -11,12 +11,12 @@ order, and builds the next record in one step::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from celery_idempotent.records import Record, Refusal, RefusalKind, State, Stored
-from celery_idempotent.stores.table import TABLE, Condition, Rule, Verb
+from celery_idempotent.stores.table import TABLE, Rule, Verb
 
 __all__ = ["Asked", "Move", "StoredRecord", "decide"]
 
@@ -44,7 +44,7 @@ class Asked:
     stored any more, its fields are the ones that are carried over.
     """
 
-    fields: dict[str, Any]  # by the names of a record's fields
+    fields: dict[str, Any] = field(default_factory=dict)  # by the names of a record's
     attempt: bytes | None = None
     unanswered: Sequence[bytes] = ()
     token: int | None = None
@@ -79,7 +79,7 @@ def _same_attempt(stored: StoredRecord, asked: Asked, _: int) -> bool:
     return stored.attempt == asked.attempt
 
 
-_CONDITIONS: dict[Condition, Holds] = {
+_CONDITIONS: dict[str, Holds] = {
     "another fingerprint": _another_fingerprint,
     "another token": lambda s, asked, _: asked.token is not None and asked.token != s.record.token,
     "another state": lambda s, asked, _: asked.state not in (None, s.record.state),
@@ -112,20 +112,6 @@ _CONDITIONS: dict[Condition, Holds] = {
 
 class Move:
     """A rule, made ready: what it asks of the record before, and how it makes the next one."""
-
-    __slots__ = (
-        "_adds_deadline",
-        "_adds_token",
-        "_changes",
-        "_read",
-        "_requeues",
-        "_rule",
-        "answer",
-        "deletes",
-        "holds",
-        "refusal",
-        "writes",
-    )
 
     def __init__(self, rule: Rule) -> None:
         self.answer: str = rule.answer

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from celery_idempotent.records import (
     Counted,
@@ -22,7 +22,7 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.cas import DecidingStore, report
+from celery_idempotent.stores.cas import DecidingStore, Look, report
 from celery_idempotent.stores.machine import StoredRecord
 from celery_idempotent.stores.refusals import with_refusal
 
@@ -33,58 +33,67 @@ T = TypeVar("T")
 HOUR_US = 3_600_000_000
 
 
-class Found(NamedTuple):
-    """What one look found."""
+class Found(Look):
+    """What one look found; nobody writes before it is over."""
 
-    stored: StoredRecord | None
-    now_us: int
-    highest: int
+    def __init__(self, store: MemoryStore, stored: StoredRecord | None, now_us: int) -> None:
+        self.stored, self.now_us, self.highest = stored, now_us, store.highest_token
+        self._store = store
+
+    def write(self, after: StoredRecord) -> None:
+        """Store this instead of what the look found."""
+        self._store.highest_token = max(self.highest, after.record.token)
+        self._store.records[after.record.identity] = after
+
+    def remove(self, *, forget: bool) -> None:  # noqa: ARG002
+        """Delete what the look found."""
+        assert self.stored is not None
+        del self._store.records[self.stored.record.identity]
+
+    def refuse(self, kind: RefusalKind, task_id: str) -> None:
+        """Note who could not have the key."""
+        assert self.stored is not None
+        refusals = with_refusal(self.stored.refusals, kind, task_id, self.now_us // 1000)
+        self.write(self.stored._replace(refusals=refusals))
 
 
-class MemoryStore(DecidingStore[Found]):
+class MemoryStore(DecidingStore):
     """The records of one process; a forked child goes on with a copy of its own.
 
     ``clock`` gives the time in microseconds since the epoch; see
     :class:`celery_idempotent.testing.FakeClock`.
     """
 
+    supports_counting = True
+
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         self._clock = clock or _wall_clock_us
-        self._records: dict[Identity, StoredRecord] = {}
+        self.records: dict[Identity, StoredRecord] = {}
         self._counts: Counter[tuple[int, str, str]] = Counter()
-        self._highest_token = 0
+        self.highest_token = 0
         self._swept_ms: int | None = None
         # Reentrant, because a signal handler may call the store while its thread is inside it.
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
-        return f"<MemoryStore: {len(self._records)} records>"
+        return f"<MemoryStore: {len(self.records)} records>"
 
-    def _at(self, identity: Identity, verb: Callable[[Found], T]) -> T:
-        with self._locked():  # so nobody writes between the look and the write
+    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+        with self._locked():
             now_us = self._clock()
-            stored = self._records.get(identity)
+            stored = self.records.get(identity)
             if stored is not None and stored.expires_ms <= now_us // 1000:
                 stored = None
-            return verb(Found(stored, now_us, self._highest_token))
+            return verb(Found(self, stored, now_us))
 
-    def _write(self, look: Found, after: StoredRecord) -> None:
-        self._highest_token = max(look.highest, after.record.token)
-        self._records[after.record.identity] = after
+    def now_ms(self) -> int:
+        """Return the time by the store's clock."""
+        return self._clock() // 1000
 
-    def _remove(self, look: Found, *, forget: bool) -> None:  # noqa: ARG002
-        assert look.stored is not None
-        del self._records[look.stored.record.identity]
-
-    def _refuse(self, look: Found, kind: RefusalKind, task_id: str) -> None:
-        assert look.stored is not None
-        refusals = with_refusal(look.stored.refusals, kind, task_id, look.now_us // 1000)
-        self._write(look, look.stored._replace(refusals=refusals))
-
-    def joined(self) -> bool:
-        """Nothing here is undone: there are no transactions."""
-        return False
+    def skews_ms(self) -> Sequence[int]:
+        """Return nothing: the clock is this machine's own, or one of a test that may differ."""
+        return ()
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue what nobody sent."""
@@ -92,7 +101,7 @@ class MemoryStore(DecidingStore[Found]):
             now_ms = self._clock() // 1000
             due = [
                 stored.record.identity
-                for stored in self._records.values()
+                for stored in self.records.values()
                 if stored.expires_ms > now_ms and _may_be_swept(stored.record, now_ms)
             ]
             swept = [
@@ -105,9 +114,9 @@ class MemoryStore(DecidingStore[Found]):
         """Delete records past their retention."""
         with self._locked():
             now_ms = self._clock() // 1000
-            past = [name for name, stored in self._records.items() if stored.expires_ms <= now_ms]
+            past = [name for name, stored in self.records.items() if stored.expires_ms <= now_ms]
             for identity in past[:limit]:
-                del self._records[identity]
+                del self.records[identity]
             return len(past[:limit])
 
     def stats(self) -> Stats:
@@ -186,7 +195,7 @@ class MemoryStore(DecidingStore[Found]):
         """Return the time, and the records that have not expired."""
         with self._locked():
             now_ms = self._clock() // 1000
-            stored = self._records.values()
+            stored = self.records.values()
             return now_ms, [each.record for each in stored if each.expires_ms > now_ms]
 
 

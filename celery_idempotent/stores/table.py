@@ -17,43 +17,14 @@ from typing import Literal
 
 from celery_idempotent.records import RefusalKind, State
 
-__all__ = ["TABLE", "Condition", "Rule", "Verb"]
+__all__ = ["TABLE", "Rule", "Verb"]
 
+# fmt: off
 Verb = Literal[
-    "claim",
-    "reserve",
-    "renew",
-    "settle",
-    "release",
-    "interrupt",
-    "checkpoint",
-    "mark_delivered",
-    "requeue",
-    "sweep",
+    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "mark_delivered", "requeue", "sweep",
     "forget",
 ]
-
-#: What a rule may ask for beside the state; :mod:`.machine` has what each means.
-Condition = Literal[
-    "",  # always
-    "another fingerprint",
-    "another token",
-    "another state",
-    "the same attempt",
-    "an attempt without an answer",
-    "the same task id, with a message",
-    "the same task id",
-    "the same caller",
-    "within its lease",
-    "before its deadline",
-    "within its lease, no token given",
-    "may be restored",
-    "a retry is announced",
-    "has steps",
-    "has this step",
-    "has no message",
-    "is requeued when stale",
-]
+# fmt: on
 
 QUEUED, PROCESSING, INTERRUPTED = State.QUEUED, State.PROCESSING, State.INTERRUPTED
 NONE = (None,)
@@ -67,17 +38,11 @@ CLAIM = (*HISTORY, "reserved")
 #: What stays of a claim once it is settled.
 OUTCOME = ("token", "created_ms", "crashes", "attempts", "fingerprint", "task_id")
 #: All but the state, the deadline and the time of the last change.
+# fmt: off
 WHOLE = (
-    *OUTCOME,
-    "worker",
-    "value",
-    "replaced",
-    "delivered",
-    "reserved",
-    "on_stale",
-    "message",
-    "steps",
+    *OUTCOME, "worker", "value", "replaced", "delivered", "reserved", "on_stale", "message", "steps",
 )
+# fmt: on
 #: All but the state and the deadline.
 UNCHANGED = (*WHOLE, "updated_ms")
 
@@ -89,6 +54,8 @@ def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
+
+    ``when`` names a condition on what is stored and asked for; :mod:`.machine` has what each means.
 
     ``then`` is the state of what is stored afterwards: ``"as asked"`` for a settle, ``"deleted"`` for no record, and
     ``None`` where nothing is written. ``carried`` are the fields that it has from the record before; all others
@@ -103,7 +70,7 @@ class Rule:
 
     verb: Verb
     found: tuple[State | None, ...]
-    when: Condition
+    when: str
     answer: str
     then: State | Literal["as asked", "deleted"] | None = None
     carried: tuple[str, ...] = ()

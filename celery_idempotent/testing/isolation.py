@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import get_store, swap_store
-from celery_idempotent.stores.base import Store, has_transactions
+from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def isolated_records(app: Celery, *, clock: Callable[[], int] | None = None) -> 
         InvalidOption: if ``idempotency_store`` cannot be read.
     """
     used = _store_of(app)
-    store: Store | None = getattr(used, "truth", used)
-    if store is None or not has_transactions(store):
+    store = None if used is None else used.without_cache()
+    if store is None or not store.supports_transactions:
         store = MemoryStore(clock)
     swap_store(app, store)
     try:

@@ -340,7 +340,7 @@ def test_a_search_asks_only_so_many_tasks(
 ) -> None:
     from celery_idempotent.celery.registry import namespaces
     from celery_idempotent.django.admin import listing
-    from celery_idempotent.django.http.namespaces import view_namespaces
+    from celery_idempotent.django.http.views import view_namespaces
 
     app = serve(memory)
     for n in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import CONDITIONS
 from celery_idempotent.protocol.options import table_of
 from celery_idempotent.protocol.policy import KEY_OPTIONS, SETTINGS, Policy
+from celery_idempotent.protocol.telling import OUTCOMES
 from celery_idempotent.records import State
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis
+from tests.support.telling import documented
 from tests.support.workers import child_environment
 
 README = (ROOT / "README.md").read_text()
@@ -281,3 +284,11 @@ def test_every_cell_of_what_is_sent_after_a_body_has_its_test() -> None:
     for cell in cells:
         proof = re.search(r"\(([a-z])\)$", cell)
         assert cell == "–" or (proof and proof[1] in shown), cell
+
+
+def test_the_reference_has_every_outcome_with_its_counter_and_the_usual_level_of_its_line() -> None:
+    table = documented()
+    assert list(table) == [name for name, _ in OUTCOMES.values()]
+    for signal, (name, line) in OUTCOMES.items():
+        assert signal is getattr(signals, name)
+        assert table[name].levels[0] == logging.getLevelName(line.level), name

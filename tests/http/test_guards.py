@@ -408,6 +408,31 @@ def test_an_answer_is_finished_once_and_a_replay_never(
     assert len(finished) == 1
 
 
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("Content-Security-Policy", "default-src 'self'"),
+        ("X-Frame-Options", "DENY"),
+        ("WWW-Authenticate", 'Bearer error="insufficient_scope"'),
+    ],
+)
+def test_a_replay_is_as_safe_as_the_first_answer(
+    options: dict[str, Any], factory: Any, header: str, value: str
+) -> None:
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http import idempotent_view
+
+    @idempotent_view(**options)
+    def guarded(request: Any) -> Any:
+        return HttpResponse("x", headers={header: value})
+
+    key = new_key()
+    first, again = (guarded(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2))
+    assert (first[header], again[header]) == (value, value)
+    assert again["Idempotent-Replayed"] == "true"
+
+
 def test_a_compressed_answer_is_repeated_as_one(options: dict[str, Any], factory: Any) -> None:
     from django.http import HttpResponse
     from django.views.decorators.gzip import gzip_page

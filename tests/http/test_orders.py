@@ -169,9 +169,9 @@ def test_only_the_namespaces_of_the_setting_are_shown(
 def test_the_status_resource_tells_no_more_of_an_error_than_the_strictest_view(
     charge: Any, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., None]
 ) -> None:
-    from celery_idempotent.django.http import describing, keyed_view
+    from celery_idempotent.django.http import keyed_view, views
 
-    monkeypatch.setattr(describing, "_views", set())
+    monkeypatch.setattr(views, "_shown", set())
     settings(IDEMPOTENCY_HTTP={"show_errors": "all"})
     where = queue(charge)["Location"]
     end(charge, error=ValueError("secret"))
@@ -285,7 +285,7 @@ def test_a_person_who_comes_while_the_store_is_down_gets_a_page_that_tries_again
 
 def test_views_and_admin_work_with_the_same_app(settings: Callable[..., None]) -> None:
     from celery_idempotent.django import applications
-    from celery_idempotent.django.http.current import celery_app
+    from celery_idempotent.django.applications import celery_app
 
     one, two = (Celery(name, set_as_current=False) for name in ("one", "two"))
     settings(CELERY_IDEMPOTENT_APP=one)
@@ -359,8 +359,8 @@ def sql(charge: Any) -> Iterator[Any]:
 def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     sql: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from celery_idempotent.django import outbox
     from celery_idempotent.django.http import queueing
-    from celery_idempotent.django.outbox import interceptor as outbox
 
     class Killed(BaseException):
         pass

@@ -99,7 +99,7 @@ def test_a_decorated_view_follows_the_setting() -> None:
     from django.test import override_settings
 
     from celery_idempotent.django.http import idempotent_view
-    from celery_idempotent.django.http.decorators import marks_of
+    from celery_idempotent.django.http.views import marks_of
 
     marks = marks_of(idempotent_view(view))
     assert marks is not None
@@ -160,9 +160,9 @@ def test_a_key_is_a_string_of_rfc_8941_or_bare(factory: Any, value: str, key: st
 )
 def test_whatever_else_is_refused(factory: Any, value: str) -> None:
     from celery_idempotent.django.http.headers import read_key
-    from celery_idempotent.django.http.problems import Refusal
+    from celery_idempotent.django.http.problems import RequestRefused
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestRefused) as refused:
         read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value), strict=False)
     assert refused.value.code == "idempotency_key_invalid"
 
@@ -180,9 +180,9 @@ def test_whatever_else_is_refused(factory: Any, value: str) -> None:
 )
 def test_a_key_that_is_too_long_is_told_why(factory: Any, value: str, told: str) -> None:
     from celery_idempotent.django.http.headers import read_key
-    from celery_idempotent.django.http.problems import Refusal
+    from celery_idempotent.django.http.problems import RequestRefused
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestRefused) as refused:
         read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value), strict=False)
     assert told in str(refused.value)
 
@@ -343,10 +343,10 @@ def test_a_charset_that_is_none_is_refused(
     factory: Any, body: bytes, kind: str, charset: str
 ) -> None:
     """Those that Python has for other ends, and those that cannot be what they say."""
-    from celery_idempotent.django.http.problems import Refusal
+    from celery_idempotent.django.http.problems import RequestRefused
 
     content_type = f"{kind}; boundary=x; charset={charset}"
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestRefused) as refused:
         fingerprint(factory.generic("POST", "/", body, content_type=content_type))
     assert refused.value.code == "body_unreadable"
 
@@ -405,10 +405,9 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
 
     from django.contrib.auth.models import Group, User
 
-    from celery_idempotent.django.http.guards import http_identity
     from celery_idempotent.django.http.options import http_options
-    from celery_idempotent.django.http.problems import Refusal
-    from celery_idempotent.django.http.scopes import caller_scope
+    from celery_idempotent.django.http.problems import RequestRefused
+    from celery_idempotent.django.http.scopes import caller_scope, http_identity
 
     class Customer(SimpleNamespace):
         """Another kind of user."""
@@ -428,12 +427,40 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
     scopes += [http_identity("http", scope, "k").scope for scope in (1, "1", ("session", "1"))]
     assert len(set(scopes)) == len(scopes)
     request.user = SimpleNamespace(pk=None, is_authenticated=False)
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestRefused):
         caller_scope(request, options)
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestRefused):
         caller_scope(request, http_options({"scope": lambda _: None}))
-    with pytest.raises(Refusal):
+    with pytest.raises(RequestRefused):
         caller_scope(request, http_options({"anonymous": "session"}))
+
+
+@pytest.mark.parametrize("kind", ["cache", "signed_cookies"])
+def test_a_session_is_a_caller_whose_key_no_record_has(factory: Any, kind: str) -> None:
+    """Who reads records takes over no session; signed cookies have no session, but all its content for a key."""
+    from importlib import import_module
+
+    from celery_idempotent.django.http.options import http_options
+    from celery_idempotent.django.http.problems import RequestRefused
+    from celery_idempotent.django.http.scopes import caller_scope, http_identity
+
+    request, options = factory.post("/"), http_options({"anonymous": "session"})
+    store = import_module(f"django.contrib.sessions.backends.{kind}").SessionStore
+    request.session = store()
+    request.session["cart"] = [1]
+    request.session.save()
+    assert request.session.session_key
+    if kind == "signed_cookies":
+        with pytest.raises(RequestRefused) as refused:
+            caller_scope(request, options)
+        assert refused.value.code == "caller_unknown"
+        return
+    first = http_identity("http", caller_scope(request, options), "k")
+    assert request.session.session_key not in str(first)
+    request.session = store(session_key=request.session.session_key)
+    assert http_identity("http", caller_scope(request, options), "k") == first
+    request.session = store()
+    assert http_identity("http", caller_scope(request, options), "k") != first
 
 
 def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
@@ -444,14 +471,14 @@ def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
 
     from celery_idempotent.django.http import user_scope
     from celery_idempotent.django.http.options import http_options
-    from celery_idempotent.django.http.problems import Refusal
+    from celery_idempotent.django.http.problems import RequestRefused
     from celery_idempotent.django.http.scopes import caller_scope
 
     request = factory.post("/")
     others = [SimpleNamespace(pk=pk, is_authenticated=True) for pk in (None, "")]
     for user in (User(username="robot"), *others):
         request.user = user
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(RequestRefused) as refused:
             caller_scope(request, http_options())
         assert refused.value.code == "caller_unknown"
         with pytest.raises(InvalidKey, match="primary key"):
@@ -485,10 +512,10 @@ def test_a_model_that_extends_the_users_is_the_same_user() -> None:
 
 @pytest.mark.parametrize("scope", ["", "x" * 256, "a\tb", ("a", "b" * 300), ["\x00"]])
 def test_a_scope_that_cannot_be_one_is_no_caller(scope: Any) -> None:
-    from celery_idempotent.django.http.guards import http_identity
-    from celery_idempotent.django.http.problems import Refusal
+    from celery_idempotent.django.http.problems import RequestRefused
+    from celery_idempotent.django.http.scopes import http_identity
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestRefused) as refused:
         http_identity("http", scope, "k")
     assert refused.value.code == "caller_unknown"
 
@@ -523,7 +550,7 @@ def test_the_address_of_a_key_leads_back_to_it() -> None:
 def test_the_app_is_found_in_a_thread_of_a_web_server() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    from celery_idempotent.django.http.current import celery_app
+    from celery_idempotent.django.applications import celery_app
 
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(celery_app, "testproject.celery.app").result()

@@ -177,11 +177,22 @@ def isolation(vendor: str, level: str) -> dict[str, Any]:
     return {"isolation_level": IsolationLevel[level.replace(" ", "_").upper()]}
 
 
+#: What the vendors call a number of 64 bits in a CAST.
+BIGINT = {"postgresql": "bigint", "mysql": "SIGNED", "sqlite": "INTEGER"}
+
+
 def shift(store: Store, ms: float) -> None:
     """Let time pass by the store's clock: the expression that reads it says so much more."""
     assert isinstance(store, DjangoStore)
     with store.lines._session(fresh=False) as session:
         session.words.now_us = f"({session.words.now_us} + {round(ms * 1000)})"
+
+
+def stop(store: Store, ms: int) -> None:
+    """Stop the store's clock at a millisecond."""
+    assert isinstance(store, DjangoStore)
+    with store.lines._session(fresh=False) as session:
+        session.words.now_us = f"CAST({ms * 1000} AS {BIGINT[session.words.vendor]})"
 
 
 def _settings(vendor: str, name: str) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class Stage:
     """One app and its outbox, as a test handles them."""
 
     def __init__(self, alias: str, app: Celery) -> None:
+        from celery_idempotent.django import outbox
         from celery_idempotent.django.models import OutboxMessage
-        from celery_idempotent.django.outbox import interceptor as outbox
 
         self.alias, self.app, self.outbox = alias, app, outbox
         self.rows = OutboxMessage.objects.using(alias)

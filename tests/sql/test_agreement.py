@@ -51,7 +51,8 @@ class SQLAgreement(Agreement):
 
     def set_clock(self) -> None:
         with self.store.lines._session(fresh=False) as session:
-            session.words.now_us = f"CAST({self.clock()} AS {BIGINT[session.words.vendor]})"
+            number = databases.BIGINT[session.words.vendor]
+            session.words.now_us = f"CAST({self.clock()} AS {number})"
 
     @invariant()
     def same_records(self) -> None:
@@ -71,9 +72,6 @@ class SQLAgreement(Agreement):
 
     def teardown(self) -> None:
         pass
-
-
-BIGINT = {"postgresql": "bigint", "mysql": "SIGNED", "sqlite": "INTEGER"}
 
 
 @pytest.mark.parametrize("vendor", databases.VENDORS)

@@ -34,7 +34,6 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.base import TransactionalStore
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
 from tests.support.paths import ROOT
@@ -145,7 +144,7 @@ def test_writes_and_record_are_committed_together(
 
 
 def test_it_is_what_an_atomic_task_asks_for(store: DjangoStore):
-    assert isinstance(store, TransactionalStore)
+    assert store.supports_transactions
     with store.transaction(None):
         act(store)
     assert effects(store) == 1

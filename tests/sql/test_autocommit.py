@@ -123,7 +123,7 @@ def test_an_atomic_run_is_refused_while_a_transaction_is_open(manual):
 
 def test_the_outbox_is_swept_once(manual):
     """What a dead process has committed and not sent is sent, and the message is gone for good."""
-    from celery_idempotent.django.outbox import interceptor as outbox
+    from celery_idempotent.django import outbox
     from celery_idempotent.django.outbox import rows as outbox_rows
 
     store, judge = manual

@@ -11,7 +11,7 @@ from celery_idempotent.testing import StoreContract
 
 pytest.importorskip("django")
 
-from tests.sql.databases import shift
+from tests.sql.databases import shift, stop
 
 
 class SQLContract(StoreContract):
@@ -25,6 +25,10 @@ class SQLContract(StoreContract):
     @pytest.fixture
     def advance(self, store: Store) -> Callable[[float], None]:
         return lambda ms: shift(store, ms)
+
+    @pytest.fixture
+    def stop_at(self, store: Store) -> Callable[[int], None]:
+        return lambda ms: stop(store, ms)
 
 
 class AtOnce(SQLContract):

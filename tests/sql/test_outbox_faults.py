@@ -70,7 +70,7 @@ class Stage:
         return self.ledger.count("run", f"{story} {step}")
 
     def pending(self) -> Any:
-        from celery_idempotent.django.outbox import interceptor as outbox
+        from celery_idempotent.django import outbox
 
         return outbox.pending(using=self.alias)
 

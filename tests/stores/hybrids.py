@@ -32,6 +32,8 @@ def public(store: Any) -> list[str]:
 class RedisTruth(RedisStore):
     """A Redis that is the truth."""
 
+    supports_cache = True
+
     def retained(self, identity: Identity) -> Retained | None:
         bucket, name = self._keys.locate(identity)
         command = Command(bucket, (b"EVAL", _RETAINED, b"1", name))
@@ -40,9 +42,6 @@ class RedisTruth(RedisStore):
         if record is None or not record.state.settled:
             return None
         return Retained(record, age_ms=max(now_ms - record.updated_ms, 0), left_ms=left_ms)
-
-    def joined(self) -> bool:
-        return False
 
 
 class Counted:
@@ -53,6 +52,9 @@ class Counted:
         self._truth = truth
         for verb in public(truth):
             setattr(self, verb, self._counted(verb))
+
+    def __getattr__(self, flag: str) -> Any:
+        return getattr(self._truth, flag)
 
     def _counted(self, verb: str) -> Any:
         def ask(*args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,6 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.base import TransactionalStore, forget_mark
 from celery_idempotent.stores.hybrid import breaker, cache
 from celery_idempotent.stores.hybrid.breaker import Breaker
 from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
@@ -37,7 +36,7 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock, StoreContract
 from tests.stores.hybrids import BadLink, Counted, CountingLink, DatedLink, RedisTruth
-from tests.stores.shifted import Shift
+from tests.stores.shifted import FixedLink, Shift
 
 pytestmark = pytest.mark.redis
 
@@ -82,6 +81,10 @@ class TestBeforeMemory(HybridContract):
 
         return advance
 
+    @pytest.fixture
+    def stop_at(self, clock: FakeClock) -> Callable[[int], None]:
+        return lambda ms: clock.advance(ms - clock() / 1000)
+
 
 class TestBeforeRedis(HybridContract):
     @pytest.fixture
@@ -99,6 +102,13 @@ class TestBeforeRedis(HybridContract):
                 shift(ms)
 
         return advance
+
+    @pytest.fixture
+    def stop_at(self, truth: RedisTruth, redis_client: redis.Redis) -> Callable[[int], None]:
+        link = FixedLink(truth._link, redis_client, f"{truth.prefix}-clock")
+        truth._link = link
+        link.set(time.time_ns() // 1000)
+        return lambda ms: link.set(ms * 1000)
 
 
 @pytest.fixture
@@ -451,14 +461,14 @@ class TestForget:
             link.mode = "away"
         else:
             truth._truth.forget = and_then_away
-        forget_mark(store, KEY, token=token)
+        store.forget_mark(KEY, token=token)
         assert store.get(KEY) is None
         link.mode = "well"
         truth._truth.forget = forget
         store.cache.breaker.succeeded()
         if when == "before":
             assert ask(store).record.token == token
-        forget_mark(store, KEY, token=token)
+        store.forget_mark(KEY, token=token)
         assert isinstance(ask(store), Claimed)
 
     def test_a_task_without_retention_runs_each_time_also_while_the_cache_is_away(
@@ -496,12 +506,12 @@ class TestForget:
         direct.config_set("min-replicas-to-write", 1)
         try:
             with pytest.raises(StoreUnavailable):
-                forget_mark(full, KEY, token=token)
+                full.forget_mark(KEY, token=token)
             assert isinstance(ask(full), Settled)
         finally:
             direct.config_set("min-replicas-to-write", 0)
             direct.close()
-        forget_mark(full, KEY, token=token)
+        full.forget_mark(KEY, token=token)
         assert isinstance(ask(full), Claimed)
         full.close()
 
@@ -792,7 +802,7 @@ class TestOpening:
         assert isinstance(store.truth, MemoryStore)
         assert where in repr(store)
         assert store.cache.prefix == "idem.cache"
-        assert not isinstance(store, TransactionalStore)
+        assert not store.supports_transactions
 
     def test_its_timeouts_are_short_unless_the_url_says_otherwise(self, open_store):
         def timeouts(url):

@@ -118,10 +118,13 @@ class Watched:
     """Stops the call before each question, and tells the machine of each answer."""
 
     def __init__(self, asked: Any, tell: Callable[..., None], *unwatched: str) -> None:
-        self._tell = tell
+        self._asked, self._tell = asked, tell
         for verb in public(asked):
             method = getattr(asked, verb)
             setattr(self, verb, method if verb in unwatched else self._watched(verb, method))
+
+    def __getattr__(self, flag: str) -> Any:
+        return getattr(self._asked, flag)
 
     def _watched(self, verb: str, method: Callable[..., Any]) -> Any:
 

@@ -39,6 +39,10 @@ class TestMemoryStore(StoreContract):
     def test_any_attempt_without_an_answer_gives_way(self, store):
         any_attempt_gives_way(store)
 
+    @pytest.fixture
+    def stop_at(self, clock: FakeClock) -> Callable[[int], None]:
+        return lambda ms: clock.advance(ms - clock() / 1000)
+
 
 def test_without_a_clock_it_uses_the_wall_clock():
     store = MemoryStore()

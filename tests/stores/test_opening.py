@@ -215,14 +215,14 @@ class TestApps:
     def test_a_store_waits_for_the_replicas_of_the_settings(self, settings, timeout, timeout_ms):
         more = {"idempotency_replica_timeout": timeout} if timeout else {}
         store = get_store(new_app(**settings, **more, idempotency_replicas=2))
-        assert (store._replicas, store._replica_timeout_ms) == (2, timeout_ms)
-        assert get_store(new_app(**settings, **more))._replicas == 0
+        assert (store.replicas, store._replica_timeout_ms) == (2, timeout_ms)
+        assert get_store(new_app(**settings, **more)).replicas == 0
 
     def test_the_settings_may_come_through_djangos_namespace(self):
         app = Celery("django", set_as_current=False)
         settings = {"CELERY_IDEMPOTENCY_STORE": "redis://h", "CELERY_IDEMPOTENCY_REPLICAS": 1}
         app.config_from_object(settings, namespace="CELERY")
-        assert get_store(app)._replicas == 1
+        assert get_store(app).replicas == 1
 
     @pytest.mark.parametrize(
         ("settings", "hint"),

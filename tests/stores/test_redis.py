@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Callable
 
 import pytest
 import redis
@@ -12,7 +14,7 @@ from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import StoreContract
 from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
 from tests.stores.servers import Server
-from tests.stores.shifted import Shift
+from tests.stores.shifted import FixedLink, Shift
 
 pytestmark = pytest.mark.redis
 
@@ -23,6 +25,15 @@ class RedisContract(StoreContract):
     @pytest.fixture
     def advance(self, store: RedisStore, nodes: list[redis.Redis]) -> Shift:
         return Shift(store, *nodes)
+
+    @pytest.fixture
+    def stop_at(self, store: RedisStore, nodes: list[redis.Redis]) -> Callable[[int], None]:
+        if len(nodes) > 1:
+            pytest.skip("the nodes of a cluster have no clock in common")
+        link = FixedLink(store._link, nodes[0], f"{store.prefix}-clock")
+        store._link = link
+        link.set(time.time_ns() // 1000)
+        return lambda ms: link.set(ms * 1000)
 
 
 class TestRedis(RedisContract):

@@ -55,6 +55,8 @@ class Collision(DatabaseError):
 class Database(MemoryStore):
     """Records in memory, and one row beside them, written in one transaction with its record."""
 
+    supports_transactions = True
+
     def __init__(self, clock: Callable[[], int] | None = None) -> None:
         super().__init__(clock)
         self.at_begin: Exception | None = None
@@ -63,7 +65,7 @@ class Database(MemoryStore):
         self.after_commit: Callable[[], None] = lambda: None
         self.open: Transaction | None = None
 
-    def transaction(self, record: Record | None) -> Transaction:
+    def transaction(self, record: Record | None) -> Any:
         return Transaction(self, record)
 
     def abandon(self, record: Record) -> None:
@@ -76,7 +78,7 @@ class Database(MemoryStore):
     @property
     def effect(self) -> bool:
         """Was the row committed?"""
-        return EFFECT in self._records
+        return EFFECT in self.records
 
     def write(self) -> None:
         """What a task does."""
@@ -104,7 +106,7 @@ class Transaction:
         self.store.open = None
         if error is None:
             self.store.at_commit()
-            self.store._records.update(self.pending)  # one instruction: a commit is that, too
+            self.store.records.update(self.pending)  # one instruction: a commit is that, too
             self.store.after_commit()
 
     def passes(self, error: Exception) -> bool:
@@ -119,7 +121,7 @@ class Transaction:
         if self.store.at_settle is not None:
             self.store.at_settle()
         assert self.record is not None
-        stored, now = self.store._records.get(self.record.identity), self.store._clock() // 1000
+        stored, now = self.store.records.get(self.record.identity), self.store._clock() // 1000
         asked = Asked(
             fields={"state": state, "value": value, "replaced": replaced},
             token=self.record.token,
@@ -288,7 +290,7 @@ class TestNewerClaims:
     def test_one_that_is_late_before_it_began_goes_on_as_a_duplicate(
         self, execute, database, clock, monkeypatch
     ):
-        def begin(record: Record | None) -> Transaction:
+        def begin(record: Record | None) -> Any:
             monkeypatch.undo()
             clock.advance(1001)
             claim(database)
@@ -502,7 +504,7 @@ class TestUnguarded:
     def test_a_body_that_expects_a_transaction_has_one_when_observing(self, execute, database):
         assert execute(writing(database), mode="observe") == Ran(42)
         assert database.get(IDENTITY).state is State.COMPLETED
-        del database._records[EFFECT]
+        del database.records[EFFECT]
         assert execute(writing(database), task_id="t2", mode="observe") == Ran(42)
         assert database.effect
 

@@ -58,14 +58,14 @@ def test_a_task_that_wants_it_is_retried_with_its_key_free(make, database):
     result = make(TRIES, autoretry_for=(DatabaseError,)).apply((1,))
     assert (result.state, result.result) == ("SUCCESS", 1)
     assert database.effect
-    assert [stored.record.state for stored in database._records.values()] == [State.COMPLETED] * 2
+    assert [stored.record.state for stored in database.records.values()] == [State.COMPLETED] * 2
 
 
 def test_so_many_times_as_it_says(make, database):
     result = make(99, autoretry_for=(DatabaseError,), max_retries=2).apply((1,))
     assert (result.state, type(result.result)) == ("FAILURE", Collision)
     assert database.at_commit.times == 99 - 3 * TRIES
-    assert database._records == {}
+    assert database.records == {}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_so_many_times_as_it_says(make, database):
 def test_one_that_does_not_fails_as_celery_would(make, database, options):
     result = make(TRIES, **options).apply((1,))
     assert (result.state, type(result.result)) == ("FAILURE", Collision)
-    assert database._records == {}
+    assert database.records == {}
 
 
 def test_what_is_no_collision_is_retried_by_celery_and_not_at_once(make, database):
@@ -112,7 +112,7 @@ def test_a_published_retry_finds_its_key_free_and_has_the_backoff(make, database
 
     def send(name: str, args: Any, kwargs: Any, **options: Any) -> None:
         assert (name, tuple(args)) == ("shop.charge", (1,))
-        assert database._records == {}
+        assert database.records == {}
         sent.append(options)
 
     monkeypatch.setattr(task.app, "send_task", send)

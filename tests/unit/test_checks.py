@@ -23,6 +23,7 @@ from celery_idempotent.celery import patience
 from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.checks import Finding, check, check_settings, check_store, check_workers
 from celery_idempotent.stores import base
+from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.facts import ServerFacts
 from tests.support.admin import make_app
 
@@ -32,23 +33,16 @@ GOOD = ServerFacts(
 REDIS = "redis://127.0.0.1:1/0"
 
 
-class Told:
+class Told(MemoryStore):
     """A store that answers, and whose server says this about itself."""
 
     def __init__(self, *servers: ServerFacts, replicas: int = 0) -> None:
+        super().__init__()
         self.servers = servers
         self.replicas = replicas
 
     def facts(self) -> Any:
         return self.servers
-
-    def skews_ms(self) -> list[int]:
-        return []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
 
 
 def app_with(store: Any = REDIS, broker: str = "redis://127.0.0.1:1/0", **settings: Any) -> Celery:

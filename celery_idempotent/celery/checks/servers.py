@@ -32,9 +32,9 @@ def in_memory(store: Store) -> Iterator[Finding]:
         )
 
 
-def unbounded_waits(store: Any) -> Iterator[Finding]:
+def unbounded_waits(store: Store) -> Iterator[Finding]:
     """Find out whether tasks would wait without end for a database server that does not answer."""
-    if hasattr(store, "missing_bounds") and (missing := store.missing_bounds()):
+    if missing := store.missing_bounds():
         yield Finding(
             id="W020",
             problem="A database server that accepts connections and stays silent is waited for without end, or for"
@@ -66,9 +66,7 @@ def answers(store: Store) -> list[Finding]:
     return [*_check_facts(store), *_check_clock(store)]
 
 
-def _check_facts(store: Any) -> Iterable[Finding]:
-    if not hasattr(store, "facts"):
-        return []
+def _check_facts(store: Store) -> Iterable[Finding]:
     try:
         servers = store.facts()
     except IdempotencyError as error:
@@ -79,16 +77,14 @@ def _check_facts(store: Any) -> Iterable[Finding]:
                 hint="Allow its user the command INFO, or look yourself: eviction off, persistence on.",
             )
         ]
-    waits = bool(getattr(store, "replicas", 0))
+    waits = bool(store.replicas)
     # Of a cluster's servers, each finding once.
     return {
         each.id: each for server in servers for each in _check_server(server, waits=waits)
     }.values()
 
 
-def _check_clock(store: Any) -> Iterator[Finding]:
-    if not hasattr(store, "skews_ms"):
-        return
+def _check_clock(store: Store) -> Iterator[Finding]:
     try:
         worst = max(store.skews_ms(), key=abs, default=0)
     except IdempotencyError:

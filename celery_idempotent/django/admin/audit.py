@@ -17,8 +17,6 @@ from celery_idempotent.records import Identity
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
-__all__ = ["Note", "entries"]
-
 #: So many entries a page shows.
 _SHOWN = 20
 

@@ -25,17 +25,15 @@ if TYPE_CHECKING:
 else:
     Base = admin.ModelAdmin
 
-__all__ = ["Pages", "guarded"]
-
 logger = logging.getLogger(__name__)
 
-View = TypeVar("View", bound=Callable[..., HttpResponse])
+PageView = TypeVar("PageView", bound=Callable[..., HttpResponse])
 
 
-def guarded(*methods: str) -> Callable[[View], View]:
+def guarded(*methods: str) -> Callable[[PageView], PageView]:
     """Let a view see these methods only, of those who may; where the store does not answer, say so."""
 
-    def decorate(view: View) -> View:
+    def decorate(view: PageView) -> PageView:
         @functools.wraps(view)
         def look_after(
             self: Pages, request: HttpRequest, *args: object, **kwargs: object
@@ -51,7 +49,7 @@ def guarded(*methods: str) -> Callable[[View], View]:
                 context = {"title": "The store cannot be used at the moment", "trouble": str(error)}
                 return self.render(request, "trouble", context, status=503)
 
-        return cast("View", look_after)
+        return cast("PageView", look_after)
 
     return decorate
 
@@ -92,7 +90,7 @@ class Pages(Base):
 
     @staticmethod
     def identity_of(object_id: str) -> Identity | None:
-        """Return what an address is about, ``None`` if it is none of ours."""
+        """Return what an address is about, ``None`` if that is no record."""
         try:
             return parse(unquote(object_id))
         except ValueError:

@@ -11,22 +11,20 @@ from django.contrib import messages
 from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import OPERATIONS, Operation, clock_ms
+from celery_idempotent.celery.operations import OPERATIONS, Operation
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm
 from celery_idempotent.django.admin.listing import PER_PAGE
-from celery_idempotent.django.admin.operating import Line, Mark, OperationPages
+from celery_idempotent.django.admin.operating import Mark, OperationPages, PlanLine
 from celery_idempotent.django.admin.wording import OUTCOMES, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.stores import get_store
 
-__all__ = ["BulkPages"]
-
 logger = logging.getLogger(__name__)
 
 #: For so many seconds records are operated on: a store that does not answer costs a time-out for each.
-_LONGEST = 20.0
+_LONGEST_SECONDS = 20.0
 
 #: The verdicts of the summary, and what it says when it counts them.
 _COUNTED: dict[Verdict, str] = {
@@ -51,15 +49,17 @@ class BulkPages(OperationPages):
             return HttpResponseRedirect(back)  # somebody who had to log in first
         operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
         if operation is None:
-            return _nothing(request, back, "No action selected. Nothing was done.")
+            return _back_with(request, back, "No action selected. Nothing was done.")
         self.permit(request, operation)
         confirmed = bool(post.get("confirmed"))
-        marks = _marks(post.getlist("shown" if post.get("all") and not confirmed else "record"))
-        live = _marks(post.getlist("live"))
+        marks = _read_marks(
+            post.getlist("shown" if post.get("all") and not confirmed else "record")
+        )
+        live = _read_marks(post.getlist("live"))
         if not marks and not live:
-            return _nothing(request, back, "No record selected. Nothing was done.")
+            return _back_with(request, back, "No record selected. Nothing was done.")
         if len(marks) + len(live) > PER_PAGE:
-            return _nothing(request, back, f"Select {PER_PAGE} records at most.")
+            return _back_with(request, back, f"Select {PER_PAGE} records at most.")
         form = ConfirmForm(post if confirmed else None, operation=operation, live=len(live))
         context: dict[str, object] = {
             "operation": operation,
@@ -71,7 +71,7 @@ class BulkPages(OperationPages):
             return self._summary(request, operation, lines, context)
         shown = [*marks, *live] if confirmed else marks
         store = get_store(celery_app())
-        now_ms = clock_ms(store)
+        now_ms = store.now_ms()
         lines = [self.plan(operation, mark, store.get(mark.identity), now_ms) for mark in shown]
         counts = Counter(line.verdict for line in lines)
         if not confirmed:
@@ -93,10 +93,10 @@ class BulkPages(OperationPages):
         marks: Iterable[Mark],
         live: Iterable[Mark],
         form: ConfirmForm,
-    ) -> Iterator[Line]:
+    ) -> Iterator[PlanLine]:
         """Operate on one record after the other, whatever comes of those before it."""
         reason, force = form.cleaned_data["reason"], form.cleaned_data.get("force", False)
-        give_up = monotonic() + _LONGEST
+        give_up = monotonic() + _LONGEST_SECONDS
         for mark in marks:
             yield self._carry_out_one(request, operation, mark, reason, give_up, force=False)
         for mark in live:
@@ -114,7 +114,7 @@ class BulkPages(OperationPages):
         give_up: float,
         *,
         force: bool,
-    ) -> Line:
+    ) -> PlanLine:
         if monotonic() > give_up:
             return self.line(mark, "untried", "Not tried: those before it took too long.")
         try:
@@ -132,7 +132,7 @@ class BulkPages(OperationPages):
         self,
         request: HttpRequest,
         operation: Operation,
-        lines: list[Line],
+        lines: list[PlanLine],
         context: dict[str, object],
     ) -> HttpResponse:
         counted = Counter(line.verdict for line in lines)
@@ -147,12 +147,12 @@ class BulkPages(OperationPages):
         return self.render(request, "summary", context)
 
 
-def _nothing(request: HttpRequest, back: str, why: str) -> HttpResponse:
+def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:
     messages.warning(request, why)
     return HttpResponseRedirect(back)
 
 
-def _marks(texts: Iterable[str]) -> list[Mark]:
+def _read_marks(texts: Iterable[str]) -> list[Mark]:
     """Return the marks that a form sent, each once."""
     try:
         return list({mark.identity: mark for mark in map(Mark.read, texts)}.values())

@@ -9,8 +9,6 @@ from datetime import datetime, timedelta, timezone
 
 from celery_idempotent.records import Counted
 
-__all__ = ["SERIES", "Bar", "Chart", "Row", "charts"]
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 #: What is drawn, from below, and the outcomes that it adds up. ``settled`` and ``released`` end what ``claimed`` began.
@@ -43,7 +41,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ChartRow:
     """What happened from a moment on, by series."""
 
     at: datetime
@@ -55,7 +53,7 @@ class Chart:
     """What happened to a task over time. ``rows`` are all of it, ``totals`` its sums, by series."""
 
     task: str
-    rows: Sequence[Row]
+    rows: Sequence[ChartRow]
     totals: Mapping[str, int]
     highest: int
     bars: Sequence[Bar]
@@ -71,7 +69,7 @@ class Chart:
         return ", ".join(f"{number:,} {series}" for series, number in self.totals.items())
 
     @property
-    def busy(self) -> list[Row]:
+    def busy(self) -> list[ChartRow]:
         """The rows in which something happened."""
         return [row for row in self.rows if any(row.counts)]
 
@@ -96,7 +94,7 @@ def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) ->
     rows, bars = [], []
     for n, column in enumerate(columns):
         at = _EPOCH + timedelta(hours=first + n * step)
-        rows.append(Row(at=at, counts=tuple(column[series] for series in SERIES)))
+        rows.append(ChartRow(at=at, counts=tuple(column[series] for series in SERIES)))
         bottom = float(HEIGHT)
         for series in SERIES:
             if column[series]:

@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING
 from celery_idempotent.celery.checks import Finding, check_settings, check_store
 from celery_idempotent.celery.reaper import SWEEP, sweep_interval
 from celery_idempotent.django.admin.charts import Chart, charts
-from celery_idempotent.django.admin.detail import duration
+from celery_idempotent.django.admin.detail import time_in_words
 from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import Counted, Record, Stats
+from celery_idempotent.records import Record, Stats
 from celery_idempotent.stores import get_store
-from celery_idempotent.stores.base import COUNTED_HOURS, can_count
+from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.stores import Store
-
-__all__ = ["Board", "Sweeps", "board"]
 
 #: So many tasks have a chart, if none is named.
 CHARTS = 12
@@ -45,7 +42,7 @@ class Sweeps:
     @property
     def ago(self) -> str:
         """How long ago the last one ended, for people."""
-        return duration(self.ago_ms)
+        return time_in_words(self.ago_ms)
 
     @property
     def well(self) -> bool:
@@ -77,7 +74,7 @@ class Board:
 
     @property
     def tiles(self) -> dict[str, str]:
-        """The counts as they are told."""
+        """The counts in words."""
         return {name: self.stats.said(name) for name in ("live", "stale", "interrupted", "failed")}
 
 
@@ -93,7 +90,7 @@ def board(app: Celery, *, period: str, task: str) -> Board:
     answered_ms = (time.perf_counter() - began) * 1000
     oldest, oldest_of_many = oldest_processing(store)
     _, hours, step = PERIODS[period]
-    counted = _counted(store)
+    counted = store.counts(hours=COUNTED_HOURS)
     last_hour = stats.now_ms // HOUR_MS
     drawn = charts(
         (each for each in counted if each.task != SWEEP and task in ("", each.task)),
@@ -106,18 +103,16 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         stats=stats,
         answered_ms=answered_ms,
         oldest=oldest,
-        oldest_for="" if oldest is None else duration(max(stats.now_ms - oldest.updated_ms, 0)),
+        oldest_for=""
+        if oldest is None
+        else time_in_words(max(stats.now_ms - oldest.updated_ms, 0)),
         oldest_of_many=oldest_of_many,
-        counts=can_count(store),
+        counts=store.supports_counting,
         sweeps=_sweeps(app, stats),
         charts=drawn[:CHARTS],
         more=len(drawn[CHARTS:]),
         findings=[*check_settings(app), *check_store(app)],  # workers would take a second
     )
-
-
-def _counted(store: Store) -> Sequence[Counted]:
-    return store.counts(hours=COUNTED_HOURS) if can_count(store) else ()
 
 
 def _sweeps(app: Celery, stats: Stats) -> Sweeps:

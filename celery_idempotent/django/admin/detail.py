@@ -1,4 +1,4 @@
-"""The page of one record: all that it says, told to people."""
+"""The page of one record: all that it says, for people."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from datetime import datetime, timedelta, timezone
 from celery_idempotent.celery.operations import Operation, is_live, offered
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores.refusals import KEPT
-
-__all__ = ["Detail", "Moment", "detail", "duration"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -52,7 +50,7 @@ class Detail:
     def left(self) -> str:
         """The time until the lease runs out, in words; the page's script says the same and counts down."""
         left_ms = self.left_ms or 0
-        text = duration(abs(left_ms))
+        text = time_in_words(abs(left_ms))
         return f"ran out {text} ago" if left_ms < 0 else f"{text} left"
 
 
@@ -70,13 +68,13 @@ def detail(record: Record, now_ms: int) -> Detail:
         fingerprint=record.fingerprint.hex() if record.fingerprint else "",
         operations=offered(record),
         timeline=_timeline(record, now_ms),
-        unknown=_unknown(record),
+        unknown=_not_recorded(record),
         steps=[(name, len(stored.body)) for name, stored in record.steps],
         now=_EPOCH + timedelta(milliseconds=now_ms),
     )
 
 
-def duration(ms: int) -> str:
+def time_in_words(ms: int) -> str:
     """Return a time in its two largest units."""
     seconds = ms // 1000
     parts: list[str] = []
@@ -90,13 +88,13 @@ def duration(ms: int) -> str:
 def _timeline(record: Record, now_ms: int) -> list[Moment]:
     """Return what a record knows to have happened, in its order; what has no time comes where it must have been."""
     dated = [
-        Moment(at=refusal.at, what=_REFUSED[refusal.kind], task_id=refusal.task_id)
+        Moment(at=refusal.at, what=_TURNED_AWAY[refusal.kind], task_id=refusal.task_id)
         for refusal in record.refusals
     ]
     # Of what happened within a millisecond: no conflict comes before the claim, none after the settle.
     conflicts = sum(refusal.kind == "conflict" for refusal in record.refusals)
     place = conflicts if record.state.settled else 0
-    dated.sort(key=lambda moment: moment.what != _REFUSED["conflict"])
+    dated.sort(key=lambda moment: moment.what != _TURNED_AWAY["conflict"])
     dated.insert(place, Moment(at=record.updated_at, what=_became(record)))
     if record.deadline is not None and record.deadline_ms is not None:
         ahead = record.deadline_ms > now_ms
@@ -120,7 +118,7 @@ def _timeline(record: Record, now_ms: int) -> list[Moment]:
     return moments
 
 
-_REFUSED = {
+_TURNED_AWAY = {
     "conflict": "Turned away: somebody else held the key",
     "mismatch": "Turned away: its arguments are not those of the first call",
 }
@@ -137,14 +135,14 @@ def _began(record: Record) -> str:
 def _between(record: Record) -> list[Moment]:
     """Return what happened between the first claim and the present state, at times that nobody kept."""
     earlier = record.attempts - (record.state is State.PROCESSING)
-    told = 1 if record.state is State.INTERRUPTED else 0
+    shown = 1 if record.state is State.INTERRUPTED else 0
     moments = []
     if earlier > 1 or (earlier == 1 and record.state is State.PROCESSING):
         before = " before" if record.state is State.PROCESSING else ""
         moments.append(Moment(what=f"Claimed {_times(earlier)}{before}"))
-    if record.crashes > told:
-        before = " before" if told else ""
-        moments.append(Moment(what=f"Lost to a crash {_times(record.crashes - told)}{before}"))
+    if record.crashes > shown:
+        before = " before" if shown else ""
+        moments.append(Moment(what=f"Lost to a crash {_times(record.crashes - shown)}{before}"))
     return moments
 
 
@@ -153,7 +151,7 @@ def _times(count: int) -> str:
     return {1: "once", 255: "255 times or more"}.get(count, f"{count} times")
 
 
-def _unknown(record: Record) -> str:
+def _not_recorded(record: Record) -> str:
     """Say what the timeline cannot tell."""
     missing = ["replays", "renewals", "sweeps that left it alone"]
     if record.attempts > 1 or record.crashes:

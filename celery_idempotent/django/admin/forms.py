@@ -17,8 +17,6 @@ from celery_idempotent.records import Selection, State
 if TYPE_CHECKING:
     from django.http import QueryDict
 
-__all__ = ["PERIODS", "ConfirmForm", "FilterForm", "OperationForm", "PeriodForm"]
-
 #: How long ago a record was made, for the filter.
 _AGES = {
     "1m": ("1 minute", timedelta(minutes=1)),
@@ -28,7 +26,7 @@ _AGES = {
     "30d": ("30 days", timedelta(days=30)),
 }
 
-_STATES = {
+_STATE_FILTERS = {
     "live": ("Live: queued or at work", frozenset({State.QUEUED, State.PROCESSING})),
     "stale": ("Stale: the lease ran out", frozenset({State.PROCESSING})),
     **{state.value: (state.value, frozenset({state})) for state in State},
@@ -49,7 +47,7 @@ class FilterForm(forms.Form):
 
     state = forms.ChoiceField(
         required=False,
-        choices=[("", "Any state"), *((word, about[0]) for word, about in _STATES.items())],
+        choices=[("", "Any state"), *((word, about[0]) for word, about in _STATE_FILTERS.items())],
     )
     task = forms.CharField(
         required=False,
@@ -98,10 +96,10 @@ class FilterForm(forms.Form):
 
     def selection(self, now_ms: int) -> Selection:
         """Return what was chosen, ``now_ms`` by the store's clock."""
-        chosen: dict[str, Any] = self.cleaned_data
+        chosen = self.cleaned_data
         age = _AGES.get(chosen["age"])
         before = None if age is None else now_ms - age[1] // timedelta(milliseconds=1)
-        states = _STATES.get(chosen["state"])
+        states = _STATE_FILTERS.get(chosen["state"])
         return Selection(
             states=frozenset() if states is None else states[1],
             stale=chosen["state"] == "stale",
@@ -153,9 +151,9 @@ class ConfirmForm(forms.Form):
         if not live:
             del self.fields["force"]
 
-    def clean(self) -> dict[str, Any]:
+    def clean(self) -> dict[str, object]:
         """Refuse to force without a reason."""
-        given: dict[str, Any] = super().clean() or {}
+        given: dict[str, object] = super().clean() or {}
         if given.get("force") and not given.get("reason") and not self.has_error("reason"):
             self.add_error("reason", "To take a key away from a live owner, say why.")
         return given

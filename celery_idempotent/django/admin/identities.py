@@ -7,8 +7,6 @@ import json
 from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.records import Identity
 
-__all__ = ["parse", "unparse"]
-
 #: Three texts of so many characters, each escaped with up to 12, and what is around them.
 _LONGEST = 3 * 12 * MAX_CHARS + 16
 

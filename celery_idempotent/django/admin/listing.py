@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.operations import clock_ms
 from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.keys import canonical, task_id_key
@@ -15,8 +14,6 @@ from celery_idempotent.records import Identity, Record, Selection, State
 
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
-
-__all__ = ["LOOK_AT", "PER_PAGE", "SEARCHED", "Listing", "browse", "search"]
 
 #: So many records make a page, and for them so many keys are looked at.
 PER_PAGE, LOOK_AT = 50, 5000
@@ -46,7 +43,7 @@ class Listing:
             yield record, record.stale(self.now_ms)
 
 
-def browse(store: Store, form: FilterForm) -> Listing:
+def list_page(store: Store, form: FilterForm) -> Listing:
     """Return the page that a valid form asks for.
 
     Raises:
@@ -54,7 +51,7 @@ def browse(store: Store, form: FilterForm) -> Listing:
     """
     aged = bool(form.cleaned_data["age"])
     page = store.list(
-        form.selection(clock_ms(store) if aged else 0),
+        form.selection(store.now_ms() if aged else 0),
         cursor=form.cleaned_data["cursor"],
         limit=PER_PAGE,
         look_at=LOOK_AT,

@@ -2,7 +2,7 @@
 
 ::
 
-    list ─ Mark ──▶ plan: Line "do" │ "live" │ "left" ──▶ question, ConfirmForm ──▶ carry_out ──▶ Line, or a message
+    list ─ Mark ──▶ plan: "do" │ "live" │ "left" ──▶ question, ConfirmForm ──▶ carry_out ──▶ a line, or a message
 
 A page about one record asks about one mark, the list about many (:mod:`~celery_idempotent.django.admin.bulk`).
 """
@@ -18,7 +18,6 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from celery_idempotent.celery.operations import (
     Operation,
     Outcome,
-    clock_ms,
     is_live,
     offered,
     operate,
@@ -32,8 +31,6 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
-
-__all__ = ["Line", "Mark", "OperationPages"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PlanLine:
     """What is to become of a record, or came of it. ``record``: as it is now, where that was looked at."""
 
     mark: Mark
@@ -92,7 +89,7 @@ class OperationPages(Pages):
         if identity is None or record is None:
             return self.gone(request, identity)
         back, wording = self.address_of(identity), WORDINGS[operation]
-        line = self.plan(operation, Mark.of(record), record, clock_ms(store))
+        line = self.plan(operation, Mark.of(record), record, store.now_ms())
         if line.verdict == "left":
             messages.warning(request, f"Nothing was done: {wording.refusal}")
             return HttpResponseRedirect(back)
@@ -131,11 +128,15 @@ class OperationPages(Pages):
         if not self.may(request, f"{operation}_record"):
             raise PermissionDenied
 
-    def line(self, mark: Mark, verdict: Verdict, text: str) -> Line:
+    def line(self, mark: Mark, verdict: Verdict, text: str) -> PlanLine:
         """Return a line about a record that was not looked at."""
-        return Line(mark=mark, verdict=verdict, text=text, address=self.address_of(mark.identity))
+        return PlanLine(
+            mark=mark, verdict=verdict, text=text, address=self.address_of(mark.identity)
+        )
 
-    def plan(self, operation: Operation, mark: Mark, record: Record | None, now_ms: int) -> Line:
+    def plan(
+        self, operation: Operation, mark: Mark, record: Record | None, now_ms: int
+    ) -> PlanLine:
         """Say what an operation would do to the record that a mark stands for, ``record`` being what is there now."""
         wording = WORDINGS[operation]
         verdict: Verdict = "left"
@@ -149,7 +150,7 @@ class OperationPages(Pages):
             verdict, text = "live", "Left alone unless forced: its owner is live."
         else:
             verdict, text = "do", f"Will be {wording.done.lower()}."
-        return Line(
+        return PlanLine(
             mark=mark,
             verdict=verdict,
             text=text,

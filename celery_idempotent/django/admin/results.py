@@ -17,20 +17,18 @@ from celery_idempotent.django.admin.values import Shown, text_of
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Result", "result_of"]
-
 logger = logging.getLogger(__name__)
 
 #: How long a page waits for the result backend, in seconds. Its own limits are for workers: Celery lets Redis take two
 #: minutes, and tries again twenty times.
 PATIENCE = 3.0
 
-#: So many questions may be without an answer at a time: each keeps a thread until the backend's own limits end it.
+#: So many questions may be without an answer at a time: each has a thread until the backend's own limits end it.
 _asking = threading.BoundedSemaphore(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class BackendResult:
     """A state of Celery, PENDING where nothing is known, and the value for those who may see it."""
 
     state: str = ""
@@ -39,21 +37,25 @@ class Result:
     trouble: str = ""
 
 
-def result_of(app: Celery, task_id: str, *, may_see: bool) -> Result:
+def result_of(app: Celery, task_id: str, *, may_see: bool) -> BackendResult:
     """Ask the app's result backend, which reads only what the app accepts."""
     try:
         meta = _meta(app.backend, task_id)
     except (NotImplementedError, AttributeError):
-        return Result(trouble="This app keeps no results.")
+        return BackendResult(trouble="This app keeps no results.")
     except NotYet:
         logger.warning("idempotency: the result backend does not answer within %s s", PATIENCE)
-        return Result(trouble=f"The result backend does not answer within {PATIENCE:g} seconds.")
+        return BackendResult(
+            trouble=f"The result backend does not answer within {PATIENCE:g} seconds."
+        )
     except Exception as error:
         logger.warning("idempotency: the result backend does not answer", exc_info=True)
-        return Result(trouble=f"The result backend does not answer ({type(error).__name__}).")
+        return BackendResult(
+            trouble=f"The result backend does not answer ({type(error).__name__})."
+        )
     state = str(meta.get("status"))
     value = text_of(meta.get("result")) if may_see and state in {"SUCCESS", "FAILURE"} else None
-    return Result(state=state, done=meta.get("date_done"), value=value)
+    return BackendResult(state=state, done=meta.get("date_done"), value=value)
 
 
 def _meta(backend: Any, task_id: str) -> dict[str, Any]:

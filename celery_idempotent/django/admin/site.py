@@ -9,29 +9,27 @@ from typing import TYPE_CHECKING
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
-from celery_idempotent.celery.operations import OPERATIONS, clock_ms
+from celery_idempotent.celery.operations import OPERATIONS
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.bulk import BulkPages
 from celery_idempotent.django.admin.dashboard import board
-from celery_idempotent.django.admin.detail import detail, duration
+from celery_idempotent.django.admin.detail import detail, time_in_words
 from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
-from celery_idempotent.django.admin.listing import browse, search
+from celery_idempotent.django.admin.listing import list_page, search
 from celery_idempotent.django.admin.operating import Mark
 from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.namespaces import view_namespaces
-from celery_idempotent.django.outbox.interceptor import pending
+from celery_idempotent.django.http.views import view_namespaces
+from celery_idempotent.django.outbox import pending
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
-
-__all__ = ["IdempotencyRecordAdmin"]
 
 #: So many messages of the outbox are shown, and so many names of tasks suggested.
 _STAGED, _SUGGESTED = 100, 200
@@ -77,7 +75,9 @@ class IdempotencyRecordAdmin(BulkPages):
         if form.is_valid():
             try:
                 listing = (
-                    search(store, form, tasks) if form.cleaned_data["key"] else browse(store, form)
+                    search(store, form, tasks)
+                    if form.cleaned_data["key"]
+                    else list_page(store, form)
                 )
             except ValueError:
                 form.add_error(None, "This place in the list is of another list: start again.")
@@ -127,7 +127,7 @@ class IdempotencyRecordAdmin(BulkPages):
         record = store.get(identity)
         if record is None:
             return self.gone(request, identity)
-        about = detail(record, clock_ms(store))
+        about = detail(record, store.now_ms())
         definition = definition_of(app, identity.namespace, load=True)
         may_see = self.may(request, "view_result")
         buttons = [
@@ -194,7 +194,7 @@ class IdempotencyRecordAdmin(BulkPages):
         """Show the messages that are committed and not sent."""
         alias = _outbox_alias()
         waiting = [] if alias is None else pending(using=alias, limit=_STAGED + 1)
-        rows = [(each, duration(each.age_ms)) for each in waiting[:_STAGED]]
+        rows = [(each, time_in_words(each.age_ms)) for each in waiting[:_STAGED]]
         context = {
             "title": "Outbox",
             "alias": alias,
@@ -222,5 +222,4 @@ def _namespaces(app: Celery) -> list[str]:
 
 def _outbox_alias() -> str | None:
     """Return the database whose outbox the app's store looks after."""
-    alias: str | None = getattr(get_store(celery_app()), "outbox_alias", None)
-    return alias
+    return get_store(celery_app()).outbox_alias

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.definition import Definition
 
-__all__ = ["LONGEST", "Shown", "shown", "text_of"]
-
 #: So many characters of a value are shown.
 LONGEST = 10_000
 

@@ -11,8 +11,6 @@ from django.contrib.messages import constants
 
 from celery_idempotent.celery.operations import Operation, Outcome
 
-__all__ = ["OUTCOMES", "WORDINGS", "Verdict", "Wording"]
-
 #: What is, or was, to become of a record.
 Verdict = Literal["do", "live", "left", "done", "unsent", "changed", "refused", "failed", "untried"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from django.core.exceptions import PermissionDenied
-from django.http import HttpResponseBase
+from django.http import HttpRequest, HttpResponseBase
 
 from celery_idempotent.django.http.messages import awaited
 from celery_idempotent.errors import InvalidOption
@@ -13,10 +13,8 @@ from celery_idempotent.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["object_permissions", "refused_replay"]
 
-
-def object_permissions(request: Any, *_: object, **__: object) -> bool:
+def object_permissions(request: HttpRequest, *_: object, **__: object) -> bool:
     """Ask what a view of Django REST framework about one object asks: its ``get_object()``.
 
     For ``@idempotent_view(authorize=object_permissions)``: whoever is not given the object by ``get_queryset()`` any
@@ -39,10 +37,10 @@ def object_permissions(request: Any, *_: object, **__: object) -> bool:
 
 
 def refused_replay(
-    authorize: Callable[..., Any],
-    seen: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    authorize: Callable[..., object],
+    seen: HttpRequest,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
     name: str,
 ) -> HttpResponseBase | None:

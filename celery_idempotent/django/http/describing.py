@@ -12,8 +12,8 @@ from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
-from celery_idempotent.django.http.options import HttpOptions, ShowErrors
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import (
     FailedByOperator,
     IdempotencyError,
@@ -22,27 +22,12 @@ from celery_idempotent.errors import (
     TooManyCrashes,
 )
 from celery_idempotent.records import Record, State
+from celery_idempotent.serializers import Serializer
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["Failure", "describe", "failure_of", "least_shown", "note_shown"]
-
 logger = logging.getLogger(__name__)
-
-_SHOWN: tuple[ShowErrors, ...] = ("none", "permanent", "all")
-_views: set[ShowErrors] = set()
-
-
-def note_shown(show_errors: ShowErrors) -> None:
-    """Remember what a view says about the errors of its tasks."""
-    _views.add(show_errors)
-
-
-def least_shown(show_errors: ShowErrors) -> ShowErrors:
-    """Return what may be told by who does not know by which view a task was queued: what every view would tell."""
-    return min((show_errors, *_views), key=_SHOWN.index)
-
 
 #: Errors of the library's own that have a code for programs, and the same by their names, as records have them.
 _CODES: Final[dict[type[IdempotencyError], str]] = {
@@ -51,6 +36,9 @@ _CODES: Final[dict[type[IdempotencyError], str]] = {
     TooManyCrashes: "too_many_crashes",
 }
 _OWN: Final = {each.__name__: each for each in _CODES}
+
+
+_JSON: Final = Serializer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +56,7 @@ def describe(
 ) -> dict[str, Any]:
     """Return what the status resource says: JSON, in an order for people."""
     result, state = _result_of(record, task, options)
-    told: dict[str, Any] = {
+    described: dict[str, object] = {
         "namespace": record.identity.namespace,
         "key": key,
         "state": state.value,
@@ -78,16 +66,16 @@ def describe(
         "crashes": record.crashes,
     }
     if state is State.INTERRUPTED:
-        told["retryable"] = True
+        described["retryable"] = True
     if state is State.COMPLETED:
-        told |= result
+        described |= result
     if state is State.FAILED:
         failure = failure_of(record, task, options)
-        told |= {
+        described |= {
             "error": {**failure.error, "code": failure.code, "detail": failure.detail},
             "retryable": failure.retryable,
         }
-    return told
+    return described
 
 
 def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions) -> Failure:
@@ -105,12 +93,12 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
     shown = options.show_errors == "all" or (
         options.show_errors == "permanent" and (permanent or own)
     )
-    told = {"type": kind} if options.show_errors != "none" else {}
+    described = {"type": kind} if options.show_errors != "none" else {}
     if shown and message:
-        told["message"] = message
+        described["message"] = message
     detail = message if shown and message else "The operation failed."
     retryable = error is not None and not permanent and not own
-    return Failure(code=code, detail=detail, retryable=retryable, error=told)
+    return Failure(code=code, detail=detail, retryable=retryable, error=described)
 
 
 def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseException | None, str, str]:
@@ -120,18 +108,18 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
             error: BaseException = definition.codec.load_error(record.value)
         except IdempotencyError as unreadable:
             error = unreadable
-        return error, type(error).__name__, _text(error)
-    # A view's: all that is kept of it is what may be told.
-    told: Any = None
-    if record.value is not None and record.value.content_type == "application/json":
-        with contextlib.suppress(ValueError, RecursionError):
-            told = json.loads(record.value.body)
-    told = told if isinstance(told, dict) else {}
-    kind, message = _text(told.get("exc_type", "")), _text(told.get("exc_message", ""))
+        return error, type(error).__name__, _sendable(error)
+    # A view's: all that is kept of it is what its caller may know.
+    found: object = None
+    if record.value is not None:
+        with contextlib.suppress(IdempotencyError):
+            found = _JSON.load(record.value)
+    parts = found if isinstance(found, dict) else {}
+    kind, message = _sendable(parts.get("exc_type", "")), _sendable(parts.get("exc_message", ""))
     return (_OWN[kind](message) if kind in _OWN else None), kind, message
 
 
-def _text(value: object) -> str:
+def _sendable(value: object) -> str:
     """Return what a stored value says, as a text that can be sent."""
     try:
         return str(value).encode("utf-8", "replace").decode()
@@ -141,11 +129,11 @@ def _text(value: object) -> str:
 
 def _result_of(
     record: Record, task: IdempotentTask | None, options: HttpOptions
-) -> tuple[dict[str, Any], State]:
+) -> tuple[dict[str, object], State]:
     """Return the members about the result, and the state: who replaced the task may still be at it.
 
     Raises:
-        Refusal: ``result_unavailable``, if the result backend does not answer.
+        RequestRefused: ``result_unavailable``, if the result backend does not answer.
     """
     if record.state is not State.COMPLETED:
         return {}, record.state
@@ -156,10 +144,10 @@ def _result_of(
         return {}, record.state  # kept or not: who knows this task can say
     try:
         if record.value is not None and not record.replaced:
-            return _json({"result": definition.codec.load_value(record.value)}), record.state
+            return _if_json({"result": definition.codec.load_value(record.value)}), record.state
         outcome: Any = task.AsyncResult(record.task_id)
         if outcome.state == "SUCCESS":
-            return _json({"result": outcome.result}), record.state
+            return _if_json({"result": outcome.result}), record.state
         if record.replaced and not outcome.ready():
             return {}, State.PROCESSING
     except (IdempotencyError, AttributeError, NotImplementedError):
@@ -170,7 +158,7 @@ def _result_of(
         logger.warning(
             "idempotency: the result of %s cannot be fetched", record.identity, exc_info=True
         )
-        raise Refusal(
+        raise RequestRefused(
             "result_unavailable",
             "It is done, and its result cannot be fetched just now. Ask again later.",
             retry_after=options.retry_after,
@@ -178,24 +166,24 @@ def _result_of(
     return {"result_kept": False}, record.state
 
 
-def _response_of(record: Record) -> dict[str, Any]:
+def _response_of(record: Record) -> dict[str, object]:
     assert record.value is not None
     try:
         response = read_response(record.value)
     except ResultUnavailable:
         return {"result_kept": False}
-    told: dict[str, Any] = {"status": response.status_code}
+    described: dict[str, object] = {"status": response.status_code}
     if is_for_the_view(record.value):
-        return {"result": told}
+        return {"result": described}
     if "Location" in response:
-        told["location"] = response["Location"]
+        described["location"] = response["Location"]
     if response.headers.get("Content-Type", "").partition(";")[0].endswith("json"):
         with contextlib.suppress(ValueError, RecursionError):
-            told["body"] = json.loads(response.content)
-    return _json({"result": told})
+            described["body"] = json.loads(response.content)
+    return _if_json({"result": described})
 
 
-def _json(members: dict[str, Any]) -> dict[str, Any]:
+def _if_json(members: dict[str, object]) -> dict[str, object]:
     """Return the members if JSON can say them."""
     try:
         json.dumps(members, cls=DjangoJSONEncoder)

@@ -8,14 +8,12 @@ from collections.abc import Awaitable
 from contextvars import Context, copy_context
 from typing import TypeVar
 
-__all__ = ["to_the_end"]
-
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 
-async def to_the_end(work: Awaitable[Answer], *, name: str) -> Answer:
+async def to_the_end(work: Awaitable[Value], *, name: str) -> Value:
     """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
 
     Django cancels a coroutine when its client hangs up; between an effect and its record it must not::
@@ -27,7 +25,7 @@ async def to_the_end(work: Awaitable[Answer], *, name: str) -> Answer:
     """
     contexts: list[Context] = []
 
-    async def whole() -> Answer:
+    async def whole() -> Value:
         try:
             return await work
         finally:

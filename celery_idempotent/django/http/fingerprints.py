@@ -14,7 +14,7 @@ from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.options import HttpOptions
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.identity.fingerprints import (
     NoFormError,
     Written,
@@ -25,8 +25,6 @@ from celery_idempotent.identity.fingerprints import (
 
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
-
-__all__ = ["read_body", "request_fingerprint"]
 
 #: So many digits, times ten to the power of up to so much, a float tells apart.
 _FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
@@ -41,7 +39,7 @@ def read_body(request: HttpRequest, options: HttpOptions) -> None:
     Not a form of POST: what was parsed of it is shared. Nor where it does not count.
 
     Raises:
-        Refusal: as :func:`~celery_idempotent.django.http.bodies.receive`.
+        RequestRefused: as :func:`~celery_idempotent.django.http.bodies.receive`.
         RequestDataTooBig: if it is over Django's own limit.
     """
     receive(request, options)
@@ -49,13 +47,13 @@ def read_body(request: HttpRequest, options: HttpOptions) -> None:
         request.body  # noqa: B018  kept by Django
 
 
-def request_fingerprint(request: HttpRequest, seen: Any, options: HttpOptions) -> bytes:
+def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOptions) -> bytes:
     """Return the fingerprint of ``request``; ``seen`` is what the view gets (Django REST framework wraps it).
 
     The body stays readable for the view.
 
     Raises:
-        Refusal: ``body_unreadable``.
+        RequestRefused: ``body_unreadable``.
         RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent: if it is over one of Django's own limits.
     """
     if options.fingerprint is not None:
@@ -83,7 +81,7 @@ def _body(request: HttpRequest) -> str:
             data = QueryDict(raw, encoding=request.encoding or "utf-8")
             return f"form {_fields(data)}"
     except (MultiPartParserError, UnicodeError) as error:
-        raise Refusal("body_unreadable", "The form in it is malformed.") from error
+        raise RequestRefused("body_unreadable", "The form in it is malformed.") from error
     if content_type == "application/json" or content_type.endswith("+json"):
         canonical = _json(raw)
         if canonical is not None:
@@ -96,7 +94,7 @@ def _check_charset(request: HttpRequest) -> None:
     try:
         "a".encode(request.encoding or "utf-8")
     except (LookupError, UnicodeError) as error:
-        raise Refusal("body_unreadable", "Its charset is none.") from error
+        raise RequestRefused("body_unreadable", "Its charset is none.") from error
 
 
 def _json(raw: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""Guarding one view: claim the key, run the view, keep its answer, repeat it to whoever asks again."""
+"""Guarding one view: claim the key, run the view, store its answer, repeat it to each repetition."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.authorizing import refused_replay
-from celery_idempotent.django.http.current import celery_app
 from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.fingerprints import read_body, request_fingerprint
 from celery_idempotent.django.http.messages import awaited, finished, pack_response, read_response
 from celery_idempotent.django.http.options import HttpOptions
-from celery_idempotent.django.http.problems import Refusal, problem
-from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.django.http.problems import RequestRefused, problem
+from celery_idempotent.django.http.scopes import caller_scope, http_identity
 from celery_idempotent.django.http.transactions import (
     atomic_aliases,
     atomic_requests,
     refuse_open_transactions,
 )
-from celery_idempotent.errors import FingerprintMismatch, InvalidKey, ResultUnavailable
-from celery_idempotent.identity.keys import canonical
+from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
 from celery_idempotent.protocol.calls import (
     Call,
     Conflict,
@@ -34,14 +33,12 @@ from celery_idempotent.protocol.calls import (
     worker_name,
 )
 from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponseBase
-
-__all__ = ["Guard", "Guarded", "http_identity"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,17 +55,17 @@ class _NotToKeepError(Exception):
 class Guarded:
     """One request: ``seen`` is what its view gets, with ``args`` and ``kwargs`` of its URL; ``run`` calls the view.
 
-    Without a key nothing is claimed. ``spared`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for this
-    view.
+    Without a key nothing is claimed. ``non_atomic`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for
+    this view.
     """
 
     request: HttpRequest
-    seen: Any
+    seen: HttpRequest
     key: str | None
-    run: Callable[[], Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    spared: frozenset[str] = frozenset()
+    run: Callable[[], HttpResponseBase]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    non_atomic: frozenset[str] = frozenset()
 
 
 class _ResponseCodec:
@@ -79,14 +76,14 @@ class _ResponseCodec:
         self._name = name
         self._json = Serializer()
 
-    def dump_value(self, value: Any) -> Stored:
+    def dump_value(self, value: HttpResponseBase) -> Stored:
         """Pack a response."""
         return pack_response(value, self._options, name=self._name)
 
     def dump_error(self, error: BaseException) -> Stored | None:
-        """Keep what a person may be told."""
-        told = {"exc_type": type(error).__name__, "exc_message": str(error)}
-        stored = self._json.dump(told, max_bytes=None)
+        """Store what a caller may know."""
+        parts = {"exc_type": type(error).__name__, "exc_message": str(error)}
+        stored = self._json.dump(parts, max_bytes=None)
         return None if isinstance(stored, NotStored) else stored
 
     def dump_step(self, name: str, value: object) -> Stored:
@@ -101,24 +98,6 @@ class _ResponseCodec:
     def load_value(self, stored: Stored) -> object:
         """Return the result of a step."""
         return self._json.load(stored)
-
-
-def http_identity(namespace: str, scope: object, key: str) -> Identity:
-    """Return the identity of a key of a caller.
-
-    Raises:
-        Refusal: if the key cannot be one, or the scope, which often comes from the request as well.
-    """
-    try:
-        text = canonical(key, task=namespace)
-    except InvalidKey:
-        raise Refusal("idempotency_key_invalid", "It is too long.") from None
-    try:
-        whose = canonical(scope, what="scope", task=namespace)
-    except InvalidKey as error:
-        logger.warning("idempotency: a caller is refused: %s", error)
-        raise Refusal("caller_unknown", "What the request says of its sender is no name.") from None
-    return Identity(namespace=namespace, scope=whose, key=text)
 
 
 class Guard:
@@ -149,8 +128,8 @@ class Guard:
             if refused is not None:
                 return refused
             if key is None:
-                with atomic_requests(guarded.spared):
-                    return awaited(guarded.run(), self._name)  # type: ignore[no-any-return]  # the view's
+                with atomic_requests(guarded.non_atomic):
+                    return awaited(guarded.run(), self._name)
             call = Call(
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
@@ -159,7 +138,7 @@ class Guard:
             )
             refuse_open_transactions()
             return self._answer(self._execute(call, guarded), call, guarded)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             return refusal.response(options.docs_url)
         finally:
             # Some middleware hands the same request to its view once more.
@@ -168,7 +147,7 @@ class Guard:
     def has_work(self, guarded: Guarded) -> bool:
         """Is there anything to do about this request but to call its view?"""
         checked = self.options.checks and guarded.request.method in self.options.methods
-        return guarded.key is not None or bool(checked or atomic_aliases(guarded.spared))
+        return guarded.key is not None or bool(checked or atomic_aliases(guarded.non_atomic))
 
     def _check(self, guarded: Guarded) -> HttpResponseBase | None:
         """Return the answer to a request that is refused whatever its key; also to one that needs none."""
@@ -183,7 +162,7 @@ class Guard:
         try:
             return self._runner.execute(call, lambda: self._run(guarded))
         except FingerprintMismatch:
-            raise Refusal(
+            raise RequestRefused(
                 "idempotency_key_reused",
                 "It was sent before with another method, route or body. A key stands for one intention: use a new one.",
             ) from None
@@ -198,12 +177,12 @@ class Guard:
         request: Any = guarded.request
         if getattr(request, "idempotency_guarded", False):
             # Rolled back at its end. The request is not what it was: its files are read, its user may have changed.
-            raise Refusal(
+            raise RequestRefused(
                 "store_unavailable",
                 "It was undone, for it collided with others. Send the same request with the same key again.",
                 retry_after=self.options.retry_after,
             )
-        with atomic_requests(guarded.spared):
+        with atomic_requests(guarded.non_atomic):
             request.idempotency_guarded = True
             response = finished(awaited(guarded.run(), self._name), self.options)
             if not self.options.is_stored(response.status_code):
@@ -217,7 +196,7 @@ class Guard:
             case Replay(record):
                 return self._refused(guarded) or self._replay(record)
             case Conflict():
-                raise Refusal(
+                raise RequestRefused(
                     "request_in_progress",
                     "The first request with this key has not been answered yet. Ask again later.",
                     retry_after=self.options.retry_after,
@@ -235,7 +214,7 @@ class Guard:
                     if begun
                     else "Whether an earlier request with this key was carried out is not known; this one was not."
                 )
-                raise Refusal(
+                raise RequestRefused(
                     "store_unavailable",
                     f"{known} Send the same request with the same key again.",
                     retry_after=self.options.retry_after,
@@ -251,16 +230,16 @@ class Guard:
     def _replay(self, record: Record) -> HttpResponseBase:
         if record.state is State.FAILED:
             code = failure_of(record, None, self.options).code
-            told = {
+            details = {
                 "failed_by_operator": "An operator decided that it is not tried again.",
                 "too_many_crashes": f"The process that worked on it died {record.crashes} times, and it is not tried "
                 "again.",
             }
-            detail = told.get(code, "It failed for good.")
+            detail = details.get(code, "It failed for good.")
             return problem(code, detail, docs_url=self.options.docs_url)
         if record.value is None:
-            raise Refusal("result_not_kept", "The response could not be kept.")
+            raise RequestRefused("result_not_kept", "The response could not be kept.")
         try:
             return read_response(record.value, self.options.attributes)
         except ResultUnavailable as unavailable:
-            raise Refusal("result_not_kept", str(unavailable)) from None
+            raise RequestRefused("result_not_kept", str(unavailable)) from None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.keys import canonical, excess
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
-
-__all__ = ["MAX_HEADER_CHARS", "read_key"]
 
 #: Nothing longer is looked at: a key of 255 characters, each of them escaped, its quotes, and some parameters.
 MAX_HEADER_CHARS: Final = 1024
@@ -37,14 +35,20 @@ _STRING: Final = re.compile(rf"{_QUOTED}(?:; *{_KEY}(?:=(?:{_ITEM}))?)*", re.ASC
 _BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]+")
 
 
-def read_key(request: HttpRequest, *, strict: bool) -> str | None:
-    """Return the key, ``None`` if the request has none. ``strict``: a bare value is not one.
+def read_key(request: HttpRequest, *, strict: bool, required: bool = False) -> str | None:
+    """Return the key, ``None`` if the request has none and it is not ``required``. ``strict``: a bare value is not one.
 
     Raises:
-        Refusal: ``idempotency_key_invalid``, if the header is malformed, empty, doubled or too long. Its text tells
-            what is wrong and never repeats the value.
+        RequestRefused: ``idempotency_key_missing``; ``idempotency_key_invalid``, if the header is malformed, empty,
+            doubled or too long. Its text tells what is wrong and never repeats the value.
     """
     raw = request.META.get(_META)
+    if raw is None and required:
+        raise RequestRefused(
+            "idempotency_key_missing",
+            "Send a header Idempotency-Key with a value that is new for each intention, such as a UUID, and the same "
+            "when you try again.",
+        )
     if raw is None:
         return None
     if not isinstance(raw, str) or len(raw) > MAX_HEADER_CHARS:
@@ -81,5 +85,5 @@ def _key_of(value: str, *, strict: bool) -> str:
     return value
 
 
-def _invalid(why: str) -> Refusal:
-    return Refusal("idempotency_key_invalid", why)
+def _invalid(why: str) -> RequestRefused:
+    return RequestRefused("idempotency_key_invalid", why)

@@ -16,7 +16,7 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.http import FileResponse, HttpResponse, HttpResponseBase
@@ -28,17 +28,9 @@ from celery_idempotent.records import Stored
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-__all__ = [
-    "CONTENT_TYPE",
-    "REPLAYED",
-    "awaited",
-    "finished",
-    "is_for_the_view",
-    "pack_response",
-    "read_response",
-]
-
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CONTENT_TYPE: Final = "application/http"
 #: Tells a replay from the first answer.
@@ -47,12 +39,12 @@ REPLAYED: Final = "Idempotent-Replayed"
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
 #: In the record only: what the middleware outside is to find on the response, as JSON.
 _ATTRIBUTES: Final = "Idempotent-Attributes"
-#: In the record only: whoever wants to see it is asked about by the view.
+#: In the record only: the view is asked who may see it.
 _AUTHORIZED: Final = "Idempotent-Authorized-By-View"
 _MAX_HEAD: Final = 32 * 1024
 
 
-def awaited(response: Any, name: str) -> Any:
+def awaited(response: T, name: str) -> T:
     """Return the response of a view that was run, rather than begun.
 
     Raises:
@@ -67,15 +59,15 @@ def awaited(response: Any, name: str) -> Any:
     )
 
 
-def finished(response: Any, options: HttpOptions) -> HttpResponseBase:
+def finished(response: HttpResponseBase, options: HttpOptions) -> HttpResponseBase:
     """Return the response with its body rendered, a file of known and bearable size read whole.
 
     Any other stream stays one: what it would bring is not known before it is sent.
     """
     if not getattr(response, "is_rendered", True):
-        response = response.render()
+        response = response.render()  # type: ignore[attr-defined]  # of a template
     if not isinstance(response, FileResponse) or response.is_async:
-        return response  # type: ignore[no-any-return]  # whatever the view returned
+        return response
     length = str(response.headers.get("Content-Length", ""))
     if not length.isdecimal() or int(length) > options.max_response_bytes:
         return response
@@ -130,30 +122,30 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
     )
 
 
-def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str, Any]:
+def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str, object]:
     """Return what the middleware outside is to find on a replay.
 
     Raises:
         TypeError: if it is nothing that JSON can say.
     """
     return {
-        name: _plain(getattr(response, name), name)
+        name: _as_json(getattr(response, name), name)
         for name in (*KEPT_ATTRIBUTES, *options.attributes)
         if hasattr(response, name)
     }
 
 
-def _plain(value: Any, name: str) -> Any:
+def _as_json(value: Any, name: str) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): _plain(each, name) for key, each in value.items()}
+        return {str(key): _as_json(each, name) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
         # A nonce is for one answer: without it a policy is stricter.
-        return [_plain(each, name) for each in items if repr(each) != "csp.constants.NONCE"]
+        return [_as_json(each, name) for each in items if repr(each) != "csp.constants.NONCE"]
     raise TypeError(f"its attribute {name} is a {type(value).__name__}, which is not kept")
 
 
@@ -166,7 +158,7 @@ def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpRespons
     if stored.content_type != CONTENT_TYPE or stored.compression:
         raise ResultUnavailable("What is kept for this key is no response.")
     try:
-        return _read(stored, {*KEPT_ATTRIBUTES, *attributes})
+        return _parse(stored, {*KEPT_ATTRIBUTES, *attributes})
     except ResultUnavailable:
         raise
     except Exception as error:  # noqa: BLE001  whatever Django says of what is no response
@@ -174,7 +166,7 @@ def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpRespons
         raise ResultUnavailable(problem) from None
 
 
-def _read(stored: Stored, known: Collection[str]) -> HttpResponse:
+def _parse(stored: Stored, known: Collection[str]) -> HttpResponse:
     head, _, body = stored.body.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)

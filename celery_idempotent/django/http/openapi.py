@@ -10,13 +10,13 @@ from typing import Any, Final
 from drf_spectacular.openapi import AutoSchema as SpectacularSchema
 from drf_spectacular.utils import OpenApiParameter
 
-from celery_idempotent.django.http.decorators import Marks, marks_of
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.rest import StatusView
+from celery_idempotent.django.http.views import Marks, marks_of
 
 __all__ = ["AutoSchema", "IdempotencySchemaMixin"]
 
-_PROBLEM: Final[dict[str, Any]] = {
+_PROBLEM: Final[dict[str, object]] = {
     "type": "object",
     "title": "Problem",
     "description": "RFC 9457",
@@ -33,7 +33,7 @@ _PROBLEM: Final[dict[str, Any]] = {
     },
     "required": ["type", "title", "status", "detail", "code", "retryable"],
 }
-_STATUS: Final[dict[str, Any]] = {
+_STATUS: Final[dict[str, object]] = {
     "type": "object",
     "title": "OperationStatus",
     "properties": {
@@ -86,7 +86,7 @@ class IdempotencySchemaMixin:
 
     def get_override_parameters(self) -> list[Any]:
         """Add the header of a guarded method."""
-        found: list[Any] = list(super().get_override_parameters())  # type: ignore[misc]  # a mixin's
+        found = list(super().get_override_parameters())  # type: ignore[misc]  # a mixin's
         marks = self._marks()
         if marks is not None:
             found.append(_header(marks.options))
@@ -98,10 +98,10 @@ class IdempotencySchemaMixin:
             return {}
         return super().get_response_serializers()  # type: ignore[misc]  # a mixin's
 
-    def _get_response_bodies(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super()._get_response_bodies(*args, **kwargs)  # type: ignore[misc]  # a mixin's
+    def _get_response_bodies(self, *args: object, **kwargs: object) -> dict[str, object]:
+        found: dict[str, object] = super()._get_response_bodies(*args, **kwargs)  # type: ignore[misc]  # a mixin's
         marks = self._marks()
-        own: dict[int, Any] = {}
+        own: dict[int, object] = {}
         if marks is not None:
             texts = _REFUSALS | (_GUARDED if marks.guards else _QUEUED)
             own = {status: _problem(text) for status, text in texts.items()}
@@ -116,7 +116,7 @@ class IdempotencySchemaMixin:
                 503: _problem("The store or the result backend does not answer; see Retry-After."),
             }
         # What the project says about a status of its own stays.
-        return {**{str(status): told for status, told in own.items()}, **found}
+        return {**{str(status): answer for status, answer in own.items()}, **found}
 
     def _marks(self) -> Marks | None:
         view: Any = self.view  # type: ignore[attr-defined]  # a mixin's
@@ -146,15 +146,15 @@ def _header(options: HttpOptions) -> OpenApiParameter:
     )
 
 
-def _problem(description: str) -> dict[str, Any]:
+def _problem(description: str) -> dict[str, object]:
     return {
         "description": description,
         "content": {"application/problem+json": {"schema": _PROBLEM}},
     }
 
 
-def _status(description: str, *, page: bool = False) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": _STATUS}}
+def _status(description: str, *, page: bool = False) -> dict[str, object]:
+    content: dict[str, object] = {"application/json": {"schema": _STATUS}}
     if page:
         content["text/html"] = {"schema": {"type": "string"}}
     return {"description": description, "content": content}

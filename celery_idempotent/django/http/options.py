@@ -111,8 +111,8 @@ ShowErrors = Literal["none", "permanent", "all"]
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
 
-_text = fitting(lambda value: isinstance(value, str), "takes a text")
-_number = fitting(
+_a_text = fitting(lambda value: isinstance(value, str), "takes a text")
+_amount = fitting(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
     "takes a number from 0",
 )
@@ -126,7 +126,7 @@ def _imported(value: object) -> object:
     return import_string(value) if isinstance(value, str) else value
 
 
-def _function(value: object) -> Callable[[Any], object]:
+def _callable(value: object) -> Callable[[Any], object]:
     found = _imported(value)
     if not callable(found) or iscoroutinefunction(found):
         raise ValueError("takes a function of the request, no coroutine, or its dotted path")
@@ -149,7 +149,7 @@ def _items(
     return read_all
 
 
-_methods = _items(
+_unsafe_methods = _items(
     lambda item: isinstance(item, str) and item not in _SAFE,
     f"takes methods other than {', '.join(_SAFE)}, which are never guarded",
     read=lambda item: item.upper() if isinstance(item, str) else item,
@@ -169,7 +169,7 @@ _attributes = _items(
     ),
     "takes names of attributes that are not a response's own",
 )
-_namespaces = _items(
+_names = _items(
     lambda item: isinstance(item, str),
     "takes names of tasks, or what else is their idempotency_namespace",
 )
@@ -187,18 +187,20 @@ class HttpOptions(Guarding):
     """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, beside what tasks take, too."""
 
     lease_ms: int = option(30_000, duration(at_least_ms=100))
-    scope: Callable[[Any], object] | None = option(None, optional(_function), views=_BOTH)
+    scope: Callable[[Any], object] | None = option(None, optional(_callable), views=_BOTH)
     anonymous: Anonymous = option("refuse", one_of(Anonymous), views=_BOTH)
     required: bool = option(True, flag, views=_BOTH)
     strict: bool = option(False, flag, views=_BOTH)
     namespace: str = option("http", _namespace)
-    methods: tuple[str, ...] = option(("POST", "PUT", "PATCH", "DELETE"), _methods, views=_BOTH)
+    methods: tuple[str, ...] = option(
+        ("POST", "PUT", "PATCH", "DELETE"), _unsafe_methods, views=_BOTH
+    )
     checks: tuple[Check, ...] = option((), _checks)
-    authorize: Callable[..., object] | None = option(None, optional(_function))
-    fingerprint: Callable[[Any], object] | None = option(None, optional(_function))
+    authorize: Callable[..., object] | None = option(None, optional(_callable))
+    fingerprint: Callable[[Any], object] | None = option(None, optional(_callable))
     on_conflict: OnConflict = option("refuse", one_of(OnConflict))
     on_pending: OnPending = option("accept", one_of(OnPending), views="keyed")
-    retry_after: float = option(1, _number, views=_BOTH)
+    retry_after: float = option(1, _amount, views=_BOTH)
     headers: tuple[str, ...] = option((), _headers)
     attributes: tuple[str, ...] = option((), _attributes)
     unstored: tuple[int, ...] = option(
@@ -207,9 +209,9 @@ class HttpOptions(Guarding):
     max_request_bytes: int = option(10 * 1024 * 1024, whole_number, views=_BOTH)
     max_response_bytes: int = option(1024 * 1024, whole_number)
     show_errors: ShowErrors = option("permanent", one_of(ShowErrors), views="keyed")
-    docs_url: str | None = option(None, optional(_text), views=_BOTH)
-    app: str | None = option(None, optional(_text))
-    namespaces: tuple[str, ...] | None = option(None, optional(_namespaces), views="")
+    docs_url: str | None = option(None, optional(_a_text), views=_BOTH)
+    app: str | None = option(None, optional(_a_text))
+    namespaces: tuple[str, ...] | None = option(None, optional(_names), views="")
 
     @property
     def policy(self) -> Policy:

@@ -11,14 +11,14 @@ from django.db import DEFAULT_DB_ALIAS, connections
 
 from celery_idempotent.celery.publishing import stamp_call
 from celery_idempotent.celery.reserving import lost_after_ms
+from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.bodies import receive
-from celery_idempotent.django.http.current import celery_app
-from celery_idempotent.django.http.decorators import require_key
-from celery_idempotent.django.http.guards import http_identity
+from celery_idempotent.django.http.headers import read_key
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.django.http.scopes import caller_scope
-from celery_idempotent.django.outbox.payload import MEANS, absolute
+from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.django.http.scopes import caller_scope, http_identity
+from celery_idempotent.django.http.status import status_url
+from celery_idempotent.django.outbox.payload import MEANS, Options, absolute
 from celery_idempotent.django.sql.autocommit import commits_by_hand
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import Identified
@@ -27,33 +27,33 @@ from celery_idempotent.records import Identity
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
+    from django.http import HttpRequest
+
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["Order", "read_order"]
-
 #: What ``enqueue()`` itself says about a message.
-_OURS = ("task_id", "idempotency_key", "idempotency_scope")
+_CHOSEN_HERE = ("task_id", "idempotency_key", "idempotency_scope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What is to be done, and how to say so.
 
-    ``publish`` are options of ``apply_async``; ``shown``: the status resource finds the record for this caller.
+    ``publish`` are options of ``apply_async``; ``url``: where the caller finds the status, if anywhere.
     """
 
     task: IdempotentTask
     definition: Definition
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    publish: dict[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    publish: Options
     key: str
     scope: object
     identified: Identified
     options: HttpOptions
     using: str | None
-    shown: bool
+    url: str | None
 
     @property
     def store(self) -> Store:
@@ -68,7 +68,7 @@ class Order:
     @property
     def outbox(self) -> str | None:
         """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
-        alias: str | None = getattr(self.store, "outbox_alias", None)
+        alias = self.store.outbox_alias
         if alias is None or alias != (self.using or DEFAULT_DB_ALIAS) or self.eager:
             return None
         # What is staged is to be committed with this request's own work, or at once.
@@ -103,36 +103,36 @@ class Order:
     def stage(self, task_id: str, alias: str) -> None:
         """Let the outbox of a database publish."""
         # Imported late: its tables are there only where the app is installed.
-        from celery_idempotent.django.outbox import interceptor as outbox
+        from celery_idempotent.django import outbox
 
         publish = {**self.publish, "task_id": task_id}
         outbox.stage(self.task, self.args, self.kwargs, publish, using=alias)
 
 
 def read_order(
-    request: Any,
+    request: HttpRequest,
     task: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
     scope: object,
     using: str | None,
-    publish: Mapping[str, Any],
+    publish: Options,
     options: HttpOptions,
 ) -> Order | None:
     """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.
 
     Raises:
-        Refusal: if its key or its caller cannot be told, or its body is not whole.
+        RequestRefused: if its key or its caller is not known, or its body is not whole.
         InvalidOption: for an option of the message that is not the caller's to choose.
     """
-    if chosen := [name for name in _OURS if name in publish]:
+    if chosen := [name for name in _CHOSEN_HERE if name in publish]:
         raise InvalidOption(
             f"enqueue() takes no {', '.join(chosen)}: the key is the request's, the scope is given as scope=…, and the "
             "task id belongs to the key."
         )
     plain = getattr(request, "_request", request)
-    key = require_key(plain, options) or str(uuid.uuid4())
+    key = read_key(plain, strict=options.strict, required=options.required) or str(uuid.uuid4())
     receive(plain, options, parsed=True)
     if callable(scope):
         scope = scope(request)
@@ -160,17 +160,17 @@ def read_order(
         identified=definition.identifier.identify(args, kwargs, task_id="", key=key, scope=scope),
         options=options,
         using=using,
-        shown=_is_shown(request, task, identity, key),
+        url=_url(request, task, identity, key),
     )
 
 
-def _is_shown(request: Any, task: IdempotentTask, identity: Identity, key: str) -> bool:
-    """Does the status resource, which knows the setting alone, look for this key of this caller in this very place?"""
+def _url(request: HttpRequest, task: IdempotentTask, identity: Identity, key: str) -> str | None:
+    """Return where the status is, if the resource, which knows the setting alone, finds this record for the caller."""
     general = http_options()
     if celery_app(general.app) is not task.app or not general.shows(identity.namespace):
-        return False
+        return None
     try:
-        scope = caller_scope(request, general)
-        return http_identity(identity.namespace, scope, key) == identity
-    except Refusal:
-        return False
+        shown = http_identity(identity.namespace, caller_scope(request, general), key)
+    except RequestRefused:
+        return None
+    return status_url(identity.namespace, key) if shown == identity else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from django.conf import settings
@@ -12,36 +12,41 @@ from django.http import HttpResponseRedirect, QueryDict
 from django.shortcuts import render, resolve_url
 from django.urls import NoReverseMatch, Resolver404, resolve
 
-from celery_idempotent.django.http.problems import CONDITIONS, Refusal
+from celery_idempotent.django.http.problems import CONDITIONS, RequestRefused
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
 
-__all__ = ["for_people", "login_redirect", "refusal_page", "status_page"]
-
 
 def for_people(request: HttpRequest) -> bool:
-    """Does the client prefer a page? Whoever accepts anything gets JSON."""
+    """Does the client prefer a page? One that accepts anything gets JSON."""
     accepted = request.headers.get("Accept", "")
     return "text/html" in accepted and "application/json" not in accepted
 
 
-def status_page(request: HttpRequest, told: dict[str, Any], *, every: int) -> HttpResponse:
+def status_page(request: HttpRequest, described: dict[str, object], *, every: int) -> HttpResponse:
     """Show what the resource tells; the page asks again each ``every`` seconds until it is settled."""
-    result = told.get("result")
+    result = described.get("result")
     shown = "" if result is None else _laid_out(result)
-    context = {"told": told, "result": shown, "every": every, "settled": told["settled"]}
+    context = {
+        "told": described,
+        "result": shown,
+        "every": every,
+        "settled": described["settled"],
+    }
     return render(request, "celery_idempotent/http/status.html", context)
 
 
-def _laid_out(result: Any) -> str:
+def _laid_out(result: object) -> str:
     try:
         return json.dumps(result, cls=DjangoJSONEncoder, indent=2)
     except RecursionError:  # json is less patient with what is laid out
         return json.dumps(result, cls=DjangoJSONEncoder)
 
 
-def refusal_page(request: HttpRequest, refusal: Refusal, docs_url: str | None) -> HttpResponse:
+def refusal_page(
+    request: HttpRequest, refusal: RequestRefused, docs_url: str | None
+) -> HttpResponse:
     """Say the same as the problem that a program gets, with its status and headers."""
     problem = refusal.response(docs_url)
     status, title, retryable = CONDITIONS[refusal.code]

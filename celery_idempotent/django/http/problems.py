@@ -8,8 +8,6 @@ from typing import Final
 from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpResponse, JsonResponse
 
-__all__ = ["CONDITIONS", "Refusal", "problem"]
-
 #: code -> status, title, whether the same request with the same key may succeed later.
 CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "idempotency_key_missing": (400, "The Idempotency-Key header is missing", False),
@@ -33,7 +31,7 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
 }
 
 
-class Refusal(Exception):
+class RequestRefused(Exception):
     """A request that is not carried out; carries what :func:`problem` takes."""
 
     def __init__(self, code: str, detail: str, *, retry_after: float | None = None) -> None:

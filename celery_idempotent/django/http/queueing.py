@@ -7,9 +7,9 @@
                     ├─ Settled ───▶ 200 with the result │ 500, 504 with the error │ retryable: forgotten, reserved anew
                     └─ Mismatched ▶ 422
 
-A 202 is a promise, and outlives the process that gives it: whoever reserves leaves the message with the record, or in
-the outbox, and a sweep sends it should nobody else do so. A reservation of a transaction that may still be rolled back
-promises nothing, and its deadline is near.
+A 202 is a promise, and outlives the process that gives it: the message is stored with the record, or in the outbox,
+and a sweep sends it should nobody else do so. A reservation of a transaction that may still be rolled back promises
+nothing, and its deadline is near.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -36,19 +37,25 @@ from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.orders import Order, read_order
-from celery_idempotent.django.http.problems import Refusal, problem
-from celery_idempotent.django.http.status import status_url
+from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import backoff, key_change
-from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
-from celery_idempotent.stores.base import joined
-
-__all__ = ["aenqueue", "enqueue"]
+from celery_idempotent.records import (
+    Held,
+    Mismatched,
+    Record,
+    Reservation,
+    Reserved,
+    Settled,
+    State,
+)
 
 logger = logging.getLogger(__name__)
 
-#: A reservation inside a transaction, which may be rolled back without a word: how long it keeps others from theirs.
+T = TypeVar("T")
+
+#: A reservation inside a transaction, which may be rolled back without a word: how long others wait for its end.
 UNCOMMITTED_MS = 10_000
 
 #: How long the store is given to answer, and another request to commit, in seconds.
@@ -63,8 +70,8 @@ _UNSURE = (
 def enqueue(
     request: Any,
     task: Any,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     scope: object = None,
     using: str | None = None,
@@ -101,8 +108,9 @@ def enqueue(
         )
         if order is None:
             return JsonResponse({"state": State.QUEUED.value}, status=202)
-        return _answer(order)
-    except Refusal as refusal:
+        within = transaction.get_connection(using).in_atomic_block
+        return _answer(order, _claim(order, within=within), within=within)
+    except RequestRefused as refusal:
         return refusal.response(options.docs_url)
 
 
@@ -123,8 +131,15 @@ def _refuse_event_loop() -> None:
     )
 
 
-def _answer(order: Order) -> HttpResponse:
-    within = transaction.get_connection(order.using).in_atomic_block
+def _claim(order: Order, *, within: bool) -> Reserved | Held | Settled:
+    """Reserve the key, or find out who was first; ``within``: inside a transaction of the request.
+
+    Asked again where the answer is not the last word: another request has not committed its reservation yet, or the
+    first attempt failed and may be tried again.
+
+    Raises:
+        RequestRefused: if the key is another request's, the store does not answer, or nobody commits in time.
+    """
     task_id = str(uuid.uuid4())
     give_up, looks = time.monotonic() + PATIENCE, 0
     while True:
@@ -132,32 +147,62 @@ def _answer(order: Order) -> HttpResponse:
             case Reserved(record) if record.task_id != task_id:
                 # Its sender is lost, and our message is to be under its id, too.
                 task_id = record.task_id
-            case Reserved(record):
-                _queue(order, record, within=within)
-                return _pending(order, record, replayed=False)
-            case Held(record, _):
-                if order.options.on_pending == "refuse":
-                    raise _in_progress(order, "Ask its status resource, or again later.")
-                if not _uncommitted(record) or in_testcase(transaction.get_connection(order.using)):
-                    return _pending(order, record, replayed=True)
+            case Held(record, _) if _may_be_rolled_back(order, record):
                 looks += 1
                 if not backoff.pause(looks, until=give_up, first=0.02):
                     raise _in_progress(order, "It is not queued yet. Ask again later.")
-            case Settled(record, _):
-                answer = _settled(order, record)
-                if answer is not None:
-                    return answer
-                # Only this very failure: whoever comes second finds the first one's reservation.
+            case Settled(record, _) if _is_retryable(order, record):
+                # Only this very failure: the second who tries finds the first one's reservation.
                 _patiently(order, partial(_forget, order, record))
             case Mismatched():
-                raise Refusal(
+                raise RequestRefused(
                     "idempotency_key_reused",
                     "It was sent before with other content. A key stands for one intention: use a new one.",
                 )
+            case found:
+                return found
 
 
-def _in_progress(order: Order, advice: str) -> Refusal:
-    return Refusal(
+def _answer(order: Order, found: Reserved | Held | Settled, *, within: bool) -> HttpResponse:
+    """Queue what was reserved, and say where the operation is."""
+    match found:
+        case Reserved(record):
+            _queue(order, record, within=within)
+            return _status_of(order, record, replayed=False)
+        case Held() if order.options.on_pending == "refuse":
+            raise _in_progress(order, "Ask its status resource, or again later.")
+        case Settled(record, _) if record.state is State.FAILED:
+            failure = failure_of(record, order.task, order.options)
+            answer = problem(
+                failure.code,
+                failure.detail,
+                retryable=False,
+                docs_url=order.options.docs_url,
+                state=record.state.value,
+                error=failure.error,
+            )
+            answer[REPLAYED] = "true"
+            return answer
+        case _:
+            return _status_of(order, found.record, replayed=True)
+
+
+def _may_be_rolled_back(order: Order, record: Record) -> bool:
+    """Is this the reservation of a transaction that is still open, and does the request wait for its end?"""
+    return (
+        order.options.on_pending == "accept"
+        and _uncommitted(record)
+        and not in_testcase(transaction.get_connection(order.using))
+    )
+
+
+def _is_retryable(order: Order, record: Record) -> bool:
+    failed = record.state is State.FAILED
+    return failed and failure_of(record, order.task, order.options).retryable
+
+
+def _in_progress(order: Order, advice: str) -> RequestRefused:
+    return RequestRefused(
         "request_in_progress",
         f"The first request with this key is still being worked on. {advice}",
         retry_after=order.options.retry_after,
@@ -173,7 +218,7 @@ def _uncommitted(record: Record) -> bool:
     )
 
 
-def _reserve(order: Order, task_id: str, *, promised: bool) -> Any:
+def _reserve(order: Order, task_id: str, *, promised: bool) -> Reservation:
     """Reserve the key; ``promised``: with the message, to be sent whatever becomes of this process."""
     message = order.message(task_id) if promised else None
     return _patiently(
@@ -193,13 +238,13 @@ def _forget(order: Order, record: Record) -> bool:
     return order.store.forget(record.identity, token=record.token, state=record.state)
 
 
-def _patiently(order: Order, verb: Callable[[], Any]) -> Any:
+def _patiently(order: Order, verb: Callable[[], T]) -> T:
     """Ask the store, again and again for a while: each verb may be repeated."""
     try:
         return backoff.persist(verb, until=time.monotonic() + PATIENCE)
     except (StoreUnavailable, StoreMisconfigured) as error:
         logger.warning("idempotency: a request is not queued: %s", error)
-        raise Refusal(
+        raise RequestRefused(
             "store_unavailable",
             _UNSURE,
             retry_after=order.options.retry_after,
@@ -223,36 +268,44 @@ def _queue(order: Order, record: Record, *, within: bool) -> None:
         if not isinstance(error, (OperationalError, DatabaseError, OSError)):
             raise
         logger.warning("idempotency: %s is not queued: %s", record.identity, type(error).__name__)
-        raise Refusal("not_queued", _UNSURE, retry_after=order.options.retry_after) from error
+        raise RequestRefused(
+            "not_queued", _UNSURE, retry_after=order.options.retry_after
+        ) from error
 
 
 def _stage(order: Order, record: Record) -> None:
-    transaction.on_commit(_Promise(order, record), using=order.using)
+    transaction.on_commit(_AtCommit(order, record), using=order.using)
     if order.outbox is not None:
         order.stage(record.task_id, order.outbox)
 
 
-class _Promise:
-    """A message that waits for a COMMIT, and gives its key back should there be none.
+class _AtCommit:
+    """What a message waits for inside a transaction: sends it after the COMMIT, or gives its key back.
 
-    Django tells nobody of a rollback, but then drops what waits for the commit. Should the process die before either,
-    the reservation's deadline is near, and a repetition publishes.
+    Django calls this after the COMMIT. It tells nobody of a rollback, but then drops what waits for the commit: so the
+    key is given back when this object is gone and was not called. Should the process die before either, the
+    reservation's deadline is near, and a repetition publishes.
     """
 
     def __init__(self, order: Order, record: Record) -> None:
         self._order = order
         self._record = record
+        # Not in this thread: its connection is in the middle of the rollback.
+        give_back = threading.Thread(target=_give_back, args=(order, record))
+        self._rolled_back = weakref.finalize(self, give_back.start)
+        self._rolled_back.atexit = False
         # Of a reservation in that very transaction nothing is left to give back.
-        self._kept = joined(order.store)
+        if order.store.joined():
+            self._rolled_back.detach()
 
     def __call__(self) -> None:
-        self._kept = True
+        self._rolled_back.detach()
         order, record = self._order, self._record
         # From now on it is the message that may be lost, not the transaction.
         try:
             _reserve(order, record.task_id, promised=True)
             promised = True
-        except Refusal:  # the reservation stands, with less time
+        except RequestRefused:  # the reservation stands, with less time
             promised = False
         if order.outbox is not None:
             return  # the outbox sends it
@@ -264,11 +317,6 @@ class _Promise:
                 # Who polls finds the key unknown, and sends the request again.
                 _give_back(order, record)
 
-    def __del__(self) -> None:
-        if not self._kept:
-            # Not in this thread: its connection is in the middle of the rollback.
-            threading.Thread(target=_give_back, args=(self._order, self._record)).start()
-
 
 def _give_back(order: Order, record: Record) -> None:
     try:
@@ -277,37 +325,15 @@ def _give_back(order: Order, record: Record) -> None:
         logger.warning("idempotency: a reservation is left to its deadline: %s", trouble)
 
 
-def _pending(order: Order, record: Record, *, replayed: bool) -> HttpResponse:
-    told = describe(record, key=order.key, task=order.task, options=order.options)
-    return _respond(order, told, 202, replayed=replayed)
-
-
-def _settled(order: Order, record: Record) -> HttpResponse | None:
-    """Return the stored end, ``None`` if it is a failure that may be tried again."""
-    told = describe(record, key=order.key, task=order.task, options=order.options)
-    if record.state is State.COMPLETED:
-        return _respond(order, told, 200 if told["settled"] else 202, replayed=True)
-    failure = failure_of(record, order.task, order.options)
-    if failure.retryable:
-        return None
-    answer = problem(
-        failure.code,
-        failure.detail,
-        retryable=False,
-        docs_url=order.options.docs_url,
-        state=record.state.value,
-        error=failure.error,
-    )
-    answer[REPLAYED] = "true"
-    return answer
-
-
-def _respond(order: Order, told: dict[str, Any], status: int, *, replayed: bool) -> HttpResponse:
-    url = status_url(order.identified.identity.namespace, order.key) if order.shown else None
-    response = JsonResponse({**told, "url": url}, status=status, encoder=DjangoJSONEncoder)
+def _status_of(order: Order, record: Record, *, replayed: bool) -> HttpResponse:
+    """Return the answer about an operation that did not fail: 200 once it is done, 202 while it is not."""
+    described = describe(record, key=order.key, task=order.task, options=order.options)
+    status = 200 if described["settled"] else 202
+    body = {**described, "url": order.url}
+    response = JsonResponse(body, status=status, encoder=DjangoJSONEncoder)
     response["Cache-Control"] = "no-store"
-    if url:
-        response["Location" if status == 202 else "Content-Location"] = url
+    if order.url:
+        response["Location" if status == 202 else "Content-Location"] = order.url
     if status == 202:
         response["Retry-After"] = str(max(round(order.options.retry_after), 1))
     if replayed:

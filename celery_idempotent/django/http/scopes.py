@@ -1,30 +1,33 @@
-"""Whose key it is: the caller's, always, so that nobody meets the keys of somebody else."""
+"""Whose key it is, and so which record's: the caller's, always, so that nobody meets the keys of somebody else."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from django.contrib.auth import get_user_model
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.django.http.problems import Refusal
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.errors import InvalidKey
+from celery_idempotent.identity.keys import canonical
+from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
     from celery_idempotent.django.http.options import HttpOptions
 
-__all__ = ["caller_scope", "user_scope"]
+logger = logging.getLogger(__name__)
 
 
 def user_scope(user: Any) -> tuple[object, ...]:
     """Return the scope of a user's keys, for ``apply_async(..., idempotency_scope=user_scope(user))``.
 
     It says that it is a user's: the scopes that a project gives its tasks for reasons of its own (``tenant 5``) never
-    equal that of user 5, and are out of reach of the status resource. Whoever is no user of ``AUTH_USER_MODEL`` (a
+    equal that of user 5, and are out of reach of the status resource. One that is no user of ``AUTH_USER_MODEL`` (a
     customer, a machine) has their class in it, so that customer 5 is not user 5.
 
     Raises:
@@ -53,7 +56,7 @@ def _user_model() -> Any:
         return None
 
 
-def _kind(user: Any) -> str:
+def _kind(user: object) -> str:
     options = getattr(user, "_meta", None)
     if options is not None:
         return str(options.concrete_model._meta.label_lower)  # noqa: SLF001  as above
@@ -61,42 +64,62 @@ def _kind(user: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def caller_scope(request: Any, options: HttpOptions) -> object:
+def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
     """Return the scope of the caller's keys.
 
     Raises:
-        Refusal: ``caller_unknown``, if there is nobody whose they could be. All the world in one scope would hand one
-            visitor the answers of another.
+        RequestRefused: ``caller_unknown``, if there is nobody whose they could be. All the world in one scope would
+            hand one visitor the answers of another.
     """
     if options.scope is not None:
         scope = options.scope(request)
         if scope is not None:
             return scope
-        raise _unknown("The request does not say who sends it.")
+        raise _caller_unknown("The request does not say who sends it.")
     user = getattr(request, "user", None)
     if user is not None and user.is_authenticated:
         try:
             return user_scope(user)
         except InvalidKey:
-            raise _unknown("The user has no identity of its own.") from None
+            raise _caller_unknown("The user has no identity of its own.") from None
     if options.anonymous == "session":
         return _session_scope(request)
-    raise _unknown("Log in, or send credentials.")
+    raise _caller_unknown("Log in, or send credentials.")
 
 
 def _session_scope(request: HttpRequest) -> tuple[str, str]:
     session = getattr(request, "session", None)
     if session is None:
-        raise _unknown("There is no session to know the caller by.")
+        raise _caller_unknown("There is no session to know the caller by.")
     if not session.session_key:
         session.save()  # gives it its key
     key = session.session_key
     # Signed cookies keep no session: their "key" is all its content, and changes with it.
     if not key or not session.exists(key):
-        raise _unknown("There is no session to know the caller by.")
-    # A digest: whoever reads records must not be able to take over sessions.
+        raise _caller_unknown("There is no session to know the caller by.")
+    # A digest: who reads records must not be able to take over sessions.
     return ("session", hashlib.sha256(key.encode()).hexdigest())
 
 
-def _unknown(detail: str) -> Refusal:
-    return Refusal("caller_unknown", detail)
+def _caller_unknown(detail: str) -> RequestRefused:
+    return RequestRefused("caller_unknown", detail)
+
+
+def http_identity(namespace: str, scope: object, key: str) -> Identity:
+    """Return the identity of a key of a caller.
+
+    Raises:
+        RequestRefused: if the key cannot be one, or the scope, which often comes from the request as well.
+    """
+    try:
+        text = canonical(key, task=namespace)
+    except InvalidKey:
+        raise RequestRefused("idempotency_key_invalid", "It is too long.") from None
+    try:
+        whose = canonical(scope, what="scope", task=namespace)
+    except InvalidKey as error:
+        logger.warning("idempotency: a caller is refused: %s", error)
+        raise RequestRefused(
+            "caller_unknown", "What the request says of its sender is no name."
+        ) from None
+    return Identity(namespace=namespace, scope=whose, key=text)

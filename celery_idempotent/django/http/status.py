@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -15,9 +15,8 @@ from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
 from celery_idempotent.celery.registry import definition_of, find_task
-from celery_idempotent.django.http.current import celery_app
-from celery_idempotent.django.http.describing import describe, least_shown
-from celery_idempotent.django.http.guards import http_identity
+from celery_idempotent.django.applications import celery_app
+from celery_idempotent.django.http.describing import describe
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.pages import (
     for_people,
@@ -25,8 +24,9 @@ from celery_idempotent.django.http.pages import (
     refusal_page,
     status_page,
 )
-from celery_idempotent.django.http.problems import Refusal
-from celery_idempotent.django.http.scopes import caller_scope
+from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.django.http.scopes import caller_scope, http_identity
+from celery_idempotent.django.http.views import least_shown
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.stores import get_store
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_idempotent.records import Identity, Record
-
-__all__ = ["respond", "status", "status_url"]
 
 _VARY = ("Accept", "Authorization", "Cookie")
 
@@ -71,28 +69,28 @@ def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     return respond(request, namespace, key)
 
 
-def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
+def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     """Answer a request for a status; ``request`` may be one of Django REST framework, which knows who asks."""
     options = http_options()
     options = replace(options, show_errors=least_shown(options.show_errors))
     plain: HttpRequest = getattr(request, "_request", request)
     people = for_people(plain)
     try:
-        told = _look_up(request, _text(namespace), _text(key), options)
-    except Refusal as refusal:
+        described = _look_up(request, _text(namespace), _text(key), options)
+    except RequestRefused as refusal:
         response = _refuse(plain, refusal, options, people=people)
         patch_vary_headers(response, _VARY)
         return response
-    body = json.dumps(told, cls=DjangoJSONEncoder)
+    body = json.dumps(described, cls=DjangoJSONEncoder)
     digest = hashlib.sha256(f"{people} {body}".encode()).hexdigest()[:32]
     if people:
-        response = status_page(plain, told, every=max(round(options.retry_after), 1))
+        response = status_page(plain, described, every=max(round(options.retry_after), 1))
     else:
         response = HttpResponse(body, content_type="application/json")
     response["ETag"] = f'"{digest}"'
     response["Cache-Control"] = "private, no-cache"
     patch_vary_headers(response, _VARY)
-    if not told["settled"]:
+    if not described["settled"]:
         response["Retry-After"] = str(max(round(options.retry_after), 1))
     found = get_conditional_response(plain, etag=response["ETag"], response=response)
     assert found is not None, "there was a response"
@@ -100,7 +98,7 @@ def respond(request: Any, namespace: str, key: str) -> HttpResponseBase:
 
 
 def _refuse(
-    request: HttpRequest, refusal: Refusal, options: HttpOptions, *, people: bool
+    request: HttpRequest, refusal: RequestRefused, options: HttpOptions, *, people: bool
 ) -> HttpResponse:
     if not people:
         return refusal.response(options.docs_url)
@@ -122,19 +120,21 @@ def _found(app: Celery, identity: Identity) -> Record | None:
     return store.get(before.identity) if before else None
 
 
-def _look_up(request: Any, namespace: str, key: str, options: HttpOptions) -> dict[str, Any]:
+def _look_up(
+    request: HttpRequest, namespace: str, key: str, options: HttpOptions
+) -> dict[str, object]:
     app = celery_app(options.app)
     scope = caller_scope(request, options)
     try:
         identity = http_identity(namespace, scope, key)
         record = _found(app, identity) if options.shows(namespace) else None
-    except Refusal:
+    except RequestRefused:
         record = None
     except (StoreUnavailable, StoreMisconfigured) as error:
-        raise Refusal(
+        raise RequestRefused(
             "store_unavailable", "Ask again later.", retry_after=options.retry_after
         ) from error
     if record is None:
         # The same words for a key that never was, is forgotten, or is somebody else's.
-        raise Refusal("unknown_key", "You have no such key here, or it was too long ago.")
+        raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
     return describe(record, key=key, task=find_task(app, namespace, load=True), options=options)

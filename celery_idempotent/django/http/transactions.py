@@ -4,34 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
-__all__ = [
-    "atomic_aliases",
-    "atomic_requests",
-    "left_alone",
-    "refuse_open_transactions",
-    "roll_back_requests",
-    "spared",
-]
+Wrapped = TypeVar("Wrapped")
 
 
-def spared(view: Any) -> frozenset[str]:
+def non_atomic_databases(view: object) -> frozenset[str]:
     """Return the databases that ``non_atomic_requests`` named for this view."""
     return frozenset(getattr(view, "_non_atomic_requests", ()))
 
 
-def left_alone(view: Any) -> Any:
+def unwrapped(view: Wrapped) -> Wrapped:
     """Keep Django from putting ``ATOMIC_REQUESTS`` around the guard."""
-    view._non_atomic_requests = set(connections)  # noqa: SLF001  what non_atomic_requests sets
+    vars(view)["_non_atomic_requests"] = set(connections)  # what non_atomic_requests sets
     return view
 
 
 def atomic_aliases(without: frozenset[str]) -> list[str]:
-    """Return the databases where a request is a transaction, ``without`` those that the view is spared."""
+    """Return the databases where a request is a transaction, ``without`` those named here."""
     return [
         alias
         for alias, database in connections.settings.items()

@@ -5,10 +5,11 @@ Where Django REST framework is installed it is a view of that, and knows callers
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import NoReturn
 
 from django.apps import apps
-from django.http import Http404, HttpRequest
+from django.http import Http404, HttpRequest, HttpResponseBase
 from django.urls import path, re_path
 
 __all__ = ["app_name", "urlpatterns"]
@@ -16,11 +17,11 @@ __all__ = ["app_name", "urlpatterns"]
 app_name = "celery_idempotent_http"
 
 
-def _root(_request: HttpRequest) -> Any:
+def _root(_request: HttpRequest) -> NoReturn:
     raise Http404
 
 
-def _view() -> Any:
+def _view() -> Callable[..., HttpResponseBase]:
     if apps.is_installed("rest_framework"):
         from celery_idempotent.django.http.rest import StatusView
 

@@ -13,8 +13,6 @@ from kombu.exceptions import OperationalError
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["confirming", "unreached"]
-
 #: How long a broker may take to confirm a message; after that it is sent again, under the same task id.
 CONFIRM_SECONDS = 10
 

@@ -28,8 +28,15 @@ from celery_idempotent.celery.publishing import DeferredCall, outbox_interceptor
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
-from celery_idempotent.django.outbox.payload import Payload, absolute, dump, fixed
-from celery_idempotent.django.outbox.sending import Sent, name_of, publish, send, send_one, sweep
+from celery_idempotent.django.outbox.payload import Options, Payload, absolute, dump, fixed
+from celery_idempotent.django.outbox.sending import (
+    Sent,
+    name_of,
+    publish_staged,
+    send,
+    send_one,
+    sweep,
+)
 from celery_idempotent.django.sql.autocommit import committing
 from celery_idempotent.django.transactions import alias_in_use
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
@@ -74,7 +81,7 @@ class _Group:
 
     def __init__(self, using: str, name: str | None) -> None:
         self.named = name is not None
-        self.lease = rows.Lease(using, name or uuid.uuid4().hex)
+        self.lease = rows.GroupLease(using, name or uuid.uuid4().hex)
         self.blocked = False
 
 
@@ -100,7 +107,7 @@ class _AfterCommit:
                 return
             if not lease.hold():
                 return
-            publishing = partial(publish, self.app, self.content)
+            publishing = partial(publish_staged, self.app, self.content)
             error = send_one(publishing, lease.using, self.pk, self.label)
             if error is not None:
                 lease.fail(self.pk, error)
@@ -123,7 +130,7 @@ def stage(
     task: Task[Any, Any] | Signature[Any],
     args: Any = None,
     kwargs: Any = None,
-    options: dict[str, Any] | None = None,
+    options: Options | None = None,
     *,
     using: str = "default",
     group: str | None = None,
@@ -148,7 +155,7 @@ def stage(
     if group is not None and not 0 < len(group) <= 64:
         raise IdempotencyError("The name of an outbox group has 1 to 64 characters.")
     options = dict(options or {})
-    if not _is_ours(task):
+    if not _stamps_itself(task):
         if not isinstance(task, Signature):
             task = task.signature(args, kwargs, **options)
             args, kwargs, options = None, None, {}
@@ -169,7 +176,7 @@ def stage(
 
 def _check_swept(app: Celery, using: str) -> None:
     """Raise where nobody would send what a dead process left."""
-    swept = getattr(get_store(app), "outbox_alias", None)
+    swept = get_store(app).outbox_alias
     if swept != using:
         raise StoreMisconfigured(
             f"Messages staged in the database {using!r} are swept where idempotency_store is django://{using} or a "
@@ -177,13 +184,13 @@ def _check_swept(app: Celery, using: str) -> None:
         )
 
 
-def _is_ours(task: Any) -> bool:
+def _stamps_itself(task: Any) -> bool:
     """Is this one call of a task that stamps its calls itself, or a chain, which is one call of its first task?"""
     if isinstance(task, Signature):
         kind, app = str(task.task), task.app
         if kind == "celery.chain":
             steps: Any = task.kwargs["tasks"]
-            return bool(steps) and _is_ours(maybe_signature(steps[0], app=app))
+            return bool(steps) and _stamps_itself(maybe_signature(steps[0], app=app))
         task = app.tasks.get(kind)
     return isinstance(task, IdempotentTask) and not is_celerys_own(task)
 
@@ -222,7 +229,7 @@ def _stage_canvas(
     canvas: Signature[Any],
     args: Any,
     kwargs: Any,
-    options: dict[str, Any],
+    options: Options,
     using: str,
     group: str | None,
 ) -> str:
@@ -250,8 +257,8 @@ def _stage_canvas(
     return task_id
 
 
-def _adopt(app: Celery, options: dict[str, Any]) -> None:
-    """Note whose child this call is: a sweep that sends it is nobody's parent."""
+def _adopt(app: Celery, options: Options) -> None:
+    """Note whose child this call is: a sweep that sends it is no task."""
     parent: Any = app.current_worker_task
     if not parent:
         return
@@ -282,7 +289,7 @@ def _insert(
 def _group(using: str, name: str | None) -> _Group:
     """Return the group of the transaction at work, or one for this message alone, which looks for older ones itself.
 
-    Django keeps what it will call after the commit in a list, which ends with the transaction: a group that is not in
+    Django has what it will call after the commit in a list, which ends with the transaction: a group that is not in
     it belongs to an earlier one.
     """
     if name is not None:
@@ -304,17 +311,11 @@ def _group(using: str, name: str | None) -> _Group:
 def pending(*, using: str = "default", limit: int = 100) -> list[Pending]:
     """Return the messages that wait, oldest first."""
     waiting = rows.rows(using).annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
+    copied = ("group", "app", "task", "task_id", "key", "scope", "attempts", "error")
     return [
         Pending(
             id=each.pk,
-            group=each.group,
-            app=each.app,
-            task=each.task,
-            task_id=each.task_id,
-            key=each.key,
-            scope=each.scope,
-            attempts=each.attempts,
-            error=each.error,
+            **{name: getattr(each, name) for name in copied},
             age_ms=max(each.now_ms - each.created_ms, 0),
             due_in_ms=each.due_ms - each.now_ms,
         )

@@ -69,22 +69,22 @@ class NowMs(models.Func):
     output_field = models.BigIntegerField()
     arity = 0
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: Any, **__: Any) -> Any:
+    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: object, **__: Any) -> Any:
         """Ask this machine's clock, for a database whose own is not known here."""
         del compiler, connection
         return "%s", [int(time.time() * 1000)]
 
-    def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+    def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
         """Not ``now()``, which stands still within a transaction."""
         del compiler, connection
         return "(extract(epoch from clock_timestamp()) * 1000)::bigint", []
 
-    def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+    def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
         """In UTC, which no time zone of a session moves."""
         del compiler, connection
         return "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(3)) div 1000)", []
 
-    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **_: Any) -> Any:
+    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
         """A Julian day is a float that knows milliseconds."""
         del compiler, connection
         return "cast(round((julianday('now') - 2440587.5) * 86400000) as integer)", []

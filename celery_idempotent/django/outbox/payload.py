@@ -1,29 +1,27 @@
-"""What the outbox keeps of a call: all of it, with nothing left to the moment at which it is sent."""
+"""What the outbox stores of a call: all of it, so that nothing depends on when it is sent."""
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from celery.utils import uuid
 from celery.utils.functional import maybe_list
 from kombu import serialization
 
 from celery_idempotent.errors import IdempotencyError, InvalidOption
-from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.serializers import NotStored, Serializer, decode, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["MAX_BYTES", "MEANS", "Payload", "absolute", "dump", "fixed", "load"]
-
 #: The largest call that can be staged, serialized.
 MAX_BYTES = 1024 * 1024
 
-#: Options that say by which connection to send: whoever sends has its own.
+#: Options that say by which connection to send: the sender has its own.
 MEANS = ("producer", "publisher", "connection", "router")
 
 _PARTS = {
@@ -31,6 +29,11 @@ _PARTS = {
     "celery.group": ("tasks",),
     "celery.chord": ("header", "body"),
 }
+
+
+#: Options of ``apply_async``, and a signature as a dict: Celery has no types for what is in them.
+Options: TypeAlias = dict[str, Any]
+Canvas: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +44,12 @@ class Payload:
     """
 
     task: str
-    args: Any
-    kwargs: Any
-    options: dict[str, Any]
+    args: Sequence[object] | None
+    kwargs: Mapping[str, object] | None
+    options: Options
     stamped: bool
     once: bool = False
-    canvas: Mapping[str, Any] | None = None
+    canvas: Canvas | None = None
 
 
 def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
@@ -56,15 +59,9 @@ def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
         IdempotencyError: if it cannot be, could not be read again, or is too large.
     """
     name = serializer or app.conf.task_serializer
-    content = {
-        "task": payload.task,
-        "args": payload.args,
-        "kwargs": payload.kwargs,
-        "options": payload.options,
-        "stamped": payload.stamped,
-        "once": payload.once,
-        "canvas": None if payload.canvas is None else dict(payload.canvas),
-    }
+    content = {line.name: getattr(payload, line.name) for line in fields(payload)}
+    if payload.canvas is not None:
+        content["canvas"] = dict(payload.canvas)
     try:
         stored = Serializer(name, app.conf.accept_content).dump(content, max_bytes=MAX_BYTES)
     except InvalidOption:
@@ -81,8 +78,7 @@ def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
                 else f" as {name!r}, with its options."
             )
         )
-    head = f"{stored.content_type}\n{stored.content_encoding}\n"
-    return head.encode() + stored.body
+    return to_bytes(stored)
 
 
 def load(app: Celery, content: bytes) -> Payload:
@@ -92,15 +88,12 @@ def load(app: Celery, content: bytes) -> Payload:
         ContentDisallowed: if the app does not accept its format.
         DecodeError: if it cannot be read.
     """
-    content_type, content_encoding, body = content.split(b"\n", 2)
     accept = serialization.prepare_accept_content(app.conf.accept_content)
-    found: dict[str, Any] = serialization.loads(
-        body, content_type.decode(), content_encoding.decode(), accept=accept
-    )
+    found: Any = decode(from_bytes(content), accept)
     return Payload(**found)
 
 
-def absolute(options: Mapping[str, Any], *, task: str) -> dict[str, Any]:
+def absolute(options: Mapping[str, Any], *, task: str) -> Options:
     """Return options that mean the same whenever the message is sent: delays become points in time.
 
     Raises:
@@ -123,7 +116,7 @@ def absolute(options: Mapping[str, Any], *, task: str) -> dict[str, Any]:
     return kept
 
 
-def fixed(app: Celery, signature: Mapping[str, Any], *, leading: bool = True) -> dict[str, Any]:
+def fixed(app: Celery, signature: Canvas, *, leading: bool = True) -> Options:
     """Return a copy of a canvas whose every part has its id, so that sending it twice sends the same messages twice.
 
     The delays of those parts that start at once (``leading``) become points in time. What Celery still names anew each

@@ -13,18 +13,6 @@ from django.db.models import Exists, OuterRef, QuerySet
 
 from celery_idempotent.django.outbox.models import ERROR_CHARS, NowMs, OutboxMessage
 
-__all__ = [
-    "LEASE_MS",
-    "Lease",
-    "add",
-    "delete",
-    "describe",
-    "has_earlier",
-    "head_of",
-    "heads",
-    "rows",
-]
-
 logger = logging.getLogger(__name__)
 
 #: How long one who sends a group is left alone: from the staging to the commit, and for each message after it.
@@ -38,7 +26,7 @@ LONGEST_BACKOFF_MS = 5 * 60_000
 _CREDENTIALS = re.compile(r"://\S*@")
 
 
-class Lease:
+class GroupLease:
     """The right to send one group, for :data:`LEASE_MS` unless it is held on to."""
 
     __slots__ = ("_renewed", "group", "holder", "using")
@@ -86,7 +74,7 @@ class Lease:
         with transaction.atomic(using=self.using):
             failed = rows(self.using).filter(pk=pk)
             before = failed.values_list("attempts", flat=True).first() or 0
-            failed.update(attempts=before + 1, failed_ms=NowMs(), error=describe(error))
+            failed.update(attempts=before + 1, failed_ms=NowMs(), error=error_text(error))
             rest = min(BACKOFF_MS * 2 ** min(before, 20), LONGEST_BACKOFF_MS)
             wait = int(rest * random.uniform(0.75, 1.25))
             self._mine().update(holder="", due_ms=NowMs() + wait)
@@ -117,13 +105,13 @@ def delete(using: str, pk: int) -> bool:
     return bool(rows(using).filter(pk=pk).delete()[0])
 
 
-def describe(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return class and message of an error, without the credentials that a URL in it may hold."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     return _CREDENTIALS.sub("://***@", text)[:ERROR_CHARS]
 
 
-def has_earlier(lease: Lease, pk: int) -> bool:
+def has_earlier(lease: GroupLease, pk: int) -> bool:
     """Does an older message of the group still wait?"""
     return rows(lease.using).filter(group=lease.group, pk__lt=pk).exists()
 

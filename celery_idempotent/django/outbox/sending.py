@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from celery.canvas import Signature
@@ -26,15 +26,13 @@ from celery_idempotent.identity.identified import MAX_CHARS
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Sent", "name_of", "publish", "send", "send_one", "sweep", "upkeep"]
-
 logger = logging.getLogger(__name__)
 
 #: The most messages that one sweep sends, and the longest it works: the next one goes on where it stopped.
 LIMIT = 10_000
 BUDGET_SECONDS = 25.0
 
-#: After so many groups in a row that did not reach the broker, a sweep leaves the others in peace.
+#: After so many groups in a row that did not reach the broker, a sweep does not try the others.
 MAX_UNREACHED = 3
 
 _BATCH = 200
@@ -49,29 +47,18 @@ class Sent:
     more: bool = False
 
 
-class _Sender:
-    """Publishes in a thread that works on no task: what it sends is nobody's child, and the same from everywhere."""
+@contextmanager
+def _publisher(app: Celery) -> Iterator[Callable[[bytes], None]]:
+    """Give what publishes a staged message and waits until it is, in a thread that works on no task.
 
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="idempotency-outbox")
-
-    def __enter__(self) -> _Sender:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # Those that a receiver of Celery's signals opened there.
-        self._pool.submit(connections.close_all).result()
-        self._pool.shutdown()
-
-    def publish(self, content: bytes) -> None:
-        """Publish what was staged, and wait until it is."""
-        self._pool.submit(publish, self._app, content).result()
+    So it is no task's child, and the same from everywhere.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="idempotency-outbox") as pool:
+        try:
+            yield lambda content: pool.submit(publish_staged, app, content).result()
+        finally:
+            # Those that a receiver of Celery's signals opened there.
+            pool.submit(connections.close_all).result()
 
 
 def name_of(app: Celery) -> str:
@@ -79,7 +66,7 @@ def name_of(app: Celery) -> str:
     return str(app.main or "")[:MAX_CHARS]
 
 
-def publish(app: Celery, content: bytes) -> None:
+def publish_staged(app: Celery, content: bytes) -> None:
     """Publish what was staged, and return when the broker has it."""
     payload = load(app, content)
     options = dict(payload.options)
@@ -107,7 +94,7 @@ def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) ->
         logger.warning(
             "idempotency: staged message %s could not be sent, and stays: %s",
             label,
-            rows.describe(error),
+            rows.error_text(error),
         )
         return error
     # Should this fail, the message is sent again under the same task id.
@@ -122,14 +109,14 @@ def send(app: Celery, group: str, *, using: str = "default") -> Sent:
 
 
 def _send(app: Celery, group: str, using: str) -> Sent:
-    lease = rows.Lease(using, group)
+    lease = rows.GroupLease(using, group)
     head = rows.head_of(using, group)
     if head is None:
         return Sent()
     if not lease.take(head, resting=True):
         return Sent(more=True)
-    with _Sender(app) as sender:
-        sent, error = _send_group(sender, lease, LIMIT, time.monotonic() + BUDGET_SECONDS)
+    with _publisher(app) as send_now:
+        sent, error = _send_group(send_now, lease, LIMIT, time.monotonic() + BUDGET_SECONDS)
     more = rows.head_of(using, group) is not None
     return Sent(sent=sent, failed=int(error is not None), more=more)
 
@@ -148,12 +135,12 @@ def _sweep(app: Celery, using: str, limit: int) -> Sent:
     report, failures = Sent(), 0
     if not rows.heads(using, name_of(app), 1):
         return report
-    with _Sender(app) as sender:
+    with _publisher(app) as send_now:
         while report.sent < limit and failures < MAX_UNREACHED and time.monotonic() < until:
             lease = _take_any(using, name_of(app))
             if lease is None:
                 break
-            sent, error = _send_group(sender, lease, limit - report.sent, until)
+            sent, error = _send_group(send_now, lease, limit - report.sent, until)
             failures = failures + 1 if unreached(app, error) else 0
             failed = report.failed + (error is not None)
             report = replace(report, sent=report.sent + sent, failed=failed)
@@ -182,18 +169,18 @@ def upkeep(app: Celery, *, using: str, limit: int) -> dict[str, int]:
     return {"outbox_sent": report.sent, "outbox_failed": report.failed}
 
 
-def _take_any(using: str, app: str) -> rows.Lease | None:
+def _take_any(using: str, app: str) -> rows.GroupLease | None:
     """Hold one of the groups that wait; ``None`` if there is none."""
     while candidates := rows.heads(using, app, 16):
         for head, group in candidates:
-            lease = rows.Lease(using, group)
+            lease = rows.GroupLease(using, group)
             if lease.take(head):
                 return lease
     return None
 
 
 def _send_group(
-    sender: _Sender, lease: rows.Lease, limit: int, until: float
+    send_now: Callable[[bytes], None], lease: rows.GroupLease, limit: int, until: float
 ) -> tuple[int, Exception | None]:
     """Send a group that is held; return how many messages were sent, and what stopped it."""
     sent = 0
@@ -204,7 +191,7 @@ def _send_group(
                 return sent, None
             if not lease.hold():
                 return sent, None
-            publishing = partial(sender.publish, bytes(message.payload))
+            publishing = partial(send_now, bytes(message.payload))
             error = send_one(publishing, lease.using, message.pk, str(message))
             if error is not None:
                 lease.fail(message.pk, error)

@@ -18,18 +18,17 @@ from typing import TYPE_CHECKING
 from django.db import Error
 
 from celery_idempotent.django.sql.dialects import error_code
-from celery_idempotent.django.sql.rows import digest
 
 if TYPE_CHECKING:
     from celery_idempotent.django.sql.connections import Session
-    from celery_idempotent.records import Record
+    from celery_idempotent.records import Identity, Record
 
 logger = logging.getLogger("celery_idempotent.django.holders")  # the docs name it
 
 #: How long to wait until a session that is being ended is gone.
 _END_SECONDS = 2.0
 #: Claims for which this process has logged that their session cannot be ended: duplicates try again and again.
-_warned: deque[tuple[bytes, int]] = deque(maxlen=1000)
+_warned: deque[tuple[Identity, int]] = deque(maxlen=1000)
 #: Error codes of PostgreSQL and MySQL: no right to end this session; the session is gone already.
 _NOT_ALLOWED, _GONE = ("42501", 1095), (1094,)
 
@@ -47,12 +46,13 @@ def lock_name(session: Session, name: bytes, token: int) -> str:
     return f"celery_idempotent:{packed.hexdigest()}"
 
 
-def end_holder(session: Session, record: Record) -> bool:
+def end_holder(session: Session, name: bytes, record: Record) -> bool:
     """End the session whose transaction runs this claim, if any; ``False`` if this user may not.
 
-    Once it is ended, the verb begins again: the session may have committed a moment before.
+    ``name`` is the digest of its key. Once the session is ended, the verb begins again: it may have committed a moment
+    before.
     """
-    name, token = digest(record.identity), record.token
+    token = record.token
     if session.inside:
         return True  # this transaction wrote the record, and no other session sees it
     if session.words.vendor == "postgresql":
@@ -94,7 +94,7 @@ def end_holder(session: Session, record: Record) -> bool:
 
 def _not_ended(record: Record, why: str) -> bool:
     """Log it, once per claim: until an operator acts or the session ends, the key stays held."""
-    claim = (digest(record.identity), record.token)
+    claim = (record.identity, record.token)
     if claim not in _warned:
         _warned.append(claim)
         logger.warning(

@@ -9,9 +9,19 @@ from typing import Any
 
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import Dialect
-from celery_idempotent.django.sql.refusals import split_refusals
+from celery_idempotent.django.sql.holders import end_holder
+from celery_idempotent.django.sql.refusals import note_refusal, split_refusals
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, OnStale, Record, Refusal, State, Stored
+from celery_idempotent.records import (
+    Identity,
+    OnStale,
+    Record,
+    Refusal,
+    RefusalKind,
+    State,
+    Stored,
+)
+from celery_idempotent.stores.cas import Look
 from celery_idempotent.stores.machine import StoredRecord
 from celery_idempotent.stores.values import pack_text, pack_value, unpack_text, unpack_value
 
@@ -21,15 +31,11 @@ __all__ = [
     "PRUNE_SLACK_MS",
     "RELEASED",
     "Row",
-    "delete_lease",
     "digest",
     "due_ms",
     "read",
     "record_of",
-    "remove",
     "summary_columns",
-    "write",
-    "write_steps",
 ]
 
 #: Enough that nobody finds a second key for a digest; a collision would hurt only its maker, and is
@@ -51,36 +57,16 @@ _STATES = {letter: state for state, letter in LETTERS.items()}
 RELEASED = "R"
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 
+# fmt: off
 _RECORD = (
-    "token",
-    "created_ms",
-    "updated_ms",
-    "expires_ms",
-    "version",
-    "crashes",
-    "attempts",
-    "state",
-    "reserved",
-    "replaced",
-    "delivered",
-    "fingerprint",
-    "task_id",
-    "value",
+    "token", "created_ms", "updated_ms", "expires_ms", "version", "crashes", "attempts", "state",
+    "reserved", "replaced", "delivered", "fingerprint", "task_id", "value",
 )
 _LEASE = (
-    "token",
-    "deadline_ms",
-    "due_ms",
-    "expires_ms",
-    "version",
-    "requeues",
-    "state",
-    "on_stale",
-    "attempt",
-    "worker",
-    "message",
-    "steps",
+    "token", "deadline_ms", "due_ms", "expires_ms", "version", "requeues", "state", "on_stale",
+    "attempt", "worker", "message", "steps",
 )
+# fmt: on
 _SET_RECORD = ", ".join(f"{column} = %s" for column in _RECORD)
 _SET_LEASE = ", ".join(f"{column} = %s" for column in _LEASE)
 _READ_RECORD = ", ".join(f"r.{column}" for column in _RECORD)
@@ -94,7 +80,7 @@ _DELETE_REFUSALS = "DELETE FROM celery_idempotent_refusals WHERE digest = %s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Look):
     """What one look found, within a session. ``stored`` is what is there for others, ``None`` if it is over.
 
     ``lease_version`` is the version of whatever lease row there is; ``lease_counts`` tells whether
@@ -114,6 +100,86 @@ class Row:
     lease_version: int | None = None
     lease_counts: bool = False
     stored: StoredRecord | None = None
+
+    def write(self, after: StoredRecord) -> None:
+        """Write what follows a look; the verb begins again if somebody else wrote in between."""
+        session = self.session
+        with session.transaction():
+            if self.id is None:
+                if not _insert(session, self.digest, after):
+                    # The next look finds it.
+                    session.again()
+            else:
+                prune_ms = min(self.prune_ms, after.expires_ms + PRUNE_SLACK_MS)
+                session.expect(
+                    f"UPDATE celery_idempotent_record SET {_SET_RECORD}, prune_ms = %s"
+                    " WHERE id = %s AND version = %s",
+                    (*_record_values(after, self.version + 1), prune_ms, self.id, self.version),
+                )
+                if after.record.token < self.token:
+                    # The settled record of a claim that was given back, and claimed again since.
+                    session.write(session.words.raise_mark, (self.token,))
+                if self.stored is None and after.record.created_ms == self.created_ms:
+                    # Given back and claimed within a millisecond: its refusals would seem to be ours.
+                    session.write(_DELETE_REFUSALS, (self.digest,))
+            if after.record.state is State.COMPLETED:
+                self.delete_lease()
+            else:
+                _write_lease(self, after)  # also of a failed one, to be found by operators
+
+    def write_steps(self, after: StoredRecord) -> None:
+        """Write the steps alone: the record may be part of the task's own transaction."""
+        if not self.lease_counts:
+            self.write(after)
+            return
+        self.session.expect(
+            "UPDATE celery_idempotent_lease SET steps = %s, version = version + 1"
+            " WHERE digest = %s AND version = %s",
+            (_pack_steps(after.record.steps), self.digest, self.lease_version),
+        )
+
+    def remove(self, *, forget: bool) -> None:
+        """Give the key back, and with ``forget`` delete the row as well; its token is remembered."""
+        session = self.session
+        with session.transaction():
+            if forget:
+                session.expect(
+                    "DELETE FROM celery_idempotent_record WHERE id = %s AND version = %s",
+                    (self.id, self.version),
+                )
+                session.write(_DELETE_REFUSALS, (self.digest,))
+                session.write(session.words.raise_mark, (self.token,))
+            else:
+                prune_ms = min(self.prune_ms, self.now_us // 1000 + PRUNE_SLACK_MS)
+                session.expect(
+                    "UPDATE celery_idempotent_record SET state = %s, version = %s, expires_ms = %s,"
+                    " prune_ms = %s, value = NULL WHERE id = %s AND version = %s",
+                    (
+                        RELEASED,
+                        self.version + 1,
+                        self.now_us // 1000,
+                        prune_ms,
+                        self.id,
+                        self.version,
+                    ),
+                )
+            self.delete_lease()
+
+    def delete_lease(self) -> None:
+        """Delete the lease row that the look found, if any."""
+        if self.lease_version is not None:
+            self.session.expect(
+                "DELETE FROM celery_idempotent_lease WHERE digest = %s AND version = %s",
+                (self.digest, self.lease_version),
+            )
+
+    def refuse(self, kind: RefusalKind, task_id: str) -> None:
+        """Note who could not have the key."""
+        note_refusal(self, kind, task_id)
+
+    def may_take_over(self) -> bool:
+        """End the session that is at work; if that is not allowed, its locks would keep our run waiting."""
+        return self.stored is None or end_holder(self.session, self.digest, self.stored.record)
 
 
 def digest(identity: Identity) -> bytes:
@@ -189,72 +255,6 @@ def _insert(session: Session, name: bytes, stored: StoredRecord) -> bool:
         (name, stored.expires_ms, identity.namespace, identity.scope, identity.key, *columns),
     )
     return written == 1
-
-
-def write(row: Row, after: StoredRecord) -> None:
-    """Write what follows a look; the verb begins again if somebody else wrote in between."""
-    session = row.session
-    with session.transaction():
-        if row.id is None:
-            if not _insert(session, row.digest, after):
-                # The next look finds it.
-                session.again()
-        else:
-            prune_ms = min(row.prune_ms, after.expires_ms + PRUNE_SLACK_MS)
-            session.expect(
-                f"UPDATE celery_idempotent_record SET {_SET_RECORD}, prune_ms = %s"
-                " WHERE id = %s AND version = %s",
-                (*_record_values(after, row.version + 1), prune_ms, row.id, row.version),
-            )
-            if after.record.token < row.token:
-                # The settled record of a claim that was given back, and claimed again since.
-                session.write(session.words.raise_mark, (row.token,))
-            if row.stored is None and after.record.created_ms == row.created_ms:
-                # Given back and claimed within a millisecond: its refusals would seem to be ours.
-                session.write(_DELETE_REFUSALS, (row.digest,))
-        if after.record.state is State.COMPLETED:
-            delete_lease(row)
-        else:
-            _write_lease(row, after)  # also of a failed one, to be found by operators
-
-
-def write_steps(row: Row, after: StoredRecord) -> None:
-    """Write the steps alone: the record may be part of the task's own transaction."""
-    row.session.expect(
-        "UPDATE celery_idempotent_lease SET steps = %s, version = version + 1"
-        " WHERE digest = %s AND version = %s",
-        (_pack_steps(after.record.steps), row.digest, row.lease_version),
-    )
-
-
-def remove(row: Row, *, forget: bool) -> None:
-    """Give the key back, and with ``forget`` delete the row as well; its token is remembered."""
-    session = row.session
-    with session.transaction():
-        if forget:
-            session.expect(
-                "DELETE FROM celery_idempotent_record WHERE id = %s AND version = %s",
-                (row.id, row.version),
-            )
-            session.write(_DELETE_REFUSALS, (row.digest,))
-            session.write(session.words.raise_mark, (row.token,))
-        else:
-            prune_ms = min(row.prune_ms, row.now_us // 1000 + PRUNE_SLACK_MS)
-            session.expect(
-                "UPDATE celery_idempotent_record SET state = %s, version = %s, expires_ms = %s,"
-                " prune_ms = %s, value = NULL WHERE id = %s AND version = %s",
-                (RELEASED, row.version + 1, row.now_us // 1000, prune_ms, row.id, row.version),
-            )
-        delete_lease(row)
-
-
-def delete_lease(row: Row) -> None:
-    """Delete the lease row that the look found, if any."""
-    if row.lease_version is not None:
-        row.session.expect(
-            "DELETE FROM celery_idempotent_lease WHERE digest = %s AND version = %s",
-            (row.digest, row.lease_version),
-        )
 
 
 def due_ms(record: Record) -> int | None:

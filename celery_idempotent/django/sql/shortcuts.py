@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS
 from celery_idempotent.django.sql.rows import LETTERS, PRUNE_SLACK_MS, RELEASED, digest
-from celery_idempotent.records import Claimed, Identity, State
+from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.cas import Done
 from celery_idempotent.stores.machine import Asked, decide
 from celery_idempotent.stores.table import Verb
@@ -21,7 +21,7 @@ from celery_idempotent.stores.values import pack_value
 __all__ = ["SHORTCUTS", "claim"]
 
 
-def claim(session: Session, asked: Asked) -> Claimed | None:
+def claim(session: Session, asked: Asked) -> Record | None:
     """Claim a key that has no row; ``None`` if it has one."""
     if session.words.vendor != "postgresql":
         return None
@@ -63,7 +63,7 @@ def claim(session: Session, asked: Asked) -> Claimed | None:
     if not found:
         return None
     ((token, now_ms),) = found
-    return Claimed(decide("claim", None, asked, now_ms).after(None, asked, now_ms, token).record)
+    return decide("claim", None, asked, now_ms).after(None, asked, now_ms, token).record
 
 
 def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
@@ -12,32 +11,20 @@ from celery_idempotent.records import (
     Answer,
     ClaimRequest,
     Identity,
-    Page,
     Record,
-    Renewal,
     Reservation,
-    Selection,
     Settled,
     State,
-    Stats,
     Stored,
-    SweepReport,
 )
-from celery_idempotent.stores.base import (
-    Store,
-    Transaction,
-    TransactionalStore,
-    Truth,
-    can_count,
-    has_transactions,
-    is_truth,
-)
+from celery_idempotent.stores.base import Store, Transaction
+from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
 
 __all__ = ["HybridStore"]
 
 
-class HybridStore:
+class HybridStore(ForwardingStore):
     """Keeps the records in ``truth``, and answers for settled keys from ``cache`` where that is safe.
 
     The cache only ever says that a key *is* settled. It holds what was read from the truth after the commit, for no
@@ -51,23 +38,14 @@ class HybridStore:
     """
 
     def __init__(self, cache: RedisCache, truth: Store) -> None:
-        if not is_truth(truth):
+        if not truth.supports_cache:
             raise InvalidOption(
                 f"{truth!r} cannot stand behind a cache: it does not say for how long it keeps a"
                 " record (the method `retained`). Use it alone, or django:// here"
             )
+        super().__init__(truth)
         self.cache = cache
-        self.truth: Truth = truth
-        # What else the truth can do, the hybrid can; whoever wants to know looks for the method.
-        if has_transactions(truth):
-            self.transaction = partial(self._transaction, truth)
-            self.abandon, self.committed = truth.abandon, truth.committed
-        if can_count(truth):
-            self.count, self.counts = truth.count, truth.counts
-            self.note_sweep = truth.note_sweep
-        for extra in ("missing_bounds", "outbox_alias", "skews_ms", "upkeep"):
-            if hasattr(truth, extra):
-                setattr(self, extra, getattr(truth, extra))
+        self.truth = truth
 
     def __repr__(self) -> str:
         return f"<HybridStore: {self.cache!r} before {self.truth!r}>"
@@ -132,10 +110,6 @@ class HybridStore:
             self.refresh(record.identity)
         return done
 
-    def joined(self) -> bool:
-        """Would a verb, here and now, become part of a transaction that the caller may still undo?"""
-        return self.truth.joined()
-
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent, in the truth first."""
         marked = self.truth.mark_delivered(identity, token=token)
@@ -188,49 +162,9 @@ class HybridStore:
         """Cache what the truth has committed, if that is an end state. Never raises for either store."""
         self._fill(identity, self.cache.ticket(identity))
 
-    def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew."""
-        return self.truth.renew(leases)
-
-    def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of a step."""
-        return self.truth.checkpoint(identity, token=token, name=name, value=value)
-
-    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
-        """Give the key back."""
-        return self.truth.release(identity, token=token, requeue_ms=requeue_ms)
-
-    def interrupt(self, identity: Identity, *, token: int) -> Record | None:
-        """Note that a crash took the owner."""
-        return self.truth.interrupt(identity, token=token)
-
-    def get(self, identity: Identity) -> Record | None:
-        """Return the record as the truth has it."""
-        return self.truth.get(identity)
-
-    def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None
-    ) -> Record | None:
-        """Make an unfinished record that has a message QUEUED."""
-        return self.truth.requeue(identity, deadline_ms=deadline_ms, token=token)
-
-    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue what nobody sent."""
-        return self.truth.sweep(limit=limit, requeue_ms=requeue_ms)
-
-    def prune(self, *, limit: int) -> int:
-        """Delete records past their retention; their copies ended before them."""
-        return self.truth.prune(limit=limit)
-
-    def stats(self) -> Stats:
-        """Count the truth's records."""
-        return self.truth.stats()
-
-    def list(
-        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
-    ) -> Page:
-        """Return about ``limit`` of the truth's selected records."""
-        return self.truth.list(selection, cursor=cursor, limit=limit, look_at=look_at)
+    def without_cache(self) -> Store:
+        """Return the truth."""
+        return self.truth
 
     def close(self) -> None:
         """Close the connections of both."""
@@ -259,11 +193,9 @@ class HybridStore:
             self.cache.fill(identity, ticket, retained)
 
     @contextmanager
-    def _transaction(
-        self, truth: TransactionalStore, record: Record | None
-    ) -> Iterator[Transaction]:
+    def transaction(self, record: Record | None) -> Iterator[Transaction]:
         """Begin the truth's transaction; after its commit the cache learns what was committed."""
-        with truth.transaction(record) as transaction:
+        with self.truth.transaction(record) as transaction:
             yield transaction
         # Only here is it committed. An exception, of the body or of the commit, passes by.
         if record is not None:

@@ -42,6 +42,10 @@ class Servers:
         """Ask each server what concerns its records: version, eviction, persistence, replicas."""
         return [_facts_of(self._link, node) for node in self._link.nodes()]
 
+    def now_ms(self) -> int:
+        """Return the time by the clock of one server."""
+        return now_ms(self._link)
+
     def skews_ms(self) -> Sequence[int]:
         """Return how far the clock of each server is ahead of this machine's."""
         return [skew_ms(partial(now_ms, self._link, node)) for node in self._link.nodes()]

@@ -37,6 +37,8 @@ _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])
 _ON_LIVE_RECORDS = frozenset({"checkpoint", "interrupt", "release", "requeue", "sweep"})
 #: Scripts that need refusals.lua as well: they add refusals to a record, or carry them over.
 _ON_REFUSALS = frozenset({"claim", "reserve", "settle"})
+#: Scripts that also need take.lua, which has what they share.
+_ON_TAKE = frozenset({"claim", "reserve"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ def plain(bucket: int, *words: bytes) -> Command:
 def script(verb: str) -> Script:
     """Return the script of a verb."""
     source = _read_source(verb)
+    if verb in _ON_TAKE:
+        source = _read_source("take") + source
     if verb in _ON_REFUSALS:
         source = _read_source("live") + _read_source("refusals") + source
     elif verb in _ON_LIVE_RECORDS:

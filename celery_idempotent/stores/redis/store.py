@@ -24,7 +24,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.base import ATTEMPT_BYTES
+from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.redis.browse import Browsing
 from celery_idempotent.stores.redis.channel import Reply, exchange
 from celery_idempotent.stores.redis.cluster import Cluster
@@ -47,7 +47,7 @@ from celery_idempotent.stores.values import pack_text, pack_value
 _ON_STALE_ARGUMENT = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
 
 
-class RedisStore(Browsing, Upkeep):
+class RedisStore(Browsing, Upkeep, Store):
     """Keeps the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
@@ -60,6 +60,8 @@ class RedisStore(Browsing, Upkeep):
     to have them; :exc:`~celery_idempotent.errors.StoreUnavailable` if they have not: the claim is
     undone, the settle stays, to be repeated. Not in a Cluster.
     """
+
+    supports_counting = True
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class RedisStore(Browsing, Upkeep):
             options = {"socket_timeout": patience, **options}
         link, named = link_and_prefix(url, options)
         super().__init__(link, Keyspace(named if prefix is None else prefix))
-        self._replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
+        self.replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
         if replicas and isinstance(self._link, Cluster):
             raise StoreMisconfigured(
                 f"{self._link.where}: waiting for replicas is not supported in a Redis Cluster:"
@@ -95,11 +97,6 @@ class RedisStore(Browsing, Upkeep):
     def prefix(self) -> str:
         """What all our keys in Redis start with."""
         return self._keys.prefix
-
-    @property
-    def replicas(self) -> int:
-        """For so many replicas a claim and a settle wait."""
-        return self._replicas
 
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
@@ -163,7 +160,7 @@ class RedisStore(Browsing, Upkeep):
                 (name, leases, failures, interrupted),
                 pack_settled(record, state=state, value=value, replaced=replaced),
                 b"%d" % max(keep_ms, 1),
-                b"1" if self._replicas else b"",
+                b"1" if self.replicas else b"",
                 b"" if restore else b"1",
             )
         )
@@ -287,7 +284,7 @@ class RedisStore(Browsing, Upkeep):
 
     def _not_replicated(self, verb: str, identity: Identity) -> StoreUnavailable:
         return StoreUnavailable(
-            f"{self._link.where}: fewer than {self._replicas} replicas acknowledged the {verb} of"
+            f"{self._link.where}: fewer than {self.replicas} replicas acknowledged the {verb} of"
             f" {identity} within {self._replica_timeout_ms} ms"
         )
 
@@ -299,12 +296,12 @@ class RedisStore(Browsing, Upkeep):
 
     def _ask_replicated(self, command: Command) -> tuple[Reply, bool]:
         """Return the answer, and whether as many replicas as we want have what was written."""
-        if not self._replicas:
+        if not self.replicas:
             return self._ask(command), True
-        wanted, patience = b"%d" % self._replicas, b"%d" % self._replica_timeout_ms
+        wanted, patience = b"%d" % self.replicas, b"%d" % self._replica_timeout_ms
         wait = plain(command.bucket, b"WAIT", wanted, patience)
         answer, acknowledged = exchange(self._link, (command, wait))
-        return answer, acknowledged >= self._replicas
+        return answer, acknowledged >= self.replicas
 
 
 def _checked(fingerprint: bytes | None) -> bytes:

@@ -84,6 +84,11 @@ class ContractBase:
         return lambda ms: time.sleep(ms / 1000)
 
     @pytest.fixture
+    def stop_at(self) -> Callable[[int], None]:
+        """Return a function that stops the store's clock at a millisecond; skip where that is not possible."""
+        pytest.skip("the store's clock cannot be stopped")
+
+    @pytest.fixture
     def set_back(self, advance: Advance) -> Advance:
         """Return a function that sets the store's clock back; skip where only time itself lets it advance."""
 

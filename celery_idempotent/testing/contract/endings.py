@@ -80,6 +80,16 @@ class EndingContract(ContractBase):
         assert self.claim(store).attempts == 1
 
     @pytest.mark.parametrize("state", END_STATES)
+    def test_the_retention_counts_from_the_settle(
+        self, store: Store, advance: Advance, state: EndState
+    ) -> None:
+        record = self.claim(store)
+        advance(self.lease_ms + self.keep_ms / 2)
+        assert self.settle(store, record, state)
+        advance(self.keep_ms * 0.75)
+        assert store.get(KEY) is not None
+
+    @pytest.mark.parametrize("state", END_STATES)
     def test_a_settle_whose_answer_was_lost_is_accepted_again_and_the_first_value_stays(
         self, store: Store, state: EndState
     ) -> None:
@@ -188,6 +198,16 @@ class EndingContract(ContractBase):
         advance(self.keep_ms / 2)
         assert store.mark_delivered(KEY, token=record.token)
         advance(self.keep_ms / 2 + 1)
+        assert store.get(KEY) is None
+
+    @pytest.mark.parametrize("state", END_STATES)
+    def test_a_record_past_its_retention_is_not_marked(
+        self, store: Store, advance: Advance, state: EndState
+    ) -> None:
+        record = self.claim(store)
+        self.settle(store, record, state)
+        advance(self.keep_ms + 1)
+        assert store.mark_delivered(KEY, token=record.token) is False
         assert store.get(KEY) is None
 
     @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "INTERRUPTED"])

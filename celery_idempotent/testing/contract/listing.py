@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from celery_idempotent.records import Identity, Record, Selection, State
-from celery_idempotent.stores.base import CountingStore, Store, can_count
+from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import KEY, MESSAGE, VALUE, Advance, ContractBase
 
 EVERY = ("QUEUED", "PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED")
@@ -224,8 +224,8 @@ class ListingContract(ContractBase):
         assert second.swept_ms >= first.swept_ms + 5
         assert list(counting.counts(hours=24)) == []
 
-    def counting(self, store: Store) -> CountingStore:
+    def counting(self, store: Store) -> Store:
         """Return the store as one that counts, which is no duty."""
-        if not can_count(store):
+        if not store.supports_counting:
             pytest.skip("this store keeps no counters")
         return store

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
-from celery_idempotent.records import Identity, State
-from celery_idempotent.stores.base import Store, is_store
+from celery_idempotent.records import Claimed, Held, Identity, Reserved, Selection, State
+from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     KEY,
+    MESSAGE,
     Advance,
     ContractBase,
     EndState,
@@ -39,6 +41,36 @@ class UpkeepContract(ContractBase):
             deadline_ms=None,
             updated_ms=swept.updated_ms,
         )
+
+    @pytest.mark.parametrize("late_ms", [-1, 0, 1])
+    def test_every_verb_calls_a_lease_over_at_the_same_millisecond(
+        self, store: Store, stop_at: Callable[[int], None], late_ms: int
+    ) -> None:
+        stop_at(self.claim(store).updated_ms)
+        store.forget(KEY)
+        claimed, requeued, swept = (
+            self.claim(store, name, on_stale="requeue", message=MESSAGE) for name in MANY[:3]
+        )
+        reserved = self.reserve(store, MANY[3])
+        assert claimed.deadline_ms == requeued.deadline_ms == reserved.deadline_ms
+        assert claimed.deadline_ms is not None
+        stop_at(claimed.deadline_ms + late_ms)
+        over, left_ms = late_ms >= 0, max(-late_ms, 0)
+
+        stats = store.stats()
+        assert (stats.live, stats.stale) == ((0, 4) if over else (4, 0))
+        assert len(store.list(Selection(stale=True)).records) == (3 if over else 0)
+        held = self.try_reserve(store, MANY[2], task_id="another")
+        assert held == Held(swept, left_ms=left_ms)
+        answer = self.try_reserve(store, MANY[3], task_id="another")
+        assert isinstance(answer, Reserved) is over
+        assert over or answer == Held(reserved, left_ms=left_ms)
+        answer = self.try_claim(store, MANY[0])
+        assert isinstance(answer, Claimed) is over
+        assert over or answer == Held(claimed, left_ms=left_ms)
+        assert (store.requeue(MANY[1], deadline_ms=self.lease_ms) is not None) is over
+        report = store.sweep(limit=10, requeue_ms=self.lease_ms)
+        assert [record.identity for record in report.requeued] == ([MANY[2]] if over else [])
 
     def test_a_second_sweep_finds_nothing(self, store: Store, advance: Advance) -> None:
         self.claim(store)
@@ -180,5 +212,5 @@ class UpkeepContract(ContractBase):
         store.close()
         assert store.get(KEY) == record
 
-    def test_it_has_every_verb_of_a_store(self, store: Store) -> None:
-        assert is_store(store)
+    def test_it_is_a_store(self, store: Store) -> None:
+        assert isinstance(store, Store)

@@ -1,4 +1,4 @@
--- Take the key for a message that is about to be published. Put after live.lua and refusals.lua.
+-- Take the key for a message that is about to be published. Put after take.lua.
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
 -- ARGV     1 who reserves, 8 bytes · 2 until the deadline, ms · 3 life of the record, ms
@@ -9,35 +9,24 @@
 --          {'mismatched', record}
 --          {'unreadable'}: written by a newer version
 --
--- A mismatch is noted in the record. What is held is not: whoever asks is led to the first call.
+-- A mismatch is noted in the record. What is held is not: the caller gets the first call's result.
 local fingerprint, owner = ARGV[4], ARGV[5] .. '\0\0' .. ARGV[6]
 local time = redis.call('TIME')
 local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
 local deadline = now + ARGV[2]
-local token, created, crashes, attempts, extra, flags = micros, now, 0, 0, '', 16
+local created, crashes, attempts, extra, flags, at = now, 0, 0, '', 16, nil
 
 local old = redis.call('GET', KEYS[1])
 if old then
+  if unreadable(old) then return {'unreadable'} end
+  fingerprint, at = agreed(old, fingerprint)
+  if not fingerprint then
+    refuse(KEYS[1], old, 'm', now, ARGV[5]:sub(3))
+    return {'mismatched', old}
+  end
+  if old:find('^[CF]') then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
   local state = old:sub(1, 1)
-  local settled = state == 'C' or state == 'F'
-  if not settled and (not state:find('[PIQ]') or foreign(old)) or settled and old:byte(2) > 63 then
-    return {'unreadable'}
-  end
-  local at = settled and 24 or 38
-  if old:byte(2) % 2 == 1 then
-    local known = old:sub(at, at + 15)
-    if fingerprint == '' then
-      fingerprint = known
-    elseif fingerprint ~= known then
-      refuse(KEYS[1], old, 'm', now, ARGV[5]:sub(3))
-      return {'mismatched', old}
-    end
-    at = at + 16
-  end
-  if settled then
-    return {'settled', old, now - struct.unpack('>I6', old, 16)}
-  end
   if state == 'P' then
     return {'held', old, math.max(struct.unpack('>I6', old, 24) - now, 0)}
   end
@@ -54,11 +43,8 @@ if old then
         if old:sub(at, at) == 'M' then at = past(old, at) end
         rest = rest .. old:sub(at)
       end
-      local again = 'Q' .. string.char(flags) .. old:sub(3, 23) .. struct.pack('>I6', deadline)
-        .. ARGV[1] .. rest
-      redis.call('SET', KEYS[1], again, 'PX', ARGV[3])
-      redis.call('ZADD', KEYS[2], deadline, KEYS[1])
-      return {'reserved', again}
+      local head = 'Q' .. string.char(flags) .. old:sub(3, 23) .. struct.pack('>I6', deadline)
+      return {'reserved', again(head .. ARGV[1] .. rest, deadline)}
     end
     local left = struct.unpack('>I6', old, 24) - now
     if left > 0 then return {'held', old, left} end
@@ -73,22 +59,8 @@ if old then
   end
   crashes, attempts = old:byte(22, 23)
   created = struct.unpack('>I6', old, 10)
-  token = math.max(token, struct.unpack('>I7', old, 3) + 1)
 end
 
-local highest = redis.call('GET', KEYS[4])
-if highest then
-  token = math.max(token, struct.unpack('>I7', highest) + 1)
-end
 if fingerprint ~= '' then flags = bit.bor(flags, 1) end
-local new = struct.pack('>c1BI7I6I6BBI6',
-  'Q', flags, token, created, now, crashes, attempts, deadline)
-  .. ARGV[1] .. fingerprint .. owner .. extra
--- A SET comes first: a server without memory left judges a script by its first write, and shall
--- take no new work.
-redis.call('SET', KEYS[4], new:sub(3, 9))
-redis.call('SET', KEYS[1], new, 'PX', ARGV[3])
-redis.call('ZADD', KEYS[2], deadline, KEYS[1])
-if not old then redis.call('ZREM', KEYS[3], KEYS[1]) end
-if old and old:sub(1, 1) == 'I' then redis.call('ZREM', KEYS[5], KEYS[1]) end
-return {'reserved', new}
+local rest = fingerprint .. owner .. extra
+return {'reserved', take(old, 'Q', flags, micros, created, crashes, attempts, deadline, rest)}

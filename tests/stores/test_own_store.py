@@ -1,0 +1,156 @@
+"""A store of somebody else's that has the verbs, and nothing that a store may do beyond them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.celery import reaper
+from celery_idempotent.celery.checks import insist
+from celery_idempotent.checks import check_store
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured
+from celery_idempotent.stores import get_store, open_store
+from celery_idempotent.stores.base import Store
+from celery_idempotent.stores.hybrid.cache import RedisCache
+from celery_idempotent.stores.hybrid.store import HybridStore
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock, isolated_records
+
+
+def _forwarded(verb: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(self.memory, verb)(*args, **kwargs)
+
+
+class _Verbs(Store):
+    def __init__(self, memory: MemoryStore) -> None:
+        self.memory = memory
+
+
+OwnStore: Any = type(
+    "OwnStore", (_Verbs,), {verb: _forwarded(verb) for verb in Store.__abstractmethods__}
+)
+
+
+@pytest.fixture
+def store() -> Any:
+    return OwnStore(MemoryStore())
+
+
+@pytest.fixture
+def app(store: Any) -> Celery:
+    app = Celery("own", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.idempotency_store = store
+    return app
+
+
+@pytest.fixture
+def task(app: Celery) -> Any:
+    @app.task(base=IdempotentTask, name="own.add", idempotency_key="number")
+    def add(number: int) -> int:
+        return number + 1
+
+    return add
+
+
+def test_tasks_run_once_with_it(task: Any, store: Any) -> None:
+    assert get_store(task.app) is store
+    assert task.apply((1,)).get() == 2
+    assert task.apply((1,)).get() == 2
+    assert task.idempotency_record(1).attempts == 1
+
+
+def test_a_sweep_has_nothing_to_count_and_nothing_else_to_look_after(app: Celery) -> None:
+    counts = reaper.sweep(app)
+    assert counts["pruned"] == 0
+    assert get_store(app).counts(hours=1) == ()
+
+
+def test_it_is_asked_for_its_time_and_the_checks_compare_that_with_ours(app: Celery) -> None:
+    clock = FakeClock(1_700_000_000_000_000)
+    app.conf.idempotency_store = OwnStore(MemoryStore(clock))
+    assert get_store(app).now_ms() == 1_700_000_000_000
+    assert [finding.id for finding in check_store(app)] == ["W018"]
+
+
+def test_an_atomic_task_is_refused_at_the_start_of_a_worker_and_by_the_run(
+    app: Celery, store: Any
+) -> None:
+    @app.task(base=IdempotentTask, name="own.atomic", idempotency_atomic=True)
+    def task() -> int:
+        return 1
+
+    with pytest.raises(StoreMisconfigured, match="OwnStore has no transactions"):
+        insist(app)  # a worker does, before it starts
+    with pytest.raises(StoreMisconfigured, match="OwnStore has no transactions"):
+        task.apply(throw=True)
+    with pytest.raises(NotImplementedError, match="no transactions"):
+        store.transaction(None)
+
+
+def test_no_cache_can_stand_before_it(store: Any) -> None:
+    with pytest.raises(InvalidOption, match="cannot stand behind a cache"):
+        HybridStore(RedisCache("redis://127.0.0.1:1/0"), store)
+
+
+def test_records_of_a_test_are_in_memory_instead(app: Celery, store: Any) -> None:
+    with isolated_records(app) as isolated:
+        assert isinstance(isolated, MemoryStore)
+    assert get_store(app) is store
+
+
+def test_one_without_a_verb_cannot_be_made() -> None:
+    class NoSweep(OwnStore):  # type: ignore[misc]
+        sweep = Store.sweep
+
+    with pytest.raises(TypeError, match=r"abstract.* sweep"):
+        NoSweep(MemoryStore())
+
+
+def test_what_is_no_store_is_refused(app: Celery) -> None:
+    app.conf.idempotency_store = object()
+    with pytest.raises(
+        InvalidOption, match=r"a subclass of celery_idempotent\.stores\.base\.Store"
+    ):
+        get_store(app)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package with stores of its own."""
+    (tmp_path / "shelf.py").write_text(
+        "def open_shelf(url, *, replicas=0, replica_timeout_ms=0):\n"
+        "    from celery_idempotent.stores.memory import MemoryStore\n"
+        "    store = MemoryStore()\n"
+        "    store.url, store.waits_for = url, (replicas, replica_timeout_ms)\n"
+        "    return store\n"
+    )
+    about = tmp_path / "shelf-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[celery_idempotent.stores]\nshelf = shelf:open_shelf\nmemory = shelf:not_there\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_brings_a_scheme_of_its_own(app: Celery) -> None:
+    app.conf.idempotency_store = "shelf://books/2"
+    app.conf.idempotency_replicas = 2
+    store: Any = get_store(app)
+    assert (store.url, store.waits_for) == ("shelf://books/2", (2, 1000))
+
+
+@pytest.mark.usefixtures("installed")
+def test_no_package_takes_a_scheme_of_ours() -> None:
+    assert isinstance(open_store("memory://"), MemoryStore)
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_unknown_scheme_is_told_those_of_packages_too() -> None:
+    with pytest.raises(InvalidOption, match=r"'shelv': use one of django://.*, shelf://, unix://"):
+        open_store("shelv://books")

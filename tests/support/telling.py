@@ -1,0 +1,108 @@
+"""Everything that is told of outcomes while a test listens: events, counters and lines of the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+from celery_idempotent.protocol.counters import Counters
+from celery_idempotent.protocol.telling import OUTCOMES
+from celery_idempotent.signals import Event
+from tests.support.paths import ROOT
+
+
+class Row(NamedTuple):
+    """What docs/reference.md says of an outcome."""
+
+    states: set[str]
+    levels: list[str]
+
+
+def documented() -> dict[str, Row]:
+    """Return the table of the outcomes in docs/reference.md."""
+    text = (ROOT / "docs" / "reference.md").read_text()
+    table = text.partition("| outcome | when |")[2].partition("\n\n")[0].splitlines()[2:]
+    found = {}
+    for line in table:
+        name, _, state, _, level = (cell.strip() for cell in line.strip("|").split("|"))
+        words = re.compile("`([A-Z]+)`")
+        found[name.strip("`")] = Row(set(words.findall(state)), words.findall(level))
+    return found
+
+
+class Heard:
+    """What was told: events with the names of their signals, counted outcomes, and lines."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, object, Event]] = []
+        self.counted: Counter[tuple[str, str]] = Counter()
+        self.lines: list[logging.LogRecord] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.events]
+
+
+@contextmanager
+def listening() -> Iterator[Heard]:
+    """Hear what is told in this process."""
+    heard = Heard()
+
+    class Hearing(Counters):
+        def add(self, store: Any, task: str, outcome: str) -> None:
+            heard.counted[task, outcome] += 1
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            record.getMessage()  # or it cannot be written
+            heard.lines.append(record)
+
+    logger, handler = logging.getLogger("celery_idempotent.protocol.telling"), Handler()
+    level = logger.level
+    with ExitStack() as stack:
+        for signal, (name, _) in OUTCOMES.items():
+            note = _noting(heard, name)
+            signal.connect(note, weak=False)
+            stack.callback(signal.disconnect, note)
+        stack.enter_context(mock.patch("celery_idempotent.protocol.telling.counters", Hearing()))
+        logger.addHandler(handler)
+        stack.callback(logger.removeHandler, handler)
+        logger.setLevel(logging.DEBUG)
+        stack.callback(logger.setLevel, level)
+        yield heard
+
+
+def _noting(heard: Heard, name: str) -> Callable[..., None]:
+    def note(sender: object, event: Event, **_: object) -> None:
+        heard.events.append((name, sender, event))
+
+    return note
+
+
+def assert_told(heard: Heard, *expected: str, task: str, namespace: str, who: str) -> None:
+    """Each outcome once, in this order, in all three ways; ``"settled FAILED"`` is an outcome with its state."""
+    rows = documented()
+    told = [
+        f"{name} {event.state.value}" if event.state else name for name, _, event in heard.events
+    ]
+    assert told == list(expected)
+    names = [each.split()[0] for each in expected]
+    assert heard.counted == Counter((SWEEP if name == "swept" else task, name) for name in names)
+    assert len(heard.lines) == len(expected)
+    for (name, _, event), line in zip(heard.events, heard.lines, strict=True):
+        assert line.levelname in rows[name].levels, line.getMessage()
+        assert line.getMessage().startswith("idempotency: ")
+        assert event.who == who
+        if event.state is not None:
+            assert event.state.value in rows[name].states
+        if name != "swept":
+            assert (event.task, event.namespace) == (task, namespace)
+            assert event.task_id
+
+
+SWEEP = "celery_idempotent.sweep"

@@ -1,0 +1,407 @@
+"""Each outcome is told once wherever it comes from: one event, one count, one line, all with the same facts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim, signals
+from celery_idempotent.celery import operations, reaper
+from celery_idempotent.celery.request import Lost, Unreserve
+from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
+from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, Reserved, State
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing import FakeClock
+from tests.support.telling import Heard, assert_told, listening
+
+TASK, NAMESPACE = "shop.charge", "billing"
+KEY = Identity(namespace=NAMESPACE, key="o")
+
+
+def claim(store: MemoryStore, identity: Identity, **more: Any) -> Record:
+    """Hold a key for another process."""
+    answer = store.claim(
+        ClaimRequest(
+            identity=identity,
+            attempt=os.urandom(8),
+            lease_ms=5000,
+            keep_ms=90_000,
+            task_id="other",
+            **more,
+        )
+    )
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+class Place(NamedTuple):
+    """Where an outcome may come from."""
+
+    app: Celery
+    task: Any
+    store: MemoryStore
+    clock: FakeClock
+    heard: Heard
+
+    def claim(self, worker: str = "host:1", **more: Any) -> Record:
+        """Hold the key for another process."""
+        return claim(self.store, KEY, worker=worker, **more)
+
+    def reserve(self) -> Record:
+        """Reserve the key for another process."""
+        answer = self.store.reserve(KEY, task_id="other", deadline_ms=60_000, keep_ms=60_000)
+        assert isinstance(answer, Reserved)
+        return answer.record
+
+    def run(self, then: Callable[[], object] = lambda: None) -> None:
+        with suppress(Exception):
+            self.task.apply(("o", then), task_id="t").get()
+
+    def sweep(self) -> dict[str, Any]:
+        self.clock.advance(6000)
+        return reaper.sweep(self.app)
+
+    def operate(self, operation: operations.Operation, record: Record) -> None:
+        outcome = operations.operate(
+            self.app,
+            KEY,
+            operation,
+            token=record.token,
+            state=record.state,
+            force=True,
+            who="ada",
+            reason="it is\nstuck",
+        )
+        assert outcome is operations.Outcome.DONE
+
+    def message(self) -> bytes:
+        signature = self.task.signature(("o",), task_id="other")
+        message: bytes = self.task.idempotency_definition().codec.dump_message(signature)
+        return message
+
+    def fail(self, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+        def fails(*_: object, **__: object) -> None:
+            raise StoreUnavailable("away")
+
+        monkeypatch.setattr("celery_idempotent.protocol.runner.CLAIM_PATIENCE", 0)
+        monkeypatch.setattr(MemoryStore, verb, fails)
+
+
+def make_place(heard: Heard, **options: Any) -> Place:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    app = Celery("telling", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store=store, task_eager_propagates=True)
+
+    @app.task(
+        name=TASK,
+        base=IdempotentTask,
+        shared=False,
+        idempotency_key="order_id",
+        idempotency_namespace=NAMESPACE,
+        idempotency_permanent_errors=(KeyError,),
+        idempotency_fingerprint=("amount",),
+        **{"idempotency_lease": 5, **options},
+    )
+    def charge(order_id: str, then: Callable[[], object] = lambda: None, amount: int = 1) -> object:
+        return then()
+
+    charge.idempotency_policy  # noqa: B018  finalizes the app
+    return Place(app, app.tasks[TASK], store, clock, heard)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    with listening() as heard:
+        yield heard
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def then() -> object:
+        raise error
+
+    return then
+
+
+def told(place: Place, *expected: str, who: str = "") -> None:
+    assert_told(
+        place.heard,
+        *expected,
+        task=TASK,
+        namespace=NAMESPACE,
+        who=who or worker_name(os.getpid()),
+    )
+    for name, sender, _ in place.heard.events:
+        assert sender is (None if name == "swept" else place.app.tasks[TASK])
+
+
+class TestWorker:
+    def test_a_run_that_completes(self, heard):
+        place = make_place(heard)
+        place.run()
+        told(place, "claimed PROCESSING", "settled COMPLETED")
+
+    def test_a_run_that_fails_for_good_says_with_what(self, heard):
+        place, error = make_place(heard), KeyError("gone")
+        place.run(raising(error))
+        told(place, "claimed PROCESSING", "settled FAILED")
+        assert heard.events[-1][2].error is error
+
+    def test_a_run_that_fails_says_with_what(self, heard):
+        place, error = make_place(heard), ValueError("busy")
+        place.run(raising(error))
+        told(place, "claimed PROCESSING", "released")
+        assert heard.events[-1][2].error is error
+
+    def test_a_run_that_fails_after_a_step_leaves_it_interrupted(self, heard):
+        place = make_place(heard)
+
+        def then() -> None:
+            running = current_claim()
+            assert running is not None
+            running.step("first", lambda: 1)
+            raise ValueError
+
+        place.run(then)
+        told(place, "claimed PROCESSING", "released INTERRUPTED")
+        record = place.store.get(KEY)
+        assert record is not None
+        assert record.state is State.INTERRUPTED
+
+    def test_a_release_that_found_a_newer_claim_is_a_lost_lease_alone(self, heard):
+        place = make_place(heard)
+
+        def then() -> None:
+            place.clock.advance(6000)
+            place.store.settle(place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
+            raise ValueError
+
+        place.run(then)
+        told(place, "claimed PROCESSING", "lease_lost", "replayed")
+
+    def test_a_duplicate_of_what_is_done(self, heard):
+        place = make_place(heard)
+        place.run()
+        place.run()
+        told(place, "claimed PROCESSING", "settled COMPLETED", "replayed")
+
+    def test_a_duplicate_of_what_is_at_work(self, heard):
+        place = make_place(heard)
+        place.claim()
+        place.run()
+        told(place, "conflicted")
+        assert heard.events[0][2].record.owner == "other@host:1"
+
+    def test_other_arguments(self, heard):
+        place = make_place(heard)
+        place.run()
+        with pytest.raises(FingerprintMismatch):
+            place.task.apply(("o",), {"amount": 2})
+        told(place, "claimed PROCESSING", "settled COMPLETED", "mismatched")
+
+    def test_a_store_that_is_away(self, heard, monkeypatch):
+        place = make_place(heard)
+        place.fail(monkeypatch, "claim")
+        place.run()
+        told(place, "store_failed")
+        assert isinstance(heard.events[0][2].error, StoreUnavailable)
+
+    def test_a_store_that_is_away_while_it_is_observed(self, heard, monkeypatch):
+        place = make_place(heard, idempotency_mode="observe")
+        place.fail(monkeypatch, "claim")
+        place.run()
+        told(place, "store_failed")
+        assert heard.events[0][2].observed
+
+    def test_a_settle_that_cannot_be_had(self, heard, monkeypatch):
+        place = make_place(heard, idempotency_lease=0.1)
+        place.fail(monkeypatch, "settle")
+        place.run()
+        told(place, "claimed PROCESSING", "settle_failed")
+
+    def test_what_crashed_too_often_is_failed_and_then_answers(self, heard):
+        place = make_place(heard, idempotency_max_crashes=0)
+        place.store.interrupt(KEY, token=place.claim().token)
+        place.run()
+        told(place, "settled FAILED", "replayed")
+
+    @pytest.mark.parametrize("outcome", ["conflicted", "replayed", "mismatched"])
+    def test_what_would_have_been_is_a_warning(self, heard, outcome):
+        place = make_place(heard, idempotency_mode="observe")
+        record = place.claim(fingerprint=b"other" if outcome == "mismatched" else None)
+        if outcome == "replayed":
+            place.store.settle(record, state=State.COMPLETED, value=None, keep_ms=9000)
+        place.run()
+        assert heard.names == [outcome]
+        assert heard.events[0][2].observed
+        (line,) = heard.lines
+        assert line.levelname == "WARNING"
+        assert "observed: task t (shop.charge) runs, and would have" in line.getMessage()
+
+
+class TestPublisher:
+    def place(self, heard: Heard) -> Place:
+        return make_place(heard, idempotency_publish_once=True)
+
+    def test_a_key_that_is_published_once(self, heard):
+        place = self.place(heard)
+        first = place.task.delay("o")
+        assert place.task.delay("o").id == first.id
+        told(place, "reserved QUEUED", "replayed")
+        assert heard.events[1][2].record.task_id == first.id
+
+    def test_a_key_that_is_done(self, heard):
+        place = self.place(heard)
+        place.store.settle(place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
+        assert place.task.delay("o").id == "other"
+        told(place, "replayed")
+
+    def test_other_arguments(self, heard):
+        place = self.place(heard)
+        place.task.delay("o")
+        with pytest.raises(FingerprintMismatch):
+            place.task.delay("o", amount=2)
+        told(place, "reserved QUEUED", "mismatched")
+
+    def test_a_store_that_is_away(self, heard, monkeypatch):
+        place = self.place(heard)
+        place.fail(monkeypatch, "reserve")
+        place.task.delay("o")
+        told(place, "store_failed")
+        assert "is published unreserved: away" in heard.lines[0].getMessage()
+
+
+class TestSweep:
+    def test_a_stale_claim(self, heard):
+        place = make_place(heard)
+        place.claim()
+        assert place.sweep()["interrupted"] == 1
+        told(place, "interrupted INTERRUPTED", "swept")
+        assert heard.events[0][2].reason == "the lease ran out"
+
+    def test_a_stale_claim_that_is_failed(self, heard):
+        place = make_place(heard)
+        place.claim(on_stale="fail")
+        assert place.sweep()["failed"] == 1
+        told(place, "interrupted INTERRUPTED", "settled FAILED", "swept")
+        assert isinstance(heard.events[1][2].error, ProcessingTimedOut)
+
+    def test_a_run_that_completed_just_before_it_was_to_be_failed(self, heard, monkeypatch):
+        """The store takes the settle of its token, and keeps the first end: it did not fail."""
+        place = make_place(heard)
+        record = place.claim(on_stale="fail")
+        swept = place.store.sweep
+
+        def late(**how: Any) -> Any:
+            found = swept(**how)
+            place.store.settle(record, state=State.COMPLETED, value=None, keep_ms=90_000)
+            return found
+
+        monkeypatch.setattr(place.store, "sweep", late)
+        assert place.sweep()["failed"] == 0
+        told(place, "interrupted INTERRUPTED", "swept")
+
+    def test_a_stale_claim_that_is_queued_again(self, heard):
+        place = make_place(heard)
+        place.claim(on_stale="requeue", message=place.message())
+        assert place.sweep()["requeued"] == 1
+        told(place, "requeued QUEUED", "swept")
+
+    def test_a_message_that_cannot_be_published(self, heard):
+        place = make_place(heard)
+        place.claim(on_stale="requeue", message=b"application/x-python-serialize\nbinary\nno")
+        assert place.sweep()["requeued"] == 0
+        told(place, "store_failed", "swept")
+        assert heard.events[0][2].error is not None
+
+    def test_a_namespace_that_no_task_has_is_named_as_it_is(self, heard):
+        place = make_place(heard)
+        claim(place.store, Identity(namespace="gone", key="o"))
+        place.sweep()
+        event = heard.events[0][2]
+        assert (event.task, event.namespace) == ("gone", "gone")
+
+
+class TestOperator:
+    @pytest.mark.parametrize(
+        ("operation", "expected"),
+        [
+            ("release", "released"),
+            ("forget", "forgotten"),
+            ("fail", "settled FAILED"),
+            ("requeue", "requeued QUEUED"),
+        ],
+    )
+    def test_an_operation(self, heard, operation, expected):
+        place = make_place(heard)
+        place.operate(operation, place.claim(message=place.message()))
+        told(place, expected, who="ada")
+        assert heard.events[0][2].reason == "it is\nstuck"
+        line = heard.lines[0].getMessage()
+        assert line == f"idempotency: ada chose to {operation} billing key o: it is stuck"
+        if operation == "fail":
+            assert isinstance(heard.events[0][2].error, FailedByOperator)
+
+    def test_an_operation_that_came_too_late(self, heard, monkeypatch):
+        """The owner completed between the look and the write."""
+        place = make_place(heard)
+        record = place.claim()
+        settle = place.store.settle
+
+        def late(found: Record, **end: Any) -> bool:
+            settle(record, state=State.COMPLETED, value=None, keep_ms=90_000)
+            return bool(settle(found, **end))
+
+        monkeypatch.setattr(place.store, "settle", late)
+        outcome = operations.operate(
+            place.app, KEY, "fail", token=record.token, state=record.state, force=True
+        )
+        assert outcome is operations.Outcome.CHANGED
+        told(place)
+
+
+class TestMainProcess:
+    def test_the_claim_of_a_child_that_is_gone(self, heard):
+        place = make_place(heard)
+        with subprocess.Popen([sys.executable, "-c", ""]) as child:
+            child.wait()
+        place.claim(worker_name(child.pid))
+        lost = Lost(
+            task=place.task,
+            identity=KEY,
+            task_id="other",
+            pid=child.pid,
+            store=place.store,
+            reporter=place.task.idempotency_definition().runner.reporter,
+            give_up=time.monotonic() + 60,
+        )
+        assert lost.step() is None
+        told(place, "interrupted INTERRUPTED")
+        assert heard.events[0][2].reason == f"its process {child.pid} is gone"
+
+    def test_the_reservation_of_a_task_that_was_revoked(self, heard):
+        place = make_place(heard, idempotency_publish_once=True)
+        place.reserve()
+        unreserve = Unreserve(
+            identity=KEY,
+            task_id="other",
+            store=place.store,
+            reporter=place.task.idempotency_definition().runner.reporter,
+            give_up=time.monotonic() + 60,
+        )
+        unreserve.step()
+        unreserve.step()
+        told(place, "released")
+
+
+def test_an_event_without_a_key_has_no_namespace():
+    assert signals.Event(task="t").namespace == ""
