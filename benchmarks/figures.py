@@ -32,7 +32,7 @@ class Spread:
 class Figure:
     """What was measured: a ratio to ``against`` (``unit`` is "x"), or an amount.
 
-    ``extra`` holds what else was seen on the way, by name and with the unit in the name.
+    ``extra`` holds further measurements, by name and with the unit in the name.
     """
 
     benchmark: str

@@ -41,7 +41,7 @@ _LONG = Naming("40-byte key of task shop.tasks.charge", "shop.tasks.charge", 40)
 
 
 def run(session: Session) -> Iterator[Figure]:
-    """Fill servers of their own: with our records, and with what else one might keep."""
+    """Fill servers of their own: with our records, and with those of other designs."""
     # The same load of the server's hash table (0.76) in both cases: its slots are part of the bill.
     count = session.choose(quick=25_000, full=100_000)
     ours = ((_SHORT, RESULT, GOAL), (_LONG, RESULT, None), (_SHORT, None, None))

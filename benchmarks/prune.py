@@ -14,7 +14,7 @@ _WAYS = 6
 
 
 def run(session: Session) -> Iterator[Figure]:
-    """Measure each way once, with somebody else at work in the same table."""
+    """Measure each way once, while another process writes to the same table."""
     if not postgresql.available():
         raise BenchmarkError(
             f"no PostgreSQL here, or no psycopg: start one, or name it in {postgresql.VARIABLE}"

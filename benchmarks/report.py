@@ -24,7 +24,7 @@ def as_json(about: Mapping[str, str], figures: Sequence[Figure]) -> dict[str, ob
 
 
 def show(console: Console, title: str, figures: Sequence[Figure]) -> None:
-    """Print the figures of one benchmark, and in further columns what else was seen."""
+    """Print the figures of one benchmark, and in further columns its other measurements."""
     table = Table(title=title, title_justify="left", title_style="bold")
     extras = list(dict.fromkeys(name for figure in figures for name in figure.extra))
     table.add_column("")

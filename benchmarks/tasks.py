@@ -1,4 +1,4 @@
-"""The empty tasks that are compared, on Celery's own class and on ours."""
+"""The empty tasks that are compared, on Celery's own class and on IdempotentTask."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def drain(
 
 def _publish(plan: Plan, server: Server, step: Callable[[float], None]) -> None:
     app = make_app(broker=server.url(0), backend=server.url(1))
-    # Nobody waits for the results: do not subscribe to each, their publication would count.
+    # The results are not waited for: to subscribe to each one would count in the measurement.
     with app.producer_pool.acquire(block=True) as producer, denied_join_result():
         for task, numbers in plan.blocks:
             for place, number in enumerate(numbers):

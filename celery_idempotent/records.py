@@ -1,4 +1,4 @@
-"""What a store keeps about a key and how it answers a claim: frozen values, no I/O, no clock."""
+"""What a store has about a key and how it answers a claim: frozen values, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FINGERPRINT_BYTES = 16
 #: What a sweep does with a stale record: note the crash; fail it for good; send its message again.
 OnStale = Literal["interrupt", "fail", "requeue"]
 
-#: Why a call was refused: somebody else held the key; its arguments were others.
+#: Why a call was refused: another call held the key; its arguments were others.
 RefusalKind = Literal["conflict", "mismatch"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -96,9 +96,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Somebody who could not have a key: when, by the store's clock, and under which task id, cut to 100 bytes.
+    """A call that could not have a key: when, by the store's clock, and under which task id, cut to 100 bytes.
 
-    Who is refused again and again, with nobody in between, is one refusal, of the last time.
+    A call that is refused again and again, with no other in between, is one refusal, with the time of the last.
     """
 
     kind: RefusalKind
@@ -113,7 +113,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What the store keeps about one key.
+    """What the store has about one key.
 
     Times are milliseconds since the epoch by the store's clock. ``deadline_ms`` is the end of the lease of a PROCESSING
     record (``None`` otherwise). ``worker`` is ``hostname:pid/id`` while a worker holds the key, and empty once it is
@@ -125,7 +125,7 @@ class Record:
     requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
     ``refusals`` are the last five who could not have the key, the latest last. Only ``get`` is sure to bring them, and
-    records that differ in nothing else are equal: to refuse somebody changes nothing for those who hold the key.
+    records that differ in nothing else are equal: a refusal changes nothing for the holder of the key.
     """
 
     identity: Identity
@@ -219,14 +219,14 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The key is ours: run."""
+    """The caller has the key now: run."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A live claim of somebody else holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
+    """Another live claim holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
 
     record: Record
     left_ms: int

@@ -236,7 +236,7 @@ def _decompress(body: bytes, method: str, limit: int) -> bytes | None:
 
 
 def _unpacker(decoder: Any) -> Any:
-    """Return what unpacks no more at a time than it is told; ``None`` for a compressor that somebody has registered.
+    """Return a decompressor that unpacks a bounded size at a time; ``None`` for a compressor that a project registered.
 
     What the standard library and zstd call so stands beside their ``decompress()``.
     """
@@ -266,7 +266,7 @@ class _Brotli:
     def decompress(self, body: bytes, limit: int) -> bytes:
         try:
             found: bytes = self._unpacker.process(body, output_buffer_limit=limit)
-        except TypeError:  # before brotli 1.2 nothing could be told
+        except TypeError:  # before brotli 1.2 there was no such limit
             found = self._unpacker.process(body)
         return found
 
@@ -280,8 +280,8 @@ def _not_stored(
 def first_accepted(candidates: Iterable[str], accept: Iterable[str]) -> str:
     """Return the first format, by name or content type, that is installed and that the app reads itself.
 
-    An app may store its results as msgpack for others, and not accept msgpack. What a record is
-    written with nobody chose then: it takes what the app can read. If there is none, it is the
+    An app may store its results as msgpack for others, and not accept msgpack. The format of a record is
+    not configured then: it is the first that the app can read. If there is none, it is the
     first candidate, and :class:`Serializer` says what is wrong with it.
     """
     accepted = {content_types.get(name, name) for name in accept}

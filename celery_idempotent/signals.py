@@ -46,7 +46,7 @@ class Event:
     state that was written, ``None`` if the record was deleted, or nothing was written. ``error`` is the exception
     behind a failure; ``count`` how many records a sweep interrupted; ``observed`` says that this is what would have
     happened, had ``idempotency_mode`` not been ``"observe"``. ``who`` did it: the operator whom an operation names,
-    else the process (``hostname:pid/id``); ``reason`` is why, as far as somebody said so.
+    else the process (``hostname:pid/id``); ``reason`` is why, if a reason was given.
     """
 
     task: str
@@ -68,11 +68,11 @@ class Event:
 
 #: A key was reserved, and its message is on its way (``idempotency_publish_once``, ``enqueue``).
 reserved = Signal(name="idempotency_reserved")
-#: The key is ours, and run() is about to start.
+#: This task has the key, and run() is about to start.
 claimed = Signal(name="idempotency_claimed")
 #: The first call answers this one: its stored result or exception, or its task id where it was published or queued.
 replayed = Signal(name="idempotency_replayed")
-#: Somebody else holds the key.
+#: Another call holds the key.
 conflicted = Signal(name="idempotency_conflicted")
 #: The key belongs to a call with other arguments.
 mismatched = Signal(name="idempotency_mismatched")

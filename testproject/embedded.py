@@ -104,7 +104,7 @@ def open_redis() -> Iterator[RedisServer]:
 
 
 class _RunningServer:
-    """A server that somebody else runs."""
+    """A server that runs already."""
 
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
@@ -248,7 +248,7 @@ class EmbeddedRedis:
             self._directory = Path(tempfile.mkdtemp(prefix="embedded-redis-"))
         deadline = time.monotonic() + timeout
         while True:
-            # Between our look for a free port and the server's own bind somebody else may take it: look again.
+            # Between our look for a free port and the server's own bind another process may take it: look again.
             port = self._port or _free_port()
             self._launch(port)
             if self._answers(port, deadline):

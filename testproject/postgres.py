@@ -28,7 +28,7 @@ _USER = "demo"
 _NOBODY = "nobody"
 _START_S = 30.0
 _SETTINGS = {
-    # Nobody but the owner of the directory gets in; and no port has to be free.
+    # Only the owner of the directory gets in; and no port has to be free.
     "listen_addresses": "",
     # The programs that use this server are killed, the server is not: nothing has to survive it.
     "fsync": "off",
@@ -136,7 +136,7 @@ class EmbeddedPostgres:
         raise ServerUnavailable("PostgreSQL does not start here")
 
     def _readable(self) -> Path:
-        """Return the folder of the programs, or of a copy that whoever runs them can read."""
+        """Return the folder of the programs, or of a copy that the user who runs them can read."""
         assert self._directory is not None
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             self._run(str(self._installed / "bin" / "initdb"), "--version")

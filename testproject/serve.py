@@ -33,7 +33,7 @@ _GRACE_S = 8.0
 
 
 class _Stopped(BaseException):
-    """Somebody wants it to end."""
+    """The server was asked to end."""
 
 
 def main() -> int:

@@ -81,7 +81,7 @@ USE_TZ = True
 TIME_ZONE = "UTC"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
-# Web server and workers write to one SQLite file: whoever finds it locked waits, and takes the
+# Web server and workers write to one SQLite file: a process that finds it locked waits, and takes the
 # write lock at BEGIN, since a transaction that began as a reader cannot wait for it later.
 # The journal mode is set in testproject.webhooks.apps: Django 4.2 has no setting for it.
 _SQLITE_OPTIONS: dict[str, Any] = {"timeout": 20}
@@ -100,7 +100,7 @@ if os.environ.get("DATABASE_NAME"):
         "NAME": os.environ["DATABASE_NAME"],
     }
 
-# Django's default keeps errors from the console when DEBUG is off, and mails them to nobody.
+# Django's default hides errors from the console when DEBUG is off, and has no address to mail them to.
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,

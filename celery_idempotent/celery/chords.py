@@ -47,7 +47,7 @@ _CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
 _PATIENCE = 30.0
 
 
-#: Give the right to publish a chord's body back, if it is still ours.
+#: Give the right to publish a chord's body back, if this process still has it.
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
 
 
@@ -152,7 +152,7 @@ class PatientBackend(Base):
     def _part_returned(self, **options: Any) -> object:
         """Return a part (Celery >= 5.7).
 
-        A chord that is complete, and claimed by somebody else, may have lost its publisher::
+        A chord that is complete, and claimed by another process, may have lost its publisher::
 
             worker A   the last part ─ claims the chord ─ ✗ SIGKILL
             worker B                            the same part ─ not its claim ─ comes back until the claim is over

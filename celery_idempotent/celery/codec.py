@@ -63,7 +63,7 @@ class TaskCodec:
         """What most tasks return; kombu takes longer to write it than the record takes to pack."""
         return self._dump(None, "result")
 
-    def dump_step(self, name: str, value: Any) -> Stored:
+    def dump_step(self, name: str, value: object) -> Stored:
         """Serialize the result of a step.
 
         Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Definition:
     """One task of one app.
 
-    ``keyed``: the task has a rule for its key. ``overridden``: another base behind ours has a
+    ``keyed``: the task has a rule for its key. ``overridden``: a base class after ours has a
     ``__call__`` of its own, which is the way to ``run``. ``settings``: those of the app that it was made of.
     """
 
@@ -52,7 +53,14 @@ class Definition:
     overridden: bool
     settings: Snapshot
 
-    def identify(self, args: Any, kwargs: Any, *, task_id: str, **about: Any) -> Identified:
+    def identify(
+        self,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        *,
+        task_id: str,
+        **about: Any,
+    ) -> Identified:
         """Return what a call is about; one that is only observed falls back to its task id.
 
         Raises:

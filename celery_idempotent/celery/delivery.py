@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.canvas import maybe_signature
 from celery.exceptions import Ignore
@@ -25,7 +25,7 @@ from celery.utils.functional import maybe_list
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.identity.stamp import as_mapping, read_stamp
-from celery_idempotent.identity.trees import Place, with_tasks
+from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
 from celery_idempotent.records import Identity, State
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: st
     the same id both times.
     """
 
-    def with_id(task: Mapping[str, Any], place: Place) -> Mapping[str, Any]:
+    def with_id(task: AnySignature, place: Place) -> AnySignature:
         options = task.get("options") or {}
         path = "/".join(map(str, (parent_id, kind, *place)))
         task_id = options.get("task_id") or str(uuid.uuid5(uuid.NAMESPACE_URL, path))

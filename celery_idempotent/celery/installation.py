@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 from celery.app.base import Celery as CeleryApp
 
-from celery_idempotent.celery import canvas, messages, reaper, receivers, registry, request, sending
+from celery_idempotent.celery import canvas, messages, reaper, receivers, registry, sending
 from celery_idempotent.celery.typed import Result
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _connect_receivers() -> None:
     for signal, receiver in (
         (signals.worker_init, receivers.open_store),
         (signals.worker_ready, receivers.check_setup),
-        (signals.worker_ready, request.watch_children),
+        (signals.worker_ready, receivers.watch_children),
         (signals.worker_process_shutdown, receivers.write_counters),
         (signals.worker_shutdown, receivers.end_heartbeat),
         (signals.after_task_publish, sending.note_published),

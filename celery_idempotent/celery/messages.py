@@ -7,7 +7,7 @@ another class that leads a chain whose last step is idempotent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.canvas import Signature
 from celery.utils import uuid
@@ -16,7 +16,7 @@ from celery_idempotent.celery.registry import has_active_tasks, is_other_task
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.identity import stamp
 from celery_idempotent.identity.stamp import as_mapping
-from celery_idempotent.identity.trees import with_last_task
+from celery_idempotent.identity.trees import AnySignature, with_last_task
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -35,7 +35,7 @@ def prepare(app: Celery, options: Options) -> None:
         options["chain"] = [_with_run(app, chain[0], options["task_id"]), *chain[1:]]
 
 
-def _raw_headers(options: Options) -> dict[str, Any] | None:
+def _raw_headers(options: Options) -> Mapping[str, object] | None:
     """Return the headers, with a key and a scope given as options, if a publisher set any of ours in them.
 
     Celery would make an option that it does not know a message property, which RabbitMQ drops. What Celery stamps are
@@ -52,7 +52,7 @@ def _raw_headers(options: Options) -> dict[str, Any] | None:
     return dict(headers)
 
 
-def _stamped(headers: dict[str, Any], task_id: str) -> dict[str, Any]:
+def _stamped(headers: Mapping[str, object], task_id: str) -> dict[str, object]:
     """Return headers that say whose key this is, without what was handed on with the headers of another message."""
     own = as_mapping(stamp.with_stamp(headers, task_id)[stamp.STAMP_HEADER])
     handed_on = {name for name, word in stamp.RAW.items() if word not in own}
@@ -68,7 +68,7 @@ def _with_run(app: Celery, step: object, run: str) -> object:
     head carries it along.
     """
 
-    def marked(task: Mapping[str, Any]) -> Mapping[str, Any]:
+    def marked(task: AnySignature) -> AnySignature:
         known = task.app if isinstance(task, Signature) else app
         if is_other_task(known, str(task.get("task"))) or not has_active_tasks(known):
             return task

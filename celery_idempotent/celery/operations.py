@@ -87,7 +87,7 @@ def operate(
     """Do one of :data:`OPERATIONS` to the record that has this token and this state.
 
     A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
-    at work. Whoever takes the key next gets a larger token. The log and the event tell ``who`` did it and why.
+    at work. The next claim gets a larger token. The log and the event tell ``who`` did it and why.
 
     Raises:
         StoreUnavailable: if the store did not answer; what was asked for may have been done.

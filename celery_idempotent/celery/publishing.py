@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery.exceptions import Reject
 from celery.utils import uuid
@@ -73,8 +73,9 @@ class DeferredCall:
     reserve: bool = False
 
 
+Interceptor = Callable[["IdempotentTask", DeferredCall], Result]
 #: Gets the next call of a task instead of the broker: the outbox sets it for the one ``apply_async`` that it makes.
-outbox_interceptor: ContextVar[Callable[[IdempotentTask, DeferredCall], Any] | None] = ContextVar(
+outbox_interceptor: ContextVar[Interceptor | None] = ContextVar(
     "idempotency_outbox_interceptor", default=None
 )
 
@@ -104,8 +105,7 @@ def publish(
     reserve = may_reserve and identified is not None and not identified.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
-        deferred: Result = intercept(task, call)
-        return deferred
+        return intercept(task, call)
     if retrying is not None:
         return _send_retry(task, definition, retrying, partial(send, args, kwargs), options)
     if reserve and identified is not None:
@@ -190,7 +190,7 @@ def _may_reserve(task: IdempotentTask, definition: Definition, options: Options)
 # -- sent later: the outbox --------------------------------------------------------------------------------------------
 
 
-def take_interceptor() -> Callable[[IdempotentTask, DeferredCall], Any] | None:
+def take_interceptor() -> Interceptor | None:
     """Return what gets this call instead of the broker, if anything does; the next call is sent again."""
     intercept = outbox_interceptor.get()
     if intercept is not None:

@@ -82,7 +82,7 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
             failed += _time_out(app, store, record)
     requeued = sum(send_again(app, store, record, reason=_STALE) for record in found.requeued)
     pruned = store.prune(limit=limit)
-    counts: dict[str, Any] = {
+    counts: dict[str, object] = {
         "interrupted": len(found.interrupted),
         "failed": failed,
         "requeued": requeued,
@@ -133,7 +133,7 @@ def _time_out(app: Celery, store: Store, record: Record) -> bool:
 
 
 def settle_failed(app: Celery, store: Store, record: Record, error: IdempotencyError) -> bool:
-    """Settle a record FAILED that nobody runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
+    """Settle a record FAILED that no worker runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
     definition = definition_of(app, record.identity.namespace)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
     value = _plain_error(app, error) if definition is None else definition.codec.dump_error(error)
@@ -160,7 +160,7 @@ def _plain_error(app: Celery, error: IdempotencyError) -> Stored | None:
     }
     try:
         stored = Serializer("json", accept).dump(plain, max_bytes=None)
-    except InvalidOption:  # what nobody could read
+    except InvalidOption:  # not readable by anyone
         return None
     return None if isinstance(stored, NotStored) else stored
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery.checks import insist, worker
 from celery_idempotent.celery.registry import has_tasks
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
-__all__ = ["check_setup", "end_heartbeat", "open_store", "write_counters"]
+__all__ = ["check_setup", "end_heartbeat", "open_store", "watch_children", "write_counters"]
+
+#: How often the pool looks after its children, in seconds.
+WATCH = 1.0
 
 
 def open_store(sender: WorkController, **_: object) -> None:
@@ -32,6 +36,31 @@ def check_setup(sender: Consumer, **_: object) -> None:
     """Let the checks look at how the worker is set up."""
     if has_tasks(sender.app):
         worker.begin(sender.app)
+
+
+def watch_children(sender: Consumer, **_: object) -> None:
+    """Have the pool look after its children every second.
+
+    The pool looks when a child's pipe closes, and every five seconds. A child that is killed closes its pipe a moment
+    before it can be waited for, so the first look mostly finds nothing, and a lease shorter than five seconds would end
+    before anybody knew.
+    """
+    hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
+    if (
+        hub is not None
+        and has_tasks(sender.app)
+        and hasattr(getattr(pool, "_pool", None), "maintain_pool")
+    ):
+        _watch(sender)
+
+
+def _watch(consumer: Any, before: Any = None) -> None:
+    """Go on after the worker has lost its broker, and, with Celery before 5.7, its timers; nobody signals that."""
+    if before is not None:
+        before.cancel()
+    timer = consumer.hub.call_repeatedly(WATCH, consumer.pool._pool.maintain_pool)  # noqa: SLF001
+    # Celery calls it when the consumer is ready, once.
+    consumer.init_callback = partial(_watch, before=timer)
 
 
 def write_counters(**_: object) -> None:

@@ -11,8 +11,8 @@ find that free: then the key is given back before, and nothing is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from celery.exceptions import Ignore
 
@@ -29,7 +29,7 @@ from celery_idempotent.identity.stamp import (
     as_mapping,
     read_stamp,
 )
-from celery_idempotent.identity.trees import canvas_tasks, unstamp
+from celery_idempotent.identity.trees import AnySignature, canvas_tasks, unstamp
 from celery_idempotent.protocol.claim import Claim, current_claim
 from celery_idempotent.records import Identity
 
@@ -95,9 +95,7 @@ def publish_after_settle(
         raise delivery.Replaced(sig, due, delivery.forgetting(*held))
 
 
-def _has_identity(
-    sig: Mapping[str, Any], name: str, definition: Definition, identity: Identity
-) -> bool:
+def _has_identity(sig: AnySignature, name: str, definition: Definition, identity: Identity) -> bool:
     """Will this signature claim the same key?"""
     if sig.get("task") != name:
         return False

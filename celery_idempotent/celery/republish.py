@@ -48,7 +48,7 @@ CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
-#: Taken for the patience of a broker that has none, in seconds.
+#: Stands for the visibility timeout of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
 
 
@@ -193,7 +193,7 @@ def _again(
     counter: str,
     left: float | None,
     options: Options,
-    known: Mapping[str, Any],
+    known: Mapping[str, object],
 ) -> tuple[int, float, Sig]:
     """Return how often this message was republished, in how many seconds it is due, and itself.
 
@@ -226,7 +226,7 @@ def _again(
     return count, delay, again
 
 
-def as_published(request: Context) -> dict[str, Any]:
+def as_published(request: Context) -> Options:
     """Return the options with which a message goes out as it came in: its headers, and how its body is written."""
     headers = as_mapping(request.headers)
     options: Options = {

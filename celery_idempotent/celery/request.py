@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -24,7 +23,6 @@ from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import signals
 from celery_idempotent.celery.delivery import has_callbacks
-from celery_idempotent.celery.registry import has_tasks
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol import backoff
@@ -36,13 +34,11 @@ from celery_idempotent.records import Identity, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
-    from celery.worker.consumer import Consumer
-
     from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.identity.identified import Identified
     from celery_idempotent.protocol.policy import Policy
 
-__all__ = ["Request", "gone", "watch_children"]
+__all__ = ["Request", "gone"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +53,6 @@ LATE = 5.0
 #: How long a key is tried to be freed while the store does not answer, in seconds.
 UNRESERVE_PATIENCE = 600.0
 
-#: How often the pool looks after its children, in seconds.
-WATCH = 1.0
-
 _INTERRUPTED = Line(logging.WARNING, "%(identity)s is interrupted (crash %(crashes)s)%(why)s")
 
 #: A pool of greenlets gives their ``id()`` for a pid: an address, which is no pid (``pid_t`` has 32 bits).
@@ -70,11 +63,11 @@ _LARGEST_PID = 2**31 - 1
 class Lost:
     """A child that held, or may have held, the claim of one delivery: the claim is to be interrupted.
 
-    What the child said last may be on its way when its end is known already, so a key that nobody holds is looked at
+    What the child said last may be on its way when its end is known already, so a key without a holder is looked at
     again for a while::
 
         child   sends its claim ──┬─ SIGKILL
-        main                      │    the child is gone ─ reads the record: nobody holds it
+        main                      │    the child is gone ─ reads the record: no holder
         store                     └──────────────────────────────────────────────────────── claimed, by a dead child
     """
 
@@ -117,8 +110,8 @@ class Lost:
 
             read: token 5 is held by pid 71 of this worker ─▶ no pid 71 lives ─▶ interrupt token 5
 
-        Whoever claimed token 5 had that pid, and nobody has it after the read: its holder is dead, whichever child it
-        was. Who claims after the read has another token.
+        The claim of token 5 was made under that pid, which no process has after the read: its holder is dead,
+        whichever child it was. Who claims after the read has another token.
         """
         record = self.store.get(self.identity)
         if record is None or record.state in (State.QUEUED, State.INTERRUPTED):
@@ -130,7 +123,7 @@ class Lost:
             or not gone(self.pid)
         ):
             return True
-        task: Any = self.task
+        task = self.task
         comes_back = task.acks_late and task.reject_on_worker_lost
         if record.on_stale != "interrupt" and not comes_back:
             # Its message is gone: the sweep does what the task wants once the lease is over.
@@ -188,6 +181,9 @@ class Unreserve:
 class Request(CeleryRequest):
     """A delivery as the worker's main process sees it."""
 
+    #: Celery makes a subclass for each task.
+    task: IdempotentTask
+
     _mourned = False
 
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
@@ -217,10 +213,12 @@ class Request(CeleryRequest):
             self._child_lost()
         return super().on_timeout(soft, timeout)
 
-    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+    def _announce_revoked(
+        self, reason: str, terminated: bool, signum: object, expired: bool
+    ) -> None:
         """Free the key of a task that was revoked, or expired, before it ran: it was reserved, or waits for a retry."""
         super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
-        task: Any = self.task
+        task = self.task
         try:
             definition = task.idempotency_definition()
             if terminated or definition is None or not _may_be_queued(definition.policy):
@@ -237,12 +235,12 @@ class Request(CeleryRequest):
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
 
-    def _success_was_stored(self) -> Any:
+    def _success_was_stored(self) -> object:
         """Let a message come back whose child was lost after its result was stored, and may have died before it sent.
 
         Celery >= 5.7 acknowledges it. The record knows what is still to be sent, and nothing runs again.
         """
-        task: Any = self.task
+        task = self.task
         comes_back = task.acks_late and task.reject_on_worker_lost
         if comes_back and task.idempotency_definition() and has_callbacks(self._context):  # type: ignore[attr-defined]
             return False
@@ -268,7 +266,7 @@ class Request(CeleryRequest):
         pid: Any = self.worker_pid
         if not pid or pid == os.getpid() or pid > _LARGEST_PID:
             return []  # never started, or a pool without processes
-        task: Any = self.task
+        task = self.task
         definition = task.idempotency_definition()
         if definition is None:
             return []  # one of Celery's own, or switched off
@@ -293,10 +291,10 @@ def _may_be_queued(policy: Policy) -> bool:
     return policy.publish_once or policy.on_stale == "requeue"
 
 
-def _identities_of(request: Any) -> list[Identity]:
+def _identities_of(request: Request) -> list[Identity]:
     """Return what a delivery is about, as its task would say, and what it was about before a deploy."""
     headers = request.request_dict
-    args, kwargs, _ = request._payload  # noqa: SLF001
+    args, kwargs, _ = request._payload  # type: ignore[attr-defined]  # noqa: SLF001
     identified: Identified = request.task.identify_delivery(
         {**as_mapping(headers.get("stamps")), **headers},
         args,
@@ -306,31 +304,6 @@ def _identities_of(request: Any) -> list[Identity]:
     )
     before = identified.before
     return [identified.identity, *([before.identity] if before else [])]
-
-
-def watch_children(sender: Consumer, **_: object) -> None:
-    """Have the pool look after its children every second.
-
-    The pool looks when a child's pipe closes, and every five seconds. A child that is killed closes its pipe a moment
-    before it can be waited for, so the first look mostly finds nothing, and a lease shorter than five seconds would end
-    before anybody knew.
-    """
-    hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
-    if (
-        hub is not None
-        and has_tasks(sender.app)
-        and hasattr(getattr(pool, "_pool", None), "maintain_pool")
-    ):
-        _watch(sender)
-
-
-def _watch(consumer: Any, before: Any = None) -> None:
-    """Go on after the worker has lost its broker, and, with Celery before 5.7, its timers; nobody signals that."""
-    if before is not None:
-        before.cancel()
-    timer = consumer.hub.call_repeatedly(WATCH, consumer.pool._pool.maintain_pool)  # noqa: SLF001
-    # Celery calls it when the consumer is ready, once.
-    consumer.init_callback = partial(_watch, before=timer)
 
 
 def gone(pid: int) -> bool:

@@ -27,7 +27,7 @@ from celery.utils.serialization import get_pickleable_exception
 from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.chords import Undelivered, hopeless, patient
 from celery_idempotent.celery.delivery import Due
-from celery_idempotent.identity.trees import canvas_tasks
+from celery_idempotent.identity.trees import AnySignature, canvas_tasks
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -186,7 +186,7 @@ def _forget_published(request: Context) -> None:
         setattr(request, name, left or None)
 
 
-def _is_sent(callback: Any, published: set[str]) -> bool:
+def _is_sent(callback: AnySignature, published: set[str]) -> bool:
     ids = [str((task.get("options") or {}).get("task_id")) for task in canvas_tasks(callback)]
     if callback.get("task") == "celery.chain":
         ids = ids[:1]  # the first step carries the others

@@ -48,11 +48,11 @@ class IdempotentTask(TaskBase):
 
     abstract = True
     # Not set: bind() does, unless the app has a setting.
-    acks_late = None  # type: ignore[assignment]
-    reject_on_worker_lost = None
+    acks_late: bool = None  # type: ignore[assignment]
+    reject_on_worker_lost: bool | None = None
     Request = "celery_idempotent.celery.request:Request"
 
-    #: Which of its acknowledgement options the task leaves open.
+    #: The acknowledgement options that the task does not set itself.
     _open: tuple[str, ...]
 
     #: Assigned whole, as the last step: Celery lets other threads see a task that is half bound.
@@ -140,15 +140,15 @@ class IdempotentTask(TaskBase):
 
     def apply_async(
         self,
-        args: Any = None,
-        kwargs: Any = None,
+        args: Sequence[object] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         task_id: str | None = None,
-        producer: Any = None,
-        link: Any = None,
-        link_error: Any = None,
+        producer: object = None,
+        link: object = None,
+        link_error: object = None,
         shadow: str | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Result:
         """Publish, with the key and the fingerprint computed now and stamped on the message.
 
         Takes ``idempotency_key`` and ``idempotency_scope`` beside Celery's options.
@@ -159,7 +159,7 @@ class IdempotentTask(TaskBase):
         definition = self.idempotency_definition()
         options |= {"task_id": task_id, "producer": producer, "shadow": shadow}
         options |= {"link": link, "link_error": link_error}
-        send = super().apply_async
+        send: publishing.Send = super().apply_async
         if definition is not None:
             return publishing.publish(self, definition, send, args, kwargs, options)
         intercept = publishing.take_interceptor()
@@ -288,7 +288,7 @@ class IdempotentTask(TaskBase):
         call = running.call_of(self, definition, request, request.args or (), request.kwargs or {})
         return definition.runner.unguarded_claim(call)
 
-    def idempotency_record(self, key: Any, *, scope: Any = None) -> Record | None:
+    def idempotency_record(self, key: object, *, scope: object = None) -> Record | None:
         """Return the record of a key of this task, or ``None``.
 
         Raises:
@@ -299,7 +299,13 @@ class IdempotentTask(TaskBase):
         return next(filter(None, map(store.get, self._identities(key, scope))), None)
 
     def idempotency_forget(
-        self, key: Any, *, scope: Any = None, reason: str = "", who: str = "", force: bool = False
+        self,
+        key: object,
+        *,
+        scope: object = None,
+        reason: str = "",
+        who: str = "",
+        force: bool = False,
     ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
 
@@ -315,7 +321,7 @@ class IdempotentTask(TaskBase):
         forget = partial(operations.forget, self.app, force=force, who=who, reason=reason)
         return True in [forget(identity) for identity in self._identities(key, scope)]
 
-    def _identities(self, key: Any, scope: Any) -> list[Identity]:
+    def _identities(self, key: object, scope: object) -> list[Identity]:
         """Return the identity of a key, and what it was in the namespace of before a deploy."""
         identifier = self._ours().identifier
         identified = identifier.renamed(Identified(identifier.identity(key, scope)))

@@ -68,7 +68,7 @@ def _current() -> Celery:
 
 
 def has_app() -> bool:
-    """Is there an app to ask for, or would Celery have to make one that nobody wants?"""
+    """Is there an app, or would Celery have to make a default one?"""
     made: Any = getattr(_state, "_tls", None)
     current: Any = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
     return bool(_named() or current)

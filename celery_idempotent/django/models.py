@@ -2,7 +2,7 @@
 
 What may change while a task runs is apart from what a claim and a settle write: a renewal or a step
 never waits for, nor breaks, the transaction of the task that settles the record (under REPEATABLE
-READ a row that somebody else updated meanwhile could not be written any more). Times are
+READ a row that another transaction updated meanwhile could not be written any more). Times are
 milliseconds since the epoch by the database's clock.
 """
 
@@ -126,9 +126,9 @@ class Lease(models.Model):
 
 
 class Refusals(models.Model):
-    """Who could not have a key: a row only for those where somebody was refused.
+    """The calls that could not have a key: a row only for keys with such calls.
 
-    It counts if its record has the same birth. Nobody but the refused write it.
+    It counts if its record has the same birth. Only refused calls write it.
     """
 
     digest = ShortBinaryField(max_length=16, primary_key=True)

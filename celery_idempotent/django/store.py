@@ -175,7 +175,7 @@ class DjangoStore(DecidingStore):
     ) -> Page:
         """Return about ``limit`` of the selected records."""
         return self.lines.run(
-            lambda session: browse.browse(
+            lambda session: browse.list_records(
                 session, selection, cursor=cursor, limit=limit, look_at=look_at
             )
         )
@@ -226,7 +226,7 @@ class DjangoStore(DecidingStore):
         name = digest(record.identity)
 
         def work(session: Session) -> bool:
-            # A write waits for whoever is writing the row, also where nobody would have to change it.
+            # A write waits for the transaction that has the row locked, even if there is nothing to change.
             session.write(
                 "UPDATE celery_idempotent_record SET version = version + 1"
                 " WHERE digest = %s AND token = %s",

@@ -51,7 +51,7 @@ def transactions_around(store: Store) -> Sequence[OnCommit]:
     return [
         partial(_at_commit, own)
         for own in connections.all(initialized_only=True)
-        # Without the last, the project commits by hand, and Django calls nobody.
+        # Without the last, the project commits by hand, and Django calls no function after it.
         if own.in_atomic_block
         and not all(map(_is_testcases, own.atomic_blocks))
         and own.commit_on_exit
@@ -65,5 +65,5 @@ def _is_testcases(block: object) -> bool:
 def _at_commit(own: BaseDatabaseWrapper, function: Callable[[], None]) -> None:
     own.on_commit(function, robust=True)
     if not in_testcase(own):  # where captureOnCommitCallbacks() counts on the order
-        # Before what else waits: the first that fails may keep all others from being called.
+        # Before the other functions: the first that fails may stop all after it.
         own.run_on_commit.insert(0, own.run_on_commit.pop())

@@ -140,10 +140,10 @@ class CallRule:
         return bound.call(self.function)
 
 
-Rule = PathRule | NamesRule | CallRule | AllArguments | None
+ArgumentRule = PathRule | NamesRule | CallRule | AllArguments | None
 
 
-def compile_rule(option: object, parameters: Parameters, *, what: str, task: str) -> Rule:
+def compile_rule(option: object, parameters: Parameters, *, what: str, task: str) -> ArgumentRule:
     """Check the value of the option ``what`` against the task's parameters, once per task.
 
     Raises:

@@ -24,7 +24,7 @@ __all__ = [
 
 Place = tuple[int | str, ...]
 #: A signature: ``dict``, what JSON made of one, or one of Celery's classes.
-Sig = Mapping[str, Any]
+AnySignature = Mapping[str, Any]
 
 #: Which of its ``kwargs`` hold the parts of a canvas.
 _PARTS = {
@@ -36,12 +36,12 @@ _PARTS = {
 _LAST = {"celery.chain": "tasks", "celery.chord": "body"}
 
 
-def is_canvas(signature: Sig) -> bool:
+def is_canvas(signature: AnySignature) -> bool:
     """Has this signature parts, or is it one task?"""
     return signature.get("task") in _PARTS
 
 
-def with_parts(canvas: Sig, change: Callable[[Any, Place], object]) -> dict[str, Any]:
+def with_parts(canvas: AnySignature, change: Callable[[Any, Place], object]) -> dict[str, Any]:
     """Return the ``kwargs`` of a canvas with ``change(part, place)`` for each of its parts, not for theirs."""
     kwargs = dict(canvas.get("kwargs") or {})
     for name in _PARTS[canvas["task"]]:
@@ -53,7 +53,9 @@ def with_parts(canvas: Sig, change: Callable[[Any, Place], object]) -> dict[str,
     return kwargs
 
 
-def with_tasks(signature: Any, change: Callable[[Sig, Place], Sig], place: Place = ()) -> Any:
+def with_tasks(
+    signature: Any, change: Callable[[AnySignature, Place], AnySignature], place: Place = ()
+) -> Any:
     """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks."""
     if not isinstance(signature, Mapping):
         return signature
@@ -66,7 +68,7 @@ def with_tasks(signature: Any, change: Callable[[Sig, Place], Sig], place: Place
     return {**signature, "kwargs": with_parts(signature, part)}
 
 
-def with_last_task(signature: Any, change: Callable[[Sig], Sig]) -> Any:
+def with_last_task(signature: Any, change: Callable[[AnySignature], AnySignature]) -> Any:
     """Return a copy of a canvas with ``change(task)`` for what runs last in it, which may be a group."""
     if not isinstance(signature, Mapping):
         return signature
@@ -82,11 +84,11 @@ def with_last_task(signature: Any, change: Callable[[Sig], Sig]) -> Any:
     return {**signature, "kwargs": {**kwargs, name: inner}}
 
 
-def canvas_tasks(signature: Any) -> list[Sig]:
+def canvas_tasks(signature: Any) -> list[AnySignature]:
     """Return the signatures of the tasks of a canvas: those that it has, no copies."""
-    found: list[Sig] = []
+    found: list[AnySignature] = []
 
-    def note(task: Sig, _: Place) -> Sig:
+    def note(task: AnySignature, _: Place) -> AnySignature:
         found.append(task)
         return task
 

@@ -47,7 +47,7 @@ _WHAT_TO_SET = (
     " nor the broker is a Redis that could keep the idempotency records"
 )
 
-#: The settings that a store is made of; without the first, of where the app keeps its results or its messages.
+#: The settings that a store is made of; without the first, of the app's result backend or its broker.
 _SETTINGS = (
     "idempotency_store",
     "idempotency_replicas",
@@ -108,7 +108,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
 def get_store(app: Celery) -> Store:
     """Return the app's store.
 
-    It is the setting ``idempotency_store``, else where the app keeps its results or its messages.
+    It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.
     With ``idempotency_replicas``, a claim and a settle wait for so many replicas, up to
     ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
@@ -124,7 +124,7 @@ def get_store(app: Celery) -> Store:
         settings, store = known
         if settings.holds(app):
             return store
-        # Whoever has it, a run that holds a claim for example, may go on with it.
+        # It is not closed: a run that holds a claim goes on with it.
         logger.warning(
             "idempotency: the store of %s was set anew: records stay where they are", app
         )

@@ -35,7 +35,7 @@ __all__ = ["ATTEMPT_BYTES", "COUNTED_HOURS", "Store", "Transaction", "skew_ms"]
 #: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
 ATTEMPT_BYTES = 8
 
-#: For so many hours a store keeps its counters.
+#: For how many hours a store has its counters.
 COUNTED_HOURS = 30 * 24
 
 
@@ -64,14 +64,14 @@ class Store(ABC):
 
     @abstractmethod
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it.
+        """Take the key if no live claim holds it.
 
         QUEUED and INTERRUPTED records are claimed as if there were none, but keep their crashes, steps and reservation.
         A fingerprint that either side lacks is equal to any. Claiming a PROCESSING record whose lease ran out counts a
         crash, unless one of the ``unanswered`` attempts holds it.
 
-        Whoever is answered ``Held`` or ``Mismatched`` is noted among the record's refusals. No note changes what the
-        holder or a sweep goes by, and where it cannot be written, the answer is the same.
+        A call that is answered ``Held`` or ``Mismatched`` is noted among the record's refusals. The note changes
+        nothing that a holder or a sweep decides by, and the answer is the same where it cannot be written.
         """
 
     @abstractmethod
@@ -115,9 +115,9 @@ class Store(ABC):
         Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out), a COMPLETED or FAILED
         one ``Settled``. A new reservation gets a new token, and no attempt is counted before its claim.
 
-        ``Mismatched`` is noted among the record's refusals. ``Held`` is not: whoever asks is led to the first call.
+        ``Mismatched`` is noted among the record's refusals. ``Held`` is not: that call gets the id of the first one.
 
-        ``message``, to be published under ``task_id``, is what a sweep sends past the deadline, should nobody have
+        ``message``, to be published under ``task_id``, is what a sweep sends past the deadline, should no worker have
         claimed the key by then. Who reserves again under the record's task id may bring another; otherwise the record
         keeps the one that it has, if any.
         """

@@ -14,8 +14,7 @@ def read_cursor(cursor: str, kind: str, count: int) -> tuple[int, ...]:
     """Return the numbers of a cursor, as many zeros for the start of the list.
 
     Raises:
-        ValueError: for a cursor of another kind of list. An operator who changes the filter of a list in the middle of
-            it sends one.
+        ValueError: for a cursor of another kind of list, as after a change of the filter in the middle of a list.
     """
     if not cursor:
         return (0,) * count

@@ -96,7 +96,7 @@ class MemoryStore(DecidingStore):
         return ()
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue what nobody sent."""
+        """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
         with self._locked():
             now_ms = self._clock() // 1000
             due = [
@@ -185,7 +185,7 @@ class MemoryStore(DecidingStore):
 
     def _locked(self) -> threading.RLock:
         # Another thread may have held the parent's lock at the moment of the fork; in the child
-        # nobody would free it.
+        # no thread would free it.
         if self._pid != os.getpid():
             self._lock = threading.RLock()
             self._pid = os.getpid()

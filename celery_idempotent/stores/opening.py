@@ -74,7 +74,7 @@ def replication(app: Celery) -> dict[str, int]:
 
 
 def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store | None:
-    """Open the Redis that keeps the app's results, or else its messages; ``None`` if neither is one.
+    """Open the Redis of the app's result backend, or else of its broker; ``None`` if neither is one.
 
     The ``global_keyprefix`` that keeps apps on one server apart starts our keys as well.
     """

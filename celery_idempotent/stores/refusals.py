@@ -14,9 +14,9 @@ from celery_idempotent.records import Refusal, RefusalKind
 
 __all__ = ["KEPT", "KINDS", "WHO_BYTES", "cut", "unpack_refusals", "with_refusal"]
 
-#: So many a record keeps.
+#: How many a record has at most.
 KEPT = 5
-#: So much is kept of a task id.
+#: How many bytes of a task id are stored.
 WHO_BYTES = 100
 
 _HEAD_BYTES = 8

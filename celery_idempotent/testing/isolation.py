@@ -29,7 +29,7 @@ def isolated_records(app: Celery, *, clock: Callable[[], int] | None = None) -> 
     Raises:
         InvalidOption: if ``idempotency_store`` cannot be read.
     """
-    used = _store_of(app)
+    used = _configured_store(app)
     store = None if used is None else used.without_cache()
     if store is None or not store.supports_transactions:
         store = MemoryStore(clock)
@@ -40,7 +40,7 @@ def isolated_records(app: Celery, *, clock: Callable[[], int] | None = None) -> 
         swap_store(app, used)
 
 
-def _store_of(app: Celery) -> Store | None:
+def _configured_store(app: Celery) -> Store | None:
     try:
         return get_store(app)
     except InvalidOption:

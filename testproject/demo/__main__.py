@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stopped(BaseException):
-    """Somebody wants the demo to end."""
+    """The demo was asked to end."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)

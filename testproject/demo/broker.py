@@ -13,7 +13,7 @@ _UNACKED = "unacked"
 
 
 class Broker:
-    """The one queue of the demo, as kombu keeps it."""
+    """The one queue of the demo, as kombu stores it."""
 
     def __init__(self, url: str) -> None:
         self._redis: Any = Redis.from_url(url, socket_timeout=5)

@@ -168,7 +168,7 @@ class Killer:
 
     @contextlib.contextmanager
     def _stopped(self) -> Iterator[set[int]]:
-        """Stop the pool processes where they are; let go on, in the end, whoever is still there."""
+        """Stop the pool processes where they are; in the end, continue those that are still there."""
         pids = {each.pid for each in self._alive()}
         try:
             _signal(pids, signal.SIGSTOP)

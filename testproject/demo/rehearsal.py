@@ -94,7 +94,7 @@ def _work(run: Run, **_: Any) -> None:
 
 def _written(run: Run, **_: Any) -> None:
     _note(Step.WRITTEN, run.kind, str(run.delivery_id))
-    # From Redis, nobody is killed here: chaos.py.
+    # From Redis, and no process is killed here: chaos.py.
     if django_settings.WEBHOOKS_ATOMIC:
         time.sleep(random.uniform(0, _AFTERWARDS_S))
 

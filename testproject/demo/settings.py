@@ -10,7 +10,7 @@ from testproject.settings import *  # noqa: F403 -- this is how Django's setting
 
 INSTALLED_APPS = [*project.INSTALLED_APPS, "testproject.demo"]
 
-#: Where this run of the demo keeps everything it writes.
+#: The directory of all that this run of the demo writes.
 DEMO_DIRECTORY = Path(os.environ["TESTPROJECT_DEMO"])
 OUTCOME_LOG = DEMO_DIRECTORY / "outcomes.log"
 
@@ -21,7 +21,7 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
     "visibility_timeout": 2,
     "unacked_restore_interval": 1,
     "unacked_restore_throttle": 1,
-    # A worker that is killed while it hands messages back must not keep others from it for long.
+    # A worker that is killed while it hands messages back must not delay it for long.
     "unacked_mutex_expire": 3,
 }
 # A killed worker's claim is in the way for this long. The lease has to outlive a busy machine's

@@ -97,7 +97,7 @@ class Stage:
         return int(self._port_file.read_text())
 
     def check(self) -> None:
-        """Raise :exc:`DemoError` if a process ended that nobody killed."""
+        """Raise :exc:`DemoError` if a process ended that was not killed on purpose."""
         for child in self.children:
             child.check()
 

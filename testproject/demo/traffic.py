@@ -71,7 +71,7 @@ def _work(chance: random.Random, *, slow: bool) -> float:
 
 
 class Traffic:
-    """The sender: a thread that keeps to the plan, and a few that speak HTTP."""
+    """The sender: a thread that follows the plan, and a few that speak HTTP."""
 
     def __init__(self, events: Sequence[Event], sends: Sequence[Send], *, secret: str) -> None:
         self._events = events

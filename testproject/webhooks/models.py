@@ -42,7 +42,7 @@ class Run(models.Model):
 
 
 class LedgerEntry(models.Model):
-    """The effect of a run. Nothing but the task keeps a delivery from being entered twice.
+    """The effect of a run. Only the task prevents that a delivery is entered twice.
 
     A unique constraint on the delivery would hide the duplicates that this project is here to show.
     """

@@ -9,7 +9,7 @@ from redis import exceptions
 
 from celery_idempotent.records import Identity, Retained
 from celery_idempotent.stores.redis.channel import Link, exchange
-from celery_idempotent.stores.redis.packed import unpack
+from celery_idempotent.stores.redis.packed import unpack_record
 from celery_idempotent.stores.redis.scripts import Command
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -38,7 +38,7 @@ class RedisTruth(RedisStore):
         bucket, name = self._keys.locate(identity)
         command = Command(bucket, (b"EVAL", _RETAINED, b"1", name))
         ((packed, left_ms, now_ms),) = exchange(self._link, (command,))
-        record = None if packed is None else unpack(identity, packed)
+        record = None if packed is None else unpack_record(identity, packed)
         if record is None or not record.state.settled:
             return None
         return Retained(record, age_ms=max(now_ms - record.updated_ms, 0), left_ms=left_ms)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
-from celery_idempotent.stores.redis.packed import pack_settled, unpack
+from celery_idempotent.stores.redis.packed import pack_settled, unpack_record
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.stores.values import unpack_value
 
@@ -48,7 +48,7 @@ def pack(record):
 
 @given(records)
 def test_a_settled_record_comes_back(record):
-    assert unpack(identity, pack(record)) == record
+    assert unpack_record(identity, pack(record)) == record
 
 
 @pytest.mark.redis
@@ -109,7 +109,7 @@ def test_a_result_of_100_bytes_fits_the_allocators_class_of_160():
 
 def test_counts_beyond_255_stay_there():
     many = dataclasses.replace(COMPLETED, crashes=300, attempts=1000)
-    found = unpack(identity, pack(many))
+    found = unpack_record(identity, pack(many))
     assert (found.crashes, found.attempts) == (255, 255)
 
 
@@ -119,7 +119,7 @@ def test_what_is_stored_stays_readable():
         "430d00000000000001000000000002000000000003000100000000000000000000000000000000"
         "00026964013137"
     )
-    assert unpack(identity, stored) == dataclasses.replace(
+    assert unpack_record(identity, stored) == dataclasses.replace(
         COMPLETED,
         task_id="id",
         replaced=True,
@@ -142,7 +142,7 @@ def test_what_is_stored_of_a_run_stays_readable():
         "0473686970810100789c7a"
         "5a00000003616263"
     )
-    assert unpack(identity, stored) == Record(
+    assert unpack_record(identity, stored) == Record(
         identity=identity,
         state=State.QUEUED,
         token=1,
@@ -174,7 +174,7 @@ def test_what_is_stored_of_a_run_stays_readable():
 def test_a_delivered_record_stays_readable():
     packed = pack(COMPLETED)
     marked = packed[:1] + bytes((packed[1] | 16,)) + packed[2:]
-    assert unpack(identity, marked) == dataclasses.replace(COMPLETED, delivered=True)
+    assert unpack_record(identity, marked) == dataclasses.replace(COMPLETED, delivered=True)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +192,13 @@ def test_a_delivered_record_stays_readable():
 )
 def test_what_a_newer_version_wrote_is_told_so(newer):
     with pytest.raises(StoreMisconfigured, match="newer version"):
-        unpack(identity, newer)
+        unpack_record(identity, newer)
 
 
 def readable(packed):
     """Return the record, ``None`` where one is told that it cannot be read."""
     try:
-        return unpack(identity, packed)
+        return unpack_record(identity, packed)
     except StoreMisconfigured:
         return None
 

@@ -18,7 +18,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.redis.packed import pack_settled, unpack
+from celery_idempotent.stores.redis.packed import pack_settled, unpack_record
 from celery_idempotent.stores.redis.store import RedisStore
 
 pytestmark = pytest.mark.redis
@@ -62,7 +62,7 @@ def test_a_record_without_a_refusal_has_not_a_byte_of_them(
     # The flag; two bytes of length; eight and the task id.
     noted: Any = redis_client.get(name)
     assert len(noted) == len(plain) + 2 + 8 + 100
-    assert unpack(KEY, noted) == found
+    assert unpack_record(KEY, noted) == found
 
 
 def test_a_replay_writes_nothing(redis_store: RedisStore, redis_client: redis.Redis, name: bytes):

@@ -21,7 +21,7 @@ from celery.worker.consumer import Consumer
 from kombu.asynchronous.hub import Hub
 
 from celery_idempotent import IdempotentTask, signals
-from celery_idempotent.celery import request
+from celery_idempotent.celery import receivers, request
 from celery_idempotent.celery.request import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import calls
@@ -97,7 +97,7 @@ class TestWatch:
             app=app,
             hub=Hub(),
             pool=SimpleNamespace(_pool=pool),
-            init_callback=lambda ready: request.watch_children(sender=ready),
+            init_callback=lambda ready: receivers.watch_children(sender=ready),
         )
         timer = consumer.hub.timer
         for number in range(3):

@@ -22,7 +22,7 @@ __all__ = ["Finding", "check", "check_settings", "check_store", "check_workers",
 
 _OF_SETTINGS = (
     broker.acks_late,
-    broker.sweep,
+    broker.scheduled_sweep,
     broker.sweep_queue,
     broker.visibility,
     broker.waits,

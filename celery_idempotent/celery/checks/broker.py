@@ -35,7 +35,7 @@ def acks_late(_app: Celery, tasks: Tasks) -> Iterator[Finding]:
         )
 
 
-def sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
+def scheduled_sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
     """Find out whether sweeps are scheduled."""
     if app.conf.get("idempotency_sweep_interval", 30) is not None:
         return

@@ -29,7 +29,7 @@ _PIECE: Final = 64 * 1024
 def receive(request: HttpRequest, options: HttpOptions, *, parsed: bool = False) -> None:
     """Read the body to its end, before anybody parses it; it stays readable, as often and in the same ways.
 
-    WSGI hands out a body while it arrives, and tells nobody that it broke off: a reader gets less, as if that were
+    WSGI hands out a body while it arrives, and reports no error when it breaks off: a reader gets less, as if that were
     all, ``amount=1`` of ``amount=1000``. An ASGI application of Django has all of it before the first view.
     ``parsed``: the view has read it already, as far as it wanted to.
 

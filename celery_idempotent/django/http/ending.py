@@ -1,4 +1,4 @@
-"""Letting the work of a request come to its end, also when nobody waits for its answer any more."""
+"""Lets the work of a request come to its end, also when its client is gone."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -39,8 +38,6 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponseBase
-
-logger = logging.getLogger(__name__)
 
 
 class _NotToKeepError(Exception):
@@ -201,8 +198,7 @@ class Guard:
                     "The first request with this key has not been answered yet. Ask again later.",
                     retry_after=self.options.retry_after,
                 )
-            case StoreFailed(error, condemned=condemned):
-                logger.warning("idempotency: %s is not answered: %s", self._name, error)
+            case StoreFailed(condemned=condemned):
                 if self.options.on_store_error == "open" and not condemned:
                     try:
                         return self._runner.unguarded(call, lambda: self._run(guarded))  # type: ignore[no-any-return]

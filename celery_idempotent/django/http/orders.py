@@ -23,10 +23,11 @@ from celery_idempotent.django.sql.autocommit import commits_by_hand
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import KEEP_FAILURE_HEADER
-from celery_idempotent.records import Identity
+from celery_idempotent.records import Identity, Record
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
+    from celery.utils.dispatch import Signal
     from django.http import HttpRequest
 
     from celery_idempotent.celery.definition import Definition
@@ -60,6 +61,11 @@ class Order:
         """Where the record is."""
         return get_store(self.task.app)
 
+    def report(self, outcome: Signal, record: Record | None = None, **more: Any) -> None:
+        """Report what became of the request: under the id of the task that its key has."""
+        identity, task_id = self.identified.identity, "" if record is None else record.task_id
+        self.definition.runner.reporter.report(outcome, identity, task_id, record, **more)
+
     @property
     def eager(self) -> bool:
         """Does the task run at once, here?"""
@@ -80,7 +86,7 @@ class Order:
         return lost_after_ms(self.publish)
 
     def message(self, task_id: str) -> bytes | None:
-        """Return what a sweep publishes should nobody else do so, ``None`` where that is not for the record.
+        """Return what a sweep publishes if this process does not, ``None`` where that is not for the record.
 
         An outbox has a message of its own. Without retention a second copy may find no trace of the first.
         """

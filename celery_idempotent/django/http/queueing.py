@@ -32,6 +32,7 @@ from django.db import DatabaseError, transaction
 from django.http import HttpResponse, JsonResponse
 from kombu.exceptions import OperationalError
 
+from celery_idempotent import signals
 from celery_idempotent.celery.reserving import RESERVED_MS
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
@@ -150,11 +151,12 @@ def _claim(order: Order, *, within: bool) -> Reserved | Held | Settled:
             case Held(record, _) if _may_be_rolled_back(order, record):
                 looks += 1
                 if not backoff.pause(looks, until=give_up, first=0.02):
-                    raise _in_progress(order, "It is not queued yet. Ask again later.")
+                    raise _in_progress(order, record, "It is not queued yet. Ask again later.")
             case Settled(record, _) if _is_retryable(order, record):
                 # Only this very failure: the second who tries finds the first one's reservation.
                 _patiently(order, partial(_forget, order, record))
-            case Mismatched():
+            case Mismatched(record):
+                order.report(signals.mismatched, record)
                 raise RequestRefused(
                     "idempotency_key_reused",
                     "It was sent before with other content. A key stands for one intention: use a new one.",
@@ -169,9 +171,10 @@ def _answer(order: Order, found: Reserved | Held | Settled, *, within: bool) -> 
         case Reserved(record):
             _queue(order, record, within=within)
             return _status_of(order, record, replayed=False)
-        case Held() if order.options.on_pending == "refuse":
-            raise _in_progress(order, "Ask its status resource, or again later.")
+        case Held(record, _) if order.options.on_pending == "refuse":
+            raise _in_progress(order, record, "Ask its status resource, or again later.")
         case Settled(record, _) if record.state is State.FAILED:
+            order.report(signals.replayed, record)
             failure = failure_of(record, order.task, order.options)
             answer = problem(
                 failure.code,
@@ -184,6 +187,7 @@ def _answer(order: Order, found: Reserved | Held | Settled, *, within: bool) -> 
             answer[REPLAYED] = "true"
             return answer
         case _:
+            order.report(signals.replayed, found.record)
             return _status_of(order, found.record, replayed=True)
 
 
@@ -201,7 +205,8 @@ def _is_retryable(order: Order, record: Record) -> bool:
     return failed and failure_of(record, order.task, order.options).retryable
 
 
-def _in_progress(order: Order, advice: str) -> RequestRefused:
+def _in_progress(order: Order, record: Record, advice: str) -> RequestRefused:
+    order.report(signals.conflicted, record)
     return RequestRefused(
         "request_in_progress",
         f"The first request with this key is still being worked on. {advice}",
@@ -243,7 +248,7 @@ def _patiently(order: Order, verb: Callable[[], T]) -> T:
     try:
         return backoff.persist(verb, until=time.monotonic() + PATIENCE)
     except (StoreUnavailable, StoreMisconfigured) as error:
-        logger.warning("idempotency: a request is not queued: %s", error)
+        order.report(signals.store_failed, error=error)
         raise RequestRefused(
             "store_unavailable",
             _UNSURE,
@@ -259,6 +264,7 @@ def _queue(order: Order, record: Record, *, within: bool) -> None:
     try:
         if order.outbox is None:
             order.send(record.task_id)
+            order.report(signals.reserved, record, state=State.QUEUED)
             return
         # Kept in the database, it is sent now, or by a sweep when the broker is back.
         with transaction.atomic(using=order.outbox):
@@ -307,10 +313,10 @@ class _AtCommit:
             promised = True
         except RequestRefused:  # the reservation stands, with less time
             promised = False
-        if order.outbox is not None:
-            return  # the outbox sends it
         try:
-            order.send(record.task_id)
+            if order.outbox is None:  # else that sends it
+                order.send(record.task_id)
+            order.report(signals.reserved, record, state=State.QUEUED)
         except Exception:
             logger.exception("idempotency: %s is committed and not queued", record.identity)
             if not promised or order.message(record.task_id) is None:

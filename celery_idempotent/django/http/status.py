@@ -1,4 +1,4 @@
-"""The status resource: where an operation is, for programs and for people, to nobody but its caller."""
+"""The status resource: where an operation is, for programs and for people, and only for its caller."""
 
 from __future__ import annotations
 

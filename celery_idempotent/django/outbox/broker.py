@@ -45,7 +45,7 @@ _producers: Any = _pools.register_group(_Producers(limit=_pools.use_global_limit
 def confirming(app: Celery) -> Iterator[Any]:
     """Give a producer that waits until the broker has what it publishes; ``None`` where Celery's own one does.
 
-    RabbitMQ takes messages without an answer: what was written to the socket when it died is gone, and nobody knows.
+    RabbitMQ takes messages without an answer: what was written to the socket when it died is gone, without an error.
     """
     connection: Any = app.connection_for_write()
     options = connection.transport_options or {}

@@ -20,7 +20,7 @@ class OutboxMessage(models.Model):
     """A message between the transaction that staged it and the broker; deleted once it is sent.
 
     Messages of one ``group`` are sent in the order of their ids. Who sends a group holds it until ``due_ms``, and looks
-    at it through its oldest message, the head: nobody else sends before that time has passed.
+    at it through its oldest message, the head: no other process sends before that time has passed.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -37,7 +37,7 @@ class OutboxMessage(models.Model):
     payload = models.BinaryField()
     #: When it was staged. All times are milliseconds since the epoch, by the database's clock.
     created_ms = models.BigIntegerField()
-    #: From when on anybody may send its group: until then ``holder`` does, or nobody does after a failure.
+    #: From when on any process may send its group: until then ``holder`` does, or, after a failure, none does.
     due_ms = models.BigIntegerField()
     #: Who sends now: a random name, new for each transaction and each sweep.
     holder = models.CharField(max_length=32, blank=True, default="")

@@ -38,7 +38,7 @@ Canvas: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A call: of a task of ours that was stamped (``stamped``), or any signature.
+    """A call: of an idempotent task that was stamped (``stamped``), or any signature.
 
     ``once``: its key is to be reserved before it is sent (``idempotency_publish_once``).
     """

@@ -22,7 +22,7 @@ LEASE_MS = 60_000
 BACKOFF_MS = 1_000
 LONGEST_BACKOFF_MS = 5 * 60_000
 
-#: To the last @ of the word: a password that nobody quoted may hold one, or a slash.
+#: To the last @ of the word: a password that was not quoted may contain one, or a slash.
 _CREDENTIALS = re.compile(r"://\S*@")
 
 
@@ -38,10 +38,10 @@ class GroupLease:
         self._renewed = time.monotonic()
 
     def take(self, head: int, *, resting: bool = False) -> bool:
-        """Take a group by its oldest message; ``False`` if somebody was faster, or sends it now.
+        """Take a group by its oldest message; ``False`` if another process was faster, or sends it now.
 
-        One conditional update decides: whoever loses a race lost one statement, and no row stays locked. ``resting``:
-        also a group that rests after a failure.
+        One conditional update decides: the loser of a race has lost one statement, and no row stays locked.
+        ``resting``: also a group that rests after a failure.
         """
         free = rows(self.using).filter(pk=head)
         free = free.filter(holder="") if resting else free.filter(due_ms__lte=NowMs())
@@ -58,7 +58,7 @@ class GroupLease:
         return True
 
     def hold(self) -> bool:
-        """Renew the lease where it is time for that; ``False`` if somebody else sends this group by now."""
+        """Renew the lease where it is time for that; ``False`` if another process sends this group by now."""
         now = time.monotonic()
         if now - self._renewed < LEASE_MS / 3000:
             return True

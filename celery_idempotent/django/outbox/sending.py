@@ -103,7 +103,7 @@ def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) ->
 
 
 def send(app: Celery, group: str, *, using: str = "default") -> Sent:
-    """Send a group now, in order, also one that rests after a failure, but none that somebody else is sending."""
+    """Send a group now, in order, also one that rests after a failure, but none that another process is sending."""
     with committing(connections[using]):
         return _send(app, group, using)
 

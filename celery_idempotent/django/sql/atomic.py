@@ -52,7 +52,7 @@ _runs: WeakValueDictionary[tuple[Identity, int], AtomicRun] = WeakValueDictionar
 _SAVEPOINT = "celery_idempotent_run"
 _OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
 
-#: Bounds one wait of ours, and no statement of the task: what its COMMIT waits for is its own business, too.
+#: Bounds one wait of ours, and no statement of the task, nor its COMMIT.
 _PATIENCE = (
     (
         "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), patience AS MATERIALIZED"
@@ -75,7 +75,7 @@ class AtomicRun:
 
     def __init__(self, session: Session, record: Record | None) -> None:
         self.settled = False
-        #: What waits for the commit, while nobody called it.
+        #: The functions that wait for the commit and were not called yet.
         self.waiting: list[Callable[[], None]] = []
         self.surroundings = Surroundings(session.connection)
         self._session = session
@@ -128,7 +128,7 @@ class AtomicRun:
         return self.surroundings.step()
 
     def unlock(self) -> None:
-        """Say that nobody is at work any more, where a lock outlives its transaction."""
+        """Unlock the claim, where a lock outlives its transaction."""
         session = self._session
         if session.words.vendor == "mysql" and self._identity is not None:
             with suppress(Error):
@@ -273,7 +273,7 @@ class _Begun(Atomic):
         self._run = run
         self._record = record
         self._lines = lines
-        #: Whatever closes this now came too late: the connection is somebody else's.
+        #: Closing this now comes too late: another run uses the connection.
         self.over = False
 
     def abandoned(self, record: Record) -> bool:

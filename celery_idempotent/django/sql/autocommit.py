@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from django.db import Error
 
-from celery_idempotent.django.sql.connections import in_transaction
+from celery_idempotent.django.sql.connections import transaction_begun
 from celery_idempotent.errors import StoreMisconfigured
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def committing(own: BaseDatabaseWrapper) -> Iterator[None]:
     if not commits_by_hand(own):
         yield
         return
-    if own.connection is not None and in_transaction(own):
+    if own.connection is not None and transaction_begun(own):
         raise StoreMisconfigured(
             f"with AUTOCOMMIT = False a transaction is open on the database {own.alias!r}, begun by what was read or "
             "written there before; what is to be committed by itself cannot be a part of it: commit or roll back first"

@@ -20,7 +20,7 @@ COUNTED = 10_000
 _COUNTER = "celery_idempotent_counter"
 
 
-def browse(
+def list_records(
     session: Session, selection: Selection, *, cursor: str, limit: int, look_at: int
 ) -> Page:
     """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""
@@ -224,7 +224,7 @@ class _Walk:
         """Return the place that a cursor points to."""
         numbers = read_cursor(cursor, self.kind, len(self.columns))
         pairs = zip(self.columns, numbers, strict=True)
-        # Of a cursor that somebody made up, the number may be too large.
+        # The number of a made-up cursor may be too large for a digest.
         return [
             (n % 256**DIGEST_BYTES).to_bytes(DIGEST_BYTES, "big") if column == "digest" else n
             for column, n in pairs

@@ -153,7 +153,7 @@ class Lines:
             if trouble == "lost" and not lost:
                 lost = True
                 continue
-            # Whoever was first needs a moment; so many at once shall not meet again.
+            # The first of them needs a moment to finish.
             if trouble not in ("conflict", "duplicate") or not backoff.pause(
                 attempt, until=give_up, first=0.002, longest=0.05
             ):
@@ -262,17 +262,17 @@ def is_idle(own: BaseDatabaseWrapper) -> bool:
     if raw is None or own.in_atomic_block or not own.autocommit or is_inherited(raw):
         return False
     # mysqlclient does not say; then Django's own flag, checked above, has to do.
-    return not in_transaction(own, if_untold=False)
+    return not transaction_begun(own, if_unknown=False)
 
 
-def in_transaction(own: BaseDatabaseWrapper, *, if_untold: bool = True) -> bool:
+def transaction_begun(own: BaseDatabaseWrapper, *, if_unknown: bool = True) -> bool:
     """Has a transaction begun on the thread's connection, which is open?"""
     raw: Any = own.connection
     if own.vendor == "postgresql":
         return int(raw.info.transaction_status) != 0
     if own.vendor == "mysql":
         status: int | None = getattr(raw, "server_status", None)
-        return if_untold if status is None else bool(status & 1)
+        return if_unknown if status is None else bool(status & 1)
     return own.vendor == "sqlite" and bool(raw.in_transaction)
 
 

@@ -1,4 +1,4 @@
-"""Who could not have a key, in a table of its own: nobody else writes it, so no note disturbs a holder.
+"""The calls that could not have a key, in a table of their own, so that a note never collides with a holder's write.
 
 A note of the claim that is refused goes neither into the record, which a task's own transaction may be about to settle,
 nor into the lease, which is renewed: at no isolation level can it make those fail, wait or be lost. A row belongs to
@@ -41,7 +41,7 @@ _UPDATE = (
     " created_ms = excluded.created_ms"
 )
 _STATEMENTS = {
-    # A note may be lost when the server crashes: nobody who is refused shall wait for a disk.
+    # A note may be lost when the server crashes: a refused call must not wait for a disk.
     "postgresql": (
         "WITH t AS MATERIALIZED (SELECT set_config('lock_timeout', '1000', true),"
         " set_config('synchronous_commit', 'off', true))"

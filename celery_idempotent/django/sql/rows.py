@@ -1,4 +1,4 @@
-"""From rows to what a store keeps, and back: every statement that reads or writes one record."""
+"""From rows to records, and back: every statement that reads or writes one record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "summary_columns",
 ]
 
-#: Enough that nobody finds a second key for a digest; a collision would hurt only its maker, and is
+#: Enough that a second key for a digest cannot be found; a collision would hurt only its maker, and is
 #: noticed, for the row keeps the names.
 DIGEST_BYTES = 16
 #: How much later than its end a row may be looked at by a prune: the indexed time is written again
@@ -53,7 +53,7 @@ LETTERS = {
     State.FAILED: "F",
 }
 _STATES = {letter: state for state, letter in LETTERS.items()}
-#: A key that was given back: for everybody as if there were no row, which only keeps its token.
+#: A key that was given back: as if there were no row, but for the token, which must not be given out twice.
 RELEASED = "R"
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 
@@ -369,7 +369,7 @@ def _stored(
             f"the record of {identity} was written by a newer version of celery-idempotent:"
             " upgrade this one"
         )
-    # A live record has a lease, unless somebody deleted it by hand: then it is stale at once.
+    # A live record has a lease, unless it was deleted by hand: then it is stale at once.
     deadline_ms, requeues, on_stale, attempt, worker, message, steps = (
         updated_ms, 0, "i", b"", "", None, None,
     )  # fmt: skip

@@ -37,7 +37,7 @@ def claim(session: Session, asked: Asked) -> Record | None:
         "(SELECT max(token) FROM celery_idempotent_highwatermark), 0)),"
         " us / 1000, us / 1000, us / 1000 + %s, us / 1000 + %s, 0, 0, 1, %s, false, false, false,"
         " %s, %s FROM t"
-        # Not left to the conflict alone: that waits for whoever is writing the row.
+        # Not left to the conflict alone: that waits for the transaction that is writing the row.
         " WHERE NOT EXISTS (SELECT 1 FROM celery_idempotent_record WHERE digest = %s)"
         " ON CONFLICT (digest) DO NOTHING"
         " RETURNING digest, token, created_ms, expires_ms"

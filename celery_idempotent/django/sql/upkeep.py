@@ -25,10 +25,10 @@ _RENEW = (
 def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
     """Let each lease start anew; only lease rows are written, which no task's transaction holds.
 
-    Somebody may have frozen while he wrote one of them. That costs this one its renewal, and raises when all others
-    have theirs: to be tried again.
+    A process may have frozen while it wrote one of them. That one is not renewed, and raises once all others are: to be
+    tried again.
     """
-    # In one order, so that two who renew the same never wait for each other.
+    # In one order: two processes that renew the same leases in different orders would deadlock.
     distinct = sorted(set(leases), key=_order)
     if session.words.vendor == "sqlite":
         # One writer: its lock is the only one there is to wait for.
@@ -37,7 +37,7 @@ def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
         return [lease in renewed for lease in leases]
     renewed = _renew_free(session, distinct) if len(distinct) > 1 else set()
     rest = [lease for lease in distinct if lease not in renewed]
-    # The first row that nobody lets go ends this, and shall not always come before the same others.
+    # The first row that stays locked ends this; in random order, so that the same others are not always left out.
     random.shuffle(rest)
     renewed.update(lease for lease in rest if _renewed(session, lease))
     return [lease in renewed for lease in leases]
@@ -81,7 +81,7 @@ def _renewed(session: Session, lease: Renewal) -> bool:
 
 
 def _renew_free(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
-    """Renew those leases whose rows nobody is at, without a wait; return them."""
+    """Renew the leases whose rows are not locked, without a wait; return them."""
     if session.words.vendor == "postgresql":
         return _renew_at_once(session, leases)
     if not session.connection.features.has_select_for_update_skip_locked:

@@ -32,7 +32,7 @@ from celery_idempotent.records import Identity, Record, Retained
 from celery_idempotent.stores.hybrid.breaker import Breaker
 from celery_idempotent.stores.redis.channel import exchange, passing
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpack
+from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpack_record
 from celery_idempotent.stores.redis.scripts import CACHE_VERBS, script
 from celery_idempotent.stores.redis.url import link_and_prefix
 
@@ -98,16 +98,16 @@ class RedisCache:
         return self._keys.prefix
 
     def look(self, identity: Identity) -> Cached | Ticket | None:
-        """Return the record or, on a miss, a ticket; ``None`` if there is no answer or nobody may fill."""
+        """Return the record or, on a miss, a ticket; ``None`` if there is no answer, or the key is being forgotten."""
         return self._look(identity, always=b"")
 
     def ticket(self, identity: Identity) -> Ticket | None:
-        """Return a ticket, also where there is an entry; ``None`` if there is no answer or nobody may fill."""
+        """Return a ticket, also where there is an entry; ``None`` if there is no answer, or it is being forgotten."""
         found = self._look(identity, always=b"1")
         return found if isinstance(found, Ticket) else None
 
     def fill(self, identity: Identity, ticket: Ticket, retained: Retained) -> bool:
-        """Keep what was read from the truth after the ticket was given; was it taken?"""
+        """Cache what was read from the truth after the ticket was given; ``False`` if the ticket is no longer valid."""
         record = retained.record
         try:
             packed = pack_settled(
@@ -163,11 +163,11 @@ class RedisCache:
         if word != b"hit":
             return None
         try:
-            record = unpack(identity, rest[0])
+            record = unpack_record(identity, rest[0])
             if not record.state.settled:
                 raise ValueError(record.state)
         except (StoreMisconfigured, ValueError, IndexError):
-            # Of a newer version, or not ours. The truth knows.
+            # Written by a newer version, or not by this library: ask the truth.
             logger.warning("idempotency: the cached record of %s cannot be read: dropped", identity)
             self.drop(identity)
             return None

@@ -31,7 +31,7 @@ class HybridStore(ForwardingStore):
     longer than the truth keeps it; every other answer, and every write, is the truth's. So a cache that is flushed,
     dead, slow, or back with old data costs speed and never a second effect. :meth:`forget` is the one verb that needs
     it: it fails while the cache does not answer, because an entry might outlive the record. (:meth:`forget_mark` does
-    without: what it forgets answers nobody.)
+    without: what it forgets is never an answer.)
 
     Two questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
     refusal), and for the very task that settled it as long as its callbacks are not known to be sent.
@@ -51,7 +51,7 @@ class HybridStore(ForwardingStore):
         return f"<HybridStore: {self.cache!r} before {self.truth!r}>"
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it; a settled one is answered by the cache."""
+        """Take the key if no live claim holds it; a settled one is answered by the cache."""
         found = self.cache.look(request.identity)
         if isinstance(found, Cached) and _serves(
             found.record, request.fingerprint, request.task_id
@@ -96,7 +96,7 @@ class HybridStore(ForwardingStore):
         replaced: bool = False,
         restore: bool = True,
     ) -> bool:
-        """Write the end state to the truth; then cache what it keeps."""
+        """Write the end state to the truth; then cache what is stored there."""
         done = self.truth.settle(
             record,
             state=state,
@@ -134,7 +134,7 @@ class HybridStore(ForwardingStore):
             ) from error
         forgotten = self.truth.forget(identity, token=token, state=state)
         if self.truth.joined():
-            # Nobody knows when, or whether, it will be committed: the tombstone stays for its time.
+            # When the transaction commits, and if, is unknown here: the tombstone stays for its full time.
             return forgotten
         try:
             # It may be lost by now, and a copy of the record in its place.
@@ -148,7 +148,7 @@ class HybridStore(ForwardingStore):
     def forget_mark(self, identity: Identity, *, token: int) -> None:
         """Forget what a run without retention left, also without a cache that does not answer.
 
-        Nobody takes such a mark for an answer: should a copy turn up, whoever finds it forgets it again. A server that
+        Such a mark is never an answer: should a copy of it turn up, the next read forgets it again. A server that
         refuses writes alone would answer with the copy again and again: then this raises, as :meth:`forget` does.
         """
         try:

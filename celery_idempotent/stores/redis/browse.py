@@ -12,7 +12,7 @@ from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
 from celery_idempotent.stores.redis.channel import Link, Reply, exchange
 from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
-from celery_idempotent.stores.redis.packed import state_of, unpack
+from celery_idempotent.stores.redis.packed import state_of, unpack_record
 from celery_idempotent.stores.redis.scripts import Command, plain, script
 
 #: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
@@ -237,7 +237,7 @@ class _Search:
         state = state_of(packed)
         if state is not None and state not in self._wanted:
             return None
-        return unpack(identity, packed, summary=True)
+        return unpack_record(identity, packed, summary=True)
 
     def _take(self, record: Record | None) -> None:
         if record is not None and self._selection.includes(record, self._now_ms):

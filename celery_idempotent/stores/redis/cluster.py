@@ -1,4 +1,10 @@
-"""Redis Cluster: which node serves which bucket, and what to do when that changes."""
+"""Redis Cluster: which node serves which bucket, and what to do when that changes.
+
+::
+
+    store    settle ─▶ node A: MOVED (its slot is node B's now) ─ ask for the slots ─ settle ─▶ node B
+    store    settle ─▶ node A: ASK B (this key is there already) ─ ASKING, settle ─▶ node B
+"""
 
 from __future__ import annotations
 

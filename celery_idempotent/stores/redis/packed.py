@@ -129,7 +129,7 @@ def pack_settled(
     return head + b"".join(parts)
 
 
-def unpack(identity: Identity, packed: bytes, *, summary: bool = False) -> Record:
+def unpack_record(identity: Identity, packed: bytes, *, summary: bool = False) -> Record:
     """Return the record that ``packed`` holds; a ``summary`` of its first bytes has no value, message or steps.
 
     Raises:

@@ -36,7 +36,7 @@ from celery_idempotent.stores.redis.packed import (
     pack_settled,
     pack_state,
     pack_token,
-    unpack,
+    unpack_record,
     unreadable,
 )
 from celery_idempotent.stores.redis.scripts import VERBS, Command, plain, script
@@ -48,7 +48,7 @@ _ON_STALE_ARGUMENT = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.item
 
 
 class RedisStore(Browsing, Upkeep, Store):
-    """Keeps the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
+    """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
     ``redis+cluster://h1:p1,h2:p2``, with redis-py's options and ``prefix`` in its query; ``prefix``
@@ -99,7 +99,7 @@ class RedisStore(Browsing, Upkeep, Store):
         return self._keys.prefix
 
     def claim(self, request: ClaimRequest) -> Answer:
-        """Take the key if nobody holds it."""
+        """Take the key if no live claim holds it."""
         if len(request.attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         identity, lease_ms = request.identity, request.lease_ms
@@ -111,14 +111,14 @@ class RedisStore(Browsing, Upkeep, Store):
                 request.attempt,
                 b"%d" % lease_ms,
                 b"%d" % (lease_ms + request.keep_ms),
-                _checked(request.fingerprint),
+                _fingerprint_argument(request.fingerprint),
                 pack_claimant(request.task_id, request.worker, request.message),
                 _ON_STALE_ARGUMENT[request.on_stale],
                 b"".join(request.unanswered),
             )
         )
         if word == b"claimed":
-            record = unpack(identity, rest[0])
+            record = unpack_record(identity, rest[0])
             if not replicated:
                 self._release(identity, record.token, requeue_ms=lease_ms, keep_crashes=True)
                 raise self._not_replicated("claim", identity)
@@ -192,13 +192,13 @@ class RedisStore(Browsing, Upkeep, Store):
                 hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
                 b"%d" % deadline_ms,
                 b"%d" % (deadline_ms + keep_ms),
-                _checked(fingerprint),
+                _fingerprint_argument(fingerprint),
                 owner,
                 pack_message(message),
             )
         )
         if word == b"reserved":
-            return Reserved(unpack(identity, rest[0]))
+            return Reserved(unpack_record(identity, rest[0]))
         return self._refusal(identity, word, rest)
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
@@ -219,13 +219,13 @@ class RedisStore(Browsing, Upkeep, Store):
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
         word, *rest = self._ask_about("interrupt", identity, pack_token(token))
-        return unpack(identity, rest[0]) if word == b"interrupted" else None
+        return unpack_record(identity, rest[0]) if word == b"interrupted" else None
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
         bucket, name = self._keys.locate(identity)
         packed = self._ask(plain(bucket, b"GET", name))
-        return None if packed is None else unpack(identity, packed)
+        return None if packed is None else unpack_record(identity, packed)
 
     def requeue(
         self, identity: Identity, *, deadline_ms: int, token: int | None = None
@@ -236,7 +236,7 @@ class RedisStore(Browsing, Upkeep, Store):
         word, *rest = self._ask_about("requeue", identity, b"%d" % deadline_ms, attempt, only)
         if word == b"unreadable":
             raise unreadable(identity)
-        return unpack(identity, rest[0]) if word == b"requeued" else None
+        return unpack_record(identity, rest[0]) if word == b"requeued" else None
 
     def forget(
         self, identity: Identity, *, token: int | None = None, state: State | None = None
@@ -264,7 +264,7 @@ class RedisStore(Browsing, Upkeep, Store):
         """Return why a key cannot be had."""
         if word == b"unreadable":
             raise unreadable(identity)
-        record = unpack(identity, rest[0])
+        record = unpack_record(identity, rest[0])
         match word:
             case b"held":
                 return Held(record, left_ms=rest[1])
@@ -304,7 +304,7 @@ class RedisStore(Browsing, Upkeep, Store):
         return answer, acknowledged >= self.replicas
 
 
-def _checked(fingerprint: bytes | None) -> bytes:
+def _fingerprint_argument(fingerprint: bytes | None) -> bytes:
     if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
         raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
     return fingerprint or b""

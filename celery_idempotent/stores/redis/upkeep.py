@@ -12,7 +12,7 @@ from celery_idempotent.records import Record, State, SweepReport
 from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS
-from celery_idempotent.stores.redis.packed import unpack
+from celery_idempotent.stores.redis.packed import unpack_record
 from celery_idempotent.stores.redis.scripts import plain, script
 
 #: No script works on more records than this: Redis serves no other client while one runs.
@@ -48,7 +48,7 @@ class Upkeep(Servers):
         requeued: list[Record] = []
         for name, packed in zip(asked, swept, strict=True):
             if packed is not None:
-                record = unpack(self._keys.identity(name), packed)
+                record = unpack_record(self._keys.identity(name), packed)
                 (requeued if record.state is State.QUEUED else interrupted).append(record)
         return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=more)
 

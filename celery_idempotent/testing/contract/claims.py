@@ -125,7 +125,7 @@ class ClaimContract(ContractBase):
         again = self.claim(store, unanswered=(attempt(), lost))
         assert again.token > first.token
         assert (again.crashes, again.attempts) == (0, 2)
-        # Nor does another copy of the message take it from whoever runs now.
+        # Nor does another copy of the message take it from the present run.
         answer = self.try_claim(store, unanswered=(attempt(), lost))
         assert isinstance(answer, Held)
         assert answer.record.token == again.token

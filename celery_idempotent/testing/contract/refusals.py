@@ -1,4 +1,4 @@
-"""The contract of refusals: who could not have a key is noted, and nobody else notices."""
+"""The contract of refusals: a call that could not have a key is noted, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from celery_idempotent.testing.contract.base import (
 
 
 class RefusalContract(ContractBase):
-    """Who is refused, and what that leaves alone."""
+    """Which calls are refused, and what that does not change."""
 
     def refused(self, store: Store) -> list[tuple[str, str]]:
         """Return the kinds and task ids that the record notes, the latest last."""
         return [(each.kind, each.task_id) for each in self.found(store).refusals]
 
     def conflict(self, store: Store, task_id: str = "another") -> None:
-        """Claim the key that somebody holds."""
+        """Claim a key that is held."""
         assert isinstance(self.try_claim(store, task_id=task_id), Held)
 
     def mismatch(self, store: Store, task_id: str = "another") -> None:

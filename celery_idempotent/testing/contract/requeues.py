@@ -173,7 +173,7 @@ class RequeueContract(ContractBase):
     ) -> None:
         self.reserve(store)
         advance(self.lease_ms + 1)
-        # Of another task id: the record keeps the first.
+        # Of another task id: the first stays in the record.
         for _ in range(2):
             record = self.reserve(store, task_id="another", message=b"for another")
             assert (record.task_id, record.message) == (TASK_ID, None)
@@ -319,7 +319,7 @@ class RequeueContract(ContractBase):
         assert self.found(store) == queued
         assert not self.renew(store, record)
         assert store.requeue(KEY, deadline_ms=1000, token=record.token) is None
-        # Nobody published it: a sweep does.
+        # It was not published: a sweep does so.
         advance(self.lease_ms + 1)
         assert len(store.sweep(limit=10).requeued) == 1
 

@@ -1,4 +1,4 @@
-"""The contract of `sweep`, `prune`, `forget` and `close`: what keeps a store tidy."""
+"""The contract of `sweep`, `prune`, `forget` and `close`: what removes old records."""
 
 from __future__ import annotations
 

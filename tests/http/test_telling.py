@@ -1,0 +1,163 @@
+"""Each outcome of a request is told once, as in a worker: one event, one count, one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.records import Claimed, ClaimRequest, Record, State
+from celery_idempotent.stores.memory import MemoryStore
+from tests.sql.databases import ready
+from tests.support.telling import Heard, assert_told, listening
+
+app = Celery("told", broker="memory://", backend="cache+memory://", set_as_current=False)
+app.conf.idempotency_store = "memory://"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with ready(tmp_path_factory.mktemp("telling")):
+        yield
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    with listening() as heard:
+        yield heard
+
+
+@pytest.fixture
+def charge() -> Iterator[Any]:
+    shop = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    shop.conf.idempotency_store = "memory://"
+
+    @shop.task(
+        base=IdempotentTask, name="shop.charge", shared=False, idempotency_namespace="billing"
+    )
+    def charge(amount: int) -> int:
+        return amount
+
+    yield charge
+    shop.close()
+
+
+def queue(charge: Any, amount: int = 1, **options: Any) -> int:
+    from django.test import RequestFactory
+
+    from celery_idempotent.django.http import enqueue
+
+    request = RequestFactory().post("/", headers={"Idempotency-Key": "k"})
+    for name, value in options.items():
+        setattr(request, name, value)
+    return enqueue(request, charge, kwargs={"amount": amount}, scope="ann").status_code
+
+
+def claim(charge: Any) -> Record:
+    """Hold the key as a worker does."""
+    answer = get_store(charge.app).claim(
+        ClaimRequest(
+            identity=charge.idempotency_definition().identifier.identity("k", "ann"),
+            attempt=b"12345678",
+            lease_ms=9000,
+            keep_ms=90_000,
+            task_id="other",
+        )
+    )
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def settle(charge: Any, state: Any) -> None:
+    assert get_store(charge.app).settle(claim(charge), state=state, value=None, keep_ms=90_000)
+
+
+def told(heard: Heard, *expected: str) -> None:
+    who = worker_name(os.getpid())
+    assert_told(heard, *expected, task="shop.charge", namespace="billing", who=who)
+
+
+def test_the_first_request_and_its_repetition(charge: Any, heard: Heard) -> None:
+    assert (queue(charge), queue(charge)) == (202, 202)
+    told(heard, "reserved QUEUED", "replayed")
+
+
+def test_a_request_that_is_refused_while_the_first_is_at_work(charge: Any, heard: Heard) -> None:
+    from celery_idempotent.django.http.options import http_options
+
+    claim(charge)
+    options = http_options({"on_pending": "refuse"})
+    assert queue(charge, idempotency_options=options) == 409
+    told(heard, "conflicted")
+
+
+@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
+def test_a_repetition_of_what_has_ended(charge: Any, heard: Heard, state: State) -> None:
+    settle(charge, state)
+    queue(charge)
+    told(heard, "replayed")
+
+
+def test_other_content(charge: Any, heard: Heard) -> None:
+    queue(charge)
+    assert queue(charge, amount=2) == 422
+    told(heard, "reserved QUEUED", "mismatched")
+
+
+def test_a_store_that_is_away(charge: Any, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(*_: object, **__: object) -> None:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr("celery_idempotent.django.http.queueing.PATIENCE", 0)
+    monkeypatch.setattr(MemoryStore, "reserve", reserve)
+    assert queue(charge) == 503
+    assert heard.names == ["store_failed"]
+    assert heard.counted == {("shop.charge", "store_failed"): 1}
+    assert isinstance(heard.events[0][2].error, StoreUnavailable)
+    assert [line.levelname for line in heard.lines] == ["WARNING"]
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["committed", "rolled back"])
+def test_a_reservation_of_a_transaction_is_told_once_it_is_committed(
+    charge: Any, heard: Heard, commits: bool
+) -> None:
+    from django.db import transaction
+
+    with suppress(ZeroDivisionError), transaction.atomic():
+        assert queue(charge) == 202
+        assert heard.names == []
+        if not commits:
+            raise ZeroDivisionError
+    told(heard, *["reserved QUEUED"] * commits)
+
+
+def test_a_view_that_is_asked_twice(heard: Heard) -> None:
+    from django.http import HttpResponse
+    from django.test import RequestFactory
+
+    from celery_idempotent.django.http import idempotent_view
+
+    @idempotent_view(app=f"{__name__}.app", scope=lambda _: "ann", namespace="billing")
+    def pay(_: Any) -> HttpResponse:
+        return HttpResponse("paid")
+
+    for _ in range(2):
+        request = RequestFactory().post("/", headers={"Idempotency-Key": "view"})
+        assert pay(request).status_code == 200
+    assert_told(
+        heard,
+        "claimed PROCESSING",
+        "settled COMPLETED",
+        "replayed",
+        task=heard.events[0][2].task,
+        namespace="billing",
+        who=worker_name(os.getpid()),
+    )
+    assert heard.events[0][2].task.endswith("pay")
