@@ -115,7 +115,9 @@ def lose(doomed: Web, lost: Any) -> None:
     assert isinstance(lost.exception(30), (OSError, http.client.HTTPException))
 
 
-@pytest.mark.parametrize("path", [LATER, AT_ONCE, "/t/announcing/"])
+@pytest.mark.parametrize(
+    "path", [LATER, AT_ONCE, pytest.param("/t/announcing/", marks=pytest.mark.wide)]
+)
 def test_a_process_that_is_killed_between_its_commit_and_the_sending_loses_no_message(
     bank: Bank, doomed: Web, path: str
 ) -> None:

@@ -48,6 +48,7 @@ def test_the_status_resource_is_described(schema: Any) -> None:
     assert set(operation["responses"]) == {"200", "304", "404", "503"}
 
 
+@pytest.mark.wide
 def test_schemathesis_finds_nothing(site: Site, tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("st")
     need(program.exists(), "schemathesis")

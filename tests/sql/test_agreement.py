@@ -17,6 +17,7 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.sql import databases
 from tests.stores.test_agreement import IDENTITIES, Agreement
+from tests.support.tiers import PHASES
 
 pytest.importorskip("django")
 
@@ -82,6 +83,7 @@ def test_both_stores_answer_alike(open_store: Callable[..., DjangoStore], vendor
         settings=settings(
             max_examples=60 if vendor == "sqlite" else 15,
             stateful_step_count=40,
+            phases=PHASES,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

@@ -244,7 +244,9 @@ class TestKills:
     @pytest.mark.parametrize(
         ("vendor", "task", "hybrid"),
         [
-            *((vendor, "pay", False) for vendor in databases.VENDORS),
+            ("postgresql", "pay", False),
+            pytest.param("mariadb", "pay", False, marks=pytest.mark.wide),
+            pytest.param("sqlite", "pay", False, marks=pytest.mark.wide),
             ("postgresql", "hand_over", False),
             ("postgresql", "pay", True),
         ],
@@ -443,8 +445,8 @@ class TestContention:
     @pytest.mark.parametrize(
         ("vendor", "level", "count"),
         [
-            ("postgresql", "serializable", CONTENDED),
-            ("mariadb", "serializable", CONTENDED // 5),
+            pytest.param("postgresql", "serializable", CONTENDED, marks=pytest.mark.wide),
+            pytest.param("mariadb", "serializable", CONTENDED // 5, marks=pytest.mark.wide),
             ("sqlite", "", CONTENDED // 5),
         ],
     )
@@ -578,6 +580,7 @@ class TestMisbehaviour:
 
         assert self.under(place, crash, most=4, pause=0.7) >= 2
 
+    @pytest.mark.wide  # the one above crashes
     def test_a_database_that_is_restarted_loses_and_doubles_nothing(self, till, own_server):
         """It is stopped in the middle of payments, is away for a while, and started again: as in an upgrade.
 
@@ -634,6 +637,7 @@ class TestMisbehaviour:
                 assert place.record(key).state is State.COMPLETED
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(3600 if SOAK >= 1000 else 240)
 def test_many_deliveries_to_workers_that_are_killed_again_and_again_leave_one_row_for_each_key(
     till,

@@ -17,7 +17,7 @@ from tests.sql import databases
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
-pytestmark = [pytest.mark.worker, pytest.mark.redis]
+pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.wide]
 
 PATIENCE = 180
 FIRST, LAST = 200, 1000

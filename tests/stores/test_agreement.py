@@ -34,6 +34,7 @@ from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 from tests.stores.shifted import FixedLink
+from tests.support.tiers import PHASES
 
 pytestmark = pytest.mark.redis
 
@@ -273,6 +274,7 @@ def test_both_stores_answer_alike(redis_url: str, redis_client: redis.Redis, pre
             settings=settings(
                 max_examples=60,
                 stateful_step_count=40,
+                phases=PHASES,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),

@@ -46,6 +46,7 @@ from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import BadLink, DatedLink, public
 from tests.stores.shifted import FixedLink
+from tests.support.tiers import PHASES
 
 pytestmark = pytest.mark.redis
 
@@ -430,6 +431,7 @@ def run(machine: type[Races], examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=50,
+            phases=PHASES,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

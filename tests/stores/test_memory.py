@@ -14,6 +14,7 @@ from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock, StoreContract
+from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
 
 KEY = Identity(namespace="charge", key="order-17")
 
@@ -31,6 +32,12 @@ class TestMemoryStore(StoreContract):
     @pytest.fixture
     def advance(self, clock: FakeClock) -> Callable[[float], None]:
         return clock.advance
+
+    def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
+        doubles_ten_times(store, advance)
+
+    def test_any_attempt_without_an_answer_gives_way(self, store):
+        any_attempt_gives_way(store)
 
     @pytest.fixture
     def stop_at(self, clock: FakeClock) -> Callable[[int], None]:

@@ -14,6 +14,7 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
 from celery_idempotent.stores.redis.packed import pack_settled, unpack_record
 from celery_idempotent.stores.redis.store import RedisStore
+from celery_idempotent.stores.values import unpack_value
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 identity = Identity(namespace="charge", key="order-17")
@@ -219,3 +220,11 @@ def test_a_damaged_record_is_told_so_or_read_and_nothing_else():
     for record in read:
         assert record.created_at.year >= 1970
         assert record.updated_at.year >= 1970
+
+
+def test_a_value_in_a_form_of_a_newer_version_is_refused():
+    for code in (99, 128 + 99):
+        with pytest.raises(StoreMisconfigured, match="newer version"):
+            unpack_value(bytes((code,)) + b"body", 0)
+    with pytest.raises(StoreMisconfigured, match="newer version"):
+        unpack_value(bytes((128 + 1, 99)) + b"body", 0)

@@ -9,12 +9,16 @@ from collections.abc import Callable
 import pytest
 import redis
 
+from celery_idempotent.records import ClaimRequest, Identity, State
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import StoreContract
+from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift
 
 pytestmark = pytest.mark.redis
+
+KEY = Identity(namespace="charge", key="order-17")
 
 
 class RedisContract(StoreContract):
@@ -40,6 +44,26 @@ class TestRedis(RedisContract):
     @pytest.fixture
     def nodes(self, redis_client: redis.Redis) -> list[redis.Redis]:
         return [redis_client]
+
+    def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
+        doubles_ten_times(store, advance)
+
+    def test_any_attempt_without_an_answer_gives_way(self, store):
+        any_attempt_gives_way(store)
+
+    def test_crashes_stay_at_255(self, store):
+        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
+        for _ in range(257):
+            record = store.claim(ClaimRequest(identity=KEY, **asked)).record
+            interrupted = store.interrupt(KEY, token=record.token)
+        assert interrupted.crashes == 255
+
+    def test_a_prune_leaves_the_index_of_what_is_kept(self, store):
+        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
+        record = store.claim(ClaimRequest(identity=KEY, **asked)).record
+        assert store.settle(record, state=State.FAILED, value=None, keep_ms=60_000)
+        assert store.prune(limit=100) == 0
+        assert store.stats().failed == 1
 
 
 class TestValkey(RedisContract):

@@ -1,8 +1,19 @@
-"""What ``make test`` leaves to ``make test-all`` of a contract on a store that is ``brief``."""
+"""How much a test run tries: the smoke of the store contract, and what a state machine does with a counterexample."""
 
 from __future__ import annotations
 
-__all__ = ["SMOKE", "is_brief"]
+import os
+
+from hypothesis import Phase
+
+__all__ = ["PHASES", "SMOKE", "is_brief"]
+
+#: A counterexample is not made shorter, which takes minutes, unless it is asked for.
+PHASES = tuple(
+    phase
+    for phase in Phase
+    if phase is not Phase.shrink or "CELERY_IDEMPOTENT_SHRINK" in os.environ
+)
 
 #: One test of the contract for each verb and each index. With those of concurrency they show that a server executes
 #: the same scripts, or a wrapper passes on the same calls; what the scripts decide is the whole contract's on Redis.

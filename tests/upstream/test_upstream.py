@@ -27,6 +27,7 @@ PART = (
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.wide,
     pytest.mark.skipif(
         not celery_version().startswith(f"{DESCRIBED}."),
         reason=f"known_differences.txt speaks of Celery {DESCRIBED}",
