@@ -50,11 +50,11 @@ def _lay(app: Any, when: str, what: str) -> None:
     from django.contrib.admin.models import LogEntry
     from django.db.models.signals import post_save, pre_save
 
-    from celery_idempotent.celery import operations
+    from celery_idempotent.celery import reaper
     from celery_idempotent.stores import get_store
 
     # A sweep shall not have to wait for a minute.
-    vars(operations)["REQUEUE_MS"] = 1
+    reaper.REQUEUE_MS = 1
     if what == "publish":
         signal_ = {"before": signals.before_task_publish, "after": signals.after_task_publish}[when]
         signal_.connect(_die, weak=False)

@@ -34,7 +34,7 @@ def logs_more(side: Side) -> bool:
     with pytest.raises(Exception, match="SIGKILL"):
         result.get(timeout=PATIENCE)
     if side.ours:
-        wait_for(lambda: "] idempotency: the process" in side.worker.log, PATIENCE, "the log")
+        wait_for(lambda: "its process" in side.worker.log, PATIENCE, "the log")
     return "] idempotency: " in side.worker.log
 
 

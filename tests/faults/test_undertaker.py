@@ -66,6 +66,7 @@ request.background.put(
         identity=Identity(namespace="once", key="k"),
         task_id="revoked",
         store=get_store(app),
+        reporter=task.idempotency_definition().runner.reporter,
         give_up=time.monotonic() + 30,
     )
 )

@@ -92,7 +92,7 @@ class Place(NamedTuple):
         def fails(*_: object, **__: object) -> None:
             raise StoreUnavailable("away")
 
-        monkeypatch.setattr("celery_idempotent.protocol.runner.CLAIM_PATIENCE", 0)
+        monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_PATIENCE", 0)
         monkeypatch.setattr(MemoryStore, verb, fails)
 
 
