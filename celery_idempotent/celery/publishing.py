@@ -98,16 +98,17 @@ def publish(
         FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
     """
     intercept = take_interceptor()
-    retrying = _retrying_run(task, definition, options)
-    may_reserve = retrying is None and _may_reserve(task, definition, options)
-    identified = stamp_call(definition, args, kwargs, options, retrying)
+    retried_run = _retrying_run(task, definition, options)
+    # Before ids are given out: only an id that the caller gave counts.
+    may_reserve = retried_run is None and _may_reserve(task, definition, options)
+    identified = stamp_call(definition, args, kwargs, options, retried_run)
     _give_ids_to_callbacks(task, options)
     reserve = may_reserve and identified is not None and not identified.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
         return intercept(task, call)
-    if retrying is not None:
-        return _send_retry(task, definition, retrying, partial(send, args, kwargs), options)
+    if retried_run is not None:
+        return _send_retry(task, definition, retried_run, partial(send, args, kwargs), options)
     if reserve and identified is not None:
         return reserve_and_send(task, definition, identified, partial(send, args, kwargs), options)
     return send(args, kwargs, **options)
@@ -118,7 +119,7 @@ def stamp_call(
     args: Args,
     kwargs: Kwargs,
     options: Options,
-    retrying: Claim | None = None,
+    retried_run: Claim | None = None,
     *,
     eager: bool = False,
 ) -> Identified | None:
@@ -133,8 +134,8 @@ def stamp_call(
     said = read_stamp(headers, task_id)
     if "key" in said and not given:
         return None
-    if retrying is not None and not given:
-        identified = _identified_of(retrying)
+    if retried_run is not None and not given:
+        identified = _identified_of(retried_run)
     else:
         if key is None:
             key = options.get(KEY_HEADER, said.get(RAW_KEY))
@@ -177,7 +178,7 @@ def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
 
 
 def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
-    """May a second call be answered by the first one's id? Not where its own id is expected somewhere."""
+    """May a duplicate get the first call's id? Not where the caller, or a canvas, needs this call's own id."""
     return (
         definition.policy.publish_once
         and definition.policy.mode == "enforce"
@@ -249,7 +250,10 @@ def _send_retry(
     send: Send,
     options: Options,
 ) -> Result:
-    """Free the key of a run, then publish its retry, which thus never meets its predecessor's claim."""
+    """Release the key of a run, then publish its retry, which thus never meets the claim of that run.
+
+    In a transaction both wait for its rollback.
+    """
     release = partial(definition.runner.release, run, requeue_ms=lost_after_ms(options))
     if run.transaction is None:
         release()

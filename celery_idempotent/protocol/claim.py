@@ -35,26 +35,21 @@ class Phase(Enum):
 
     ::
 
-              the body may be at work                 ┊      the run is over
-                                                      ┊
-        claim ─▶ RUNNING ── what it returned is written ─────────────▶ SETTLED
-                   │ │ │                              ┊                   ▲
-                   │ │ └─ its end waits for the caller's commit ─▶ DEFERRED
-                   │ │                                ┊               │ rollback
-                   │ └─ retry, replacement, failure ─▶ RELEASED ◀─────┘
-                   │                                  ┊   └──────────────▶ ENDED
-                   └─ the store refused a renewal or a step ─▶ LOST ─────▶ ENDED: a newer claim has the key
-                                                      ┊          └───────▶ SETTLED: there is none, and the end is taken
-
-    A run whose end cannot be written, for the store is away, is ENDED and left to its lease.
+        claim ─▶ RUNNING ─┬─ its end is written ────────────────────────▶ SETTLED
+                          ├─ its end waits for the caller's commit ─────▶ DEFERRED ─┬─ commit ────▶ SETTLED
+                          │                                                         └─ rollback ──▶ RELEASED
+                          ├─ a retry, or a failure that is not recorded ▶ RELEASED ── the run is over ──▶ ENDED
+                          ├─ the store refused a renewal or a step ─────▶ LOST ─┬─ a newer claim has the key ──▶ ENDED
+                          │                                                     └─ no newer claim: settled ───▶ SETTLED
+                          └─ the store is away: no end is written, and the lease frees the key ───────────────▶ ENDED
     """
 
     RUNNING = "the body is at work, and the heartbeat renews the lease"
-    LOST = "the claim is gone, though the body may still be at work"
-    RELEASED = "the key was given back: what the body may still return is not recorded"
+    LOST = "the store refused a renewal or a step; the body may still be at work"
+    RELEASED = "the key was given back; what the body may still return is not recorded"
     DEFERRED = "the run is over, and its end is written with the caller's transaction"
     SETTLED = "the end is written"
-    ENDED = "the run is over"
+    ENDED = "the run is over, and this worker wrote no end"
 
 
 #: While a claim is in one of these, its body may be at work.
@@ -82,7 +77,7 @@ class StepCodec(Protocol):
 class Claim:
     """The claim of the run in progress: ``self.idempotency`` in a bound task, :func:`current_claim` anywhere."""
 
-    #: The run alone changes it by assignment. What :meth:`lose` does is the heartbeat's, in another thread.
+    #: Only the thread of the run assigns it. The heartbeat's thread calls :meth:`lose` instead.
     phase = Phase.RUNNING
 
     def __init__(
@@ -96,7 +91,8 @@ class Claim:
         self.lease = lease
         self._codec = codec
         self._steps = dict(record.steps)
-        #: When the claim, or its last renewal, was sent (``time.monotonic``): the lease lives a lease longer at least.
+        #: When the claim, or its last renewal, was sent (``time.monotonic``): the lease ends no
+        #: earlier than this plus one lease.
         self.renewed_at = sent
         #: The record of the same operation under the identity of before a deploy, claimed together with this one.
         self.old: Record | None = None

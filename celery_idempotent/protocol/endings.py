@@ -173,9 +173,10 @@ class Endings:
     def settle(
         self, call: Call, claim: Claim, settlement: Settlement, *, at_exit: bool = False
     ) -> End:
-        """Write the end state: SETTLED, or NEWER_CLAIM, or LEFT if no try of at least a lease got through.
+        """Try to write the end state for the length of a lease: SETTLED, NEWER_CLAIM, or LEFT if every try failed.
 
-        That of a run in the caller's transaction waits for its commit. A signal may strike anywhere in here::
+        There is one try only ``at_exit`` and in observe mode. A run in the caller's transaction waits for its commit,
+        and counts as SETTLED here. A signal may strike while the store answers::
 
             settle ─ [SoftTimeLimitExceeded] ─▶ a failure like the store's: settle again
             settle ─ [SystemExit] ────────────▶ the process has 0.1 s left: one last try, as with ``at_exit``
@@ -193,7 +194,7 @@ class Endings:
                     self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
                 ):
                     return self._give_up(call, claim, trouble)
-                # A value that makes the codec fail again and again is settled without it.
+                # If the value cannot be serialized after several tries, the end is written without a value.
                 value = settlement.dump() if faults < MAX_FAULTS else None
                 return self._settle_once(call, claim, settlement, value)
             except Exception as failure:  # noqa: BLE001, PERF203  the store's, a time limit's, ours

@@ -101,14 +101,17 @@ Table = TypeVar("Table", bound=Guarding)
 
 
 def table_of(kind: type) -> dict[str, Field[Any]]:
-    """Return the lines of a table by the names of their options."""
-    return {line.name.removesuffix("_ms"): line for line in fields(kind)}
+    """Return the fields of a table by the names of their options: the field ``lease_ms`` is the option ``lease``."""
+    return {entry.name.removesuffix("_ms"): entry for entry in fields(kind)}
 
 
 def read_table(
     kind: type[Table], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
 ) -> Table:
-    """Return the options that are given; of two sources, each a place and what is given there, the later one wins.
+    """Build the options from pairs of a place and what is given there; later pairs override earlier ones.
+
+    ``prefix`` stands before the names of options in messages. A reader's ValueError ends a sentence that begins with
+    the name: "takes seconds or a timedelta".
 
     Raises:
         InvalidOption: for an unknown name or a bad value, saying where it is and what is allowed.
@@ -118,9 +121,9 @@ def read_table(
         for name, value in given.items():
             if name not in table:
                 raise unknown(str(name), table, where=where, prefix=prefix)
-            line = table[name]
+            entry = table[name]
             try:
-                values[line.name] = line.metadata["read"](value)
+                values[entry.name] = entry.metadata["read"](value)
             except ValueError as error:
                 raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
     options = kind(**values)
@@ -133,7 +136,7 @@ def read_table(
 
 
 def unknown(name: str, known: Collection[str], *, where: str, prefix: str = "") -> InvalidOption:
-    """Return the refusal of a name that is no option, with the one that was probably meant."""
+    """Return the error for a name that is no option, with the option that was probably meant."""
     from difflib import get_close_matches  # seldom needed, and slow to import
 
     close = get_close_matches(name, known, n=1)

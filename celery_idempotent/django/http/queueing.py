@@ -109,8 +109,10 @@ def enqueue(
         )
         if order is None:
             return JsonResponse({"state": State.QUEUED.value}, status=202)
-        within = transaction.get_connection(using).in_atomic_block
-        return _answer(order, _claim(order, within=within), within=within)
+        in_transaction = transaction.get_connection(using).in_atomic_block
+        return _answer(
+            order, _claim(order, in_transaction=in_transaction), in_transaction=in_transaction
+        )
     except RequestRefused as refusal:
         return refusal.response(options.docs_url)
 
@@ -132,28 +134,28 @@ def _refuse_event_loop() -> None:
     )
 
 
-def _claim(order: Order, *, within: bool) -> Reserved | Held | Settled:
-    """Reserve the key, or find out who was first; ``within``: inside a transaction of the request.
+def _claim(order: Order, *, in_transaction: bool) -> Reserved | Held | Settled:
+    """Reserve the key, or find the first request's record.
 
-    Asked again where the answer is not the last word: another request has not committed its reservation yet, or the
-    first attempt failed and may be tried again.
+    The store is asked again while its answer may still change: the first request's reservation is not committed yet, or
+    its failure may be tried again. ``in_transaction``: this request has a transaction open.
 
     Raises:
         RequestRefused: if the key is another request's, the store does not answer, or nobody commits in time.
     """
     task_id = str(uuid.uuid4())
-    give_up, looks = time.monotonic() + PATIENCE, 0
+    give_up, attempts = time.monotonic() + PATIENCE, 0
     while True:
-        match _reserve(order, task_id, promised=not within and order.outbox is None):
+        match _reserve(order, task_id, promised=not in_transaction and order.outbox is None):
             case Reserved(record) if record.task_id != task_id:
-                # Its sender is lost, and our message is to be under its id, too.
+                # The earlier sender vanished: reserve again under the task id that it chose, so both messages have one.
                 task_id = record.task_id
             case Held(record, _) if _may_be_rolled_back(order, record):
-                looks += 1
-                if not backoff.pause(looks, until=give_up, first=0.02):
+                attempts += 1
+                if not backoff.pause(attempts, until=give_up, first=0.02):
                     raise _in_progress(order, record, "It is not queued yet. Ask again later.")
             case Settled(record, _) if _is_retryable(order, record):
-                # Only this very failure: the second who tries finds the first one's reservation.
+                # Forget this failure only: if another request already did, the next round finds its reservation.
                 _patiently(order, partial(_forget, order, record))
             case Mismatched(record):
                 order.report(signals.mismatched, record)
@@ -165,11 +167,13 @@ def _claim(order: Order, *, within: bool) -> Reserved | Held | Settled:
                 return found
 
 
-def _answer(order: Order, found: Reserved | Held | Settled, *, within: bool) -> HttpResponse:
+def _answer(
+    order: Order, found: Reserved | Held | Settled, *, in_transaction: bool
+) -> HttpResponse:
     """Queue what was reserved, and say where the operation is."""
     match found:
         case Reserved(record):
-            _queue(order, record, within=within)
+            _queue(order, record, in_transaction=in_transaction)
             return _status_of(order, record, replayed=False)
         case Held(record, _) if order.options.on_pending == "refuse":
             raise _in_progress(order, record, "Ask its status resource, or again later.")
@@ -256,9 +260,9 @@ def _patiently(order: Order, verb: Callable[[], T]) -> T:
         ) from error
 
 
-def _queue(order: Order, record: Record, *, within: bool) -> None:
+def _queue(order: Order, record: Record, *, in_transaction: bool) -> None:
     """Send the message, now or after the COMMIT."""
-    if within:
+    if in_transaction:
         _stage(order, record)
         return
     try:
