@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -159,6 +160,18 @@ def test_a_thread_that_ends_leaves_no_connection_behind(store: DjangoStore):
         in_thread(lambda: claim(store))
     # A connection that nobody closed would be a warning, and warnings are errors.
     assert len(store.lines._spare._idle) == 1
+
+
+def test_a_store_that_was_not_closed_closes_its_connections_when_it_goes(store: DjangoStore):
+    """The heartbeat's thread writes what was counted, perhaps after the store was closed."""
+    other = DjangoStore(store.alias)
+    with transaction.atomic(using=store.alias):
+        other.stats()
+    idle = [connection for _, connection in other.lines._spare._idle]
+    del other
+    gc.collect()
+    assert [connection.connection for connection in idle] == [None] * len(idle)
+    assert idle or store.lines.own().vendor == "sqlite"
 
 
 def sessions(store: DjangoStore) -> int:

@@ -53,6 +53,9 @@ class SpareConnections:
         for _ in range(MAX_OPEN):
             self._tickets.put(None)
         self._pid = os.getpid()
+        # The heartbeat's thread may write counters after the store was closed: then a connection is idle again, and
+        # is closed with the store that nothing refers to any more.
+        weakref.finalize(self, _close_idle, self._idle, self._pid).atexit = False
 
     @contextlib.contextmanager
     def take(
@@ -83,11 +86,7 @@ class SpareConnections:
     def close(self) -> None:
         """Close the idle ones."""
         self._forget_after_fork()
-        with contextlib.suppress(IndexError):
-            while True:
-                _, connection = self._idle.pop()
-                with contextlib.suppress(Error):
-                    connection.close()
+        _close_idle(self._idle, self._pid)
 
     @contextlib.contextmanager
     def _ticket(self) -> Iterator[None]:
@@ -129,6 +128,17 @@ class SpareConnections:
         if self._pid != os.getpid():
             _inherited.append(self._idle)
             self._forget()
+
+
+def _close_idle(idle: list[tuple[float, BaseDatabaseWrapper]], pid: int) -> None:
+    """Close connections that this process opened."""
+    if pid != os.getpid():
+        return
+    with contextlib.suppress(IndexError):
+        while True:
+            _, connection = idle.pop()
+            with contextlib.suppress(Error):
+                connection.close()
 
 
 def is_inherited(raw: object) -> bool:
