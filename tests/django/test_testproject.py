@@ -240,11 +240,19 @@ def test_with_a_secret_only_signed_payloads_are_taken(client: Client) -> None:
     assert len(entries("idempotent")) == 1
 
 
-def test_when_the_broker_is_down_the_sender_is_asked_to_come_back(client: Client) -> None:
+def test_when_the_broker_is_down_the_sender_is_asked_to_come_back(
+    client: Client, project: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from django.test import override_settings
+    from kombu.exceptions import OperationalError
 
     from testproject.webhooks.models import Receipt
 
+    def refuse(*_: object, **__: object) -> None:
+        raise OperationalError("connection refused")
+
+    # Other tests of the process may have given the project a broker that is up.
+    monkeypatch.setattr(project.amqp, "send_task_message", refuse)
     with override_settings(CELERY_TASK_ALWAYS_EAGER=False):
         answer = post(client)
     assert code_of(answer) == (503, "unavailable")

@@ -40,7 +40,7 @@ def published() -> Iterator[list[Any]]:
     def receive(body: Any, **_: Any) -> None:
         found.append(body[2]["chain"])
 
-    before_task_publish.connect(receive)
+    before_task_publish.connect(receive, weak=False)
     yield found
     before_task_publish.disconnect(receive)
 
@@ -93,7 +93,7 @@ def messages_of(base: type, **settings: Any) -> list[str]:
         text = json.dumps([body, headers, properties], sort_keys=True, default=repr)
         found.append(_ID.sub(lambda each: ids.setdefault(each[0], str(len(ids))), text))
 
-    before_task_publish.connect(receive)
+    before_task_publish.connect(receive, weak=False)
     try:
         one, other, unknown = map(app.signature, ("one", "other", "unknown"))
         one.apply_async(countdown=0, headers={"mine": "1"}, link=other, link_error=other)
@@ -132,7 +132,7 @@ def test_a_key_that_is_given_all_the_same_goes_nowhere_then(app):
         found.append({**headers, **properties})
 
     app.conf.idempotency_mode = "off"
-    before_task_publish.connect(receive)
+    before_task_publish.connect(receive, weak=False)
     app.tasks["ours"].apply_async(idempotency_key="k", idempotency_scope="s")
     before_task_publish.disconnect(receive)
     assert not [name for name in found[0] if "idempotency" in name]
@@ -145,7 +145,7 @@ def sent_by(app: Celery, send: Callable[[], object]) -> dict[str, Any]:
     def receive(headers: Any, properties: Any, **_: Any) -> None:
         found.update(headers=dict(headers), properties=dict(properties))
 
-    before_task_publish.connect(receive)
+    before_task_publish.connect(receive, weak=False)
     try:
         send()
     finally:
@@ -236,7 +236,7 @@ def messages():
     def receive(body, headers, properties, **_):
         text = json.dumps([body, headers, properties], sort_keys=True, default=repr)
         found.append(re.sub("[0-9a-f-]{36}", lambda each: ids.setdefault(each[0], str(len(ids))), text))
-    before_task_publish.connect(receive)
+    before_task_publish.connect(receive, weak=False)
     one, other = map(app.signature, ("one", "other"))
     one.apply_async(headers={"idempotency_key": "mine"}, link=other)
     chain(one, other).apply_async(idempotency_key="mine")
