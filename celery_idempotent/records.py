@@ -13,6 +13,7 @@ __all__ = [
     "ClaimRequest",
     "Claimed",
     "Counted",
+    "EndState",
     "Held",
     "Identity",
     "Mismatched",
@@ -65,6 +66,10 @@ class State(enum.Enum):
     def settled(self) -> bool:
         """Is this an end state, answered without another run?"""
         return self is State.COMPLETED or self is State.FAILED
+
+
+#: The states that a run settles its record in.
+EndState = Literal[State.COMPLETED, State.FAILED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,7 +202,7 @@ def take_interceptor() -> Interceptor | None:
 def send_deferred(
     task: IdempotentTask, definition: Definition | None, send: Send, call: DeferredCall
 ) -> Result:
-    """Send a call that was deferred, as often as it takes: what it is about was stamped on it when it was made."""
+    """Send a call that was deferred, as often as it takes: its key was stamped on it when it was made."""
     options = dict(call.options)
     again = partial(send, call.args, call.kwargs)
     if not call.reserve or definition is None:

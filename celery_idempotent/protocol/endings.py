@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_idempotent import signals
 from celery_idempotent.protocol import backoff, deferred
@@ -17,7 +17,7 @@ from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
-from celery_idempotent.records import State, Stored
+from celery_idempotent.records import EndState, State, Stored
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -57,7 +57,7 @@ class Commit(Enum):
 class Settlement(NamedTuple):
     """What a claim is settled with; ``error`` is what the body raised, ``line`` what the log then says."""
 
-    state: Literal[State.COMPLETED, State.FAILED]
+    state: EndState
     dump: Callable[[], Stored | None]
     error: BaseException | None = None
     line: Line | None = None

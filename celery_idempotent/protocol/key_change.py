@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.records import (
     Answer,
     Claimed,
+    EndState,
     Held,
     Identity,
     Mismatched,
@@ -178,7 +179,7 @@ class _BothSettled:
     def settle(
         self,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,

@@ -1,4 +1,4 @@
-"""Reporting an outcome: its counter, its signal and its line in the log, in one call, whoever reports it.
+"""Reporting an outcome: its counter, its signal and its line in the log, in one call, from every place.
 
 A worker, a publisher, an HTTP request, a sweep, an operator and a program all come here. Each outcome is reported where
 it becomes a fact, and there alone: the line says what happened to the key, while what becomes of the message (it comes

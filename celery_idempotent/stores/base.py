@@ -6,12 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from celery_idempotent.records import (
     Answer,
     ClaimRequest,
     Counted,
+    EndState,
     Identity,
     Page,
     Record,
@@ -83,7 +84,7 @@ class Store(ABC):
         self,
         record: Record,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,
@@ -302,7 +303,7 @@ class Transaction(Protocol):
     def settle(
         self,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,

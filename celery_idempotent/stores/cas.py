@@ -17,12 +17,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from celery_idempotent.records import (
     Answer,
     Claimed,
     ClaimRequest,
+    EndState,
     Held,
     Identity,
     Mismatched,
@@ -181,7 +182,7 @@ class DecidingStore(Store):
         self,
         record: Record,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,

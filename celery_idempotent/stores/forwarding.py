@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from celery_idempotent.records import (
     Answer,
     ClaimRequest,
     Counted,
+    EndState,
     Identity,
     Page,
     Record,
@@ -50,7 +51,7 @@ class ForwardingStore(Store):
         self,
         record: Record,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,

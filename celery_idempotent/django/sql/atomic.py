@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from django.db import Error
@@ -38,7 +38,7 @@ from celery_idempotent.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import EndState, Identity, Record, Stored
 from celery_idempotent.stores.values import pack_value
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class ClaimTransaction:
     def settle(
         self,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,

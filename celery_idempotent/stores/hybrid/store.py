@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     Answer,
     ClaimRequest,
+    EndState,
     Identity,
     Record,
     Reservation,
@@ -90,7 +90,7 @@ class HybridStore(ForwardingStore):
         self,
         record: Record,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,

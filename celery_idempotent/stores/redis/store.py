@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
@@ -13,6 +12,7 @@ from celery_idempotent.records import (
     Answer,
     Claimed,
     ClaimRequest,
+    EndState,
     Held,
     Identity,
     Mismatched,
@@ -146,7 +146,7 @@ class RedisStore(Browsing, Upkeep, Store):
         self,
         record: Record,
         *,
-        state: Literal[State.COMPLETED, State.FAILED],
+        state: EndState,
         value: Stored | None,
         keep_ms: int,
         replaced: bool = False,

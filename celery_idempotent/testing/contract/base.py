@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
+    EndState,
     Identity,
     Record,
     Renewal,
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 Advance = Callable[[float], None]
-EndState = Literal[State.COMPLETED, State.FAILED]
 T = TypeVar("T")
 
 KEY = Identity(namespace="payments.charge", scope="acct_1", key="order-17")
