@@ -170,7 +170,7 @@ def struck(monkeypatch: pytest.MonkeyPatch) -> Callable[[Signal, type[BaseExcept
     """Let a signal handler raise once, while an outcome is reported."""
 
     def struck(outcome: Signal, error: type[BaseException]) -> None:
-        emit, errors = telling.emit, [error]
+        emit, errors = signals.emit, [error]
 
         def strike(signal: Signal, sender: object, event: signals.Event) -> None:
             emit(signal, sender, event)
