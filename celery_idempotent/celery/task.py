@@ -147,7 +147,7 @@ class IdempotentTask(TaskBase):
         link: object = None,
         link_error: object = None,
         shadow: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> Result:
         """Publish, with the key and the fingerprint computed now and stamped on the message.
 
@@ -184,7 +184,7 @@ class IdempotentTask(TaskBase):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
         entry = entry_of(self.request)
         if entry is None:

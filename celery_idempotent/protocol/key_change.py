@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.records import (
     Answer,
     Claimed,
-    EndState,
     Held,
     Identity,
     Mismatched,
@@ -94,16 +94,24 @@ def is_other(before: Identified | None, record: Record) -> bool:
     return None not in (mine, theirs) and mine != theirs
 
 
-def reserve(store: Store, identified: Identified, *, task_id: str, **how: Any) -> Reservation:
+def reserve(
+    store: Store,
+    identified: Identified,
+    *,
+    task_id: str,
+    deadline_ms: int,
+    keep_ms: int,
+    message: bytes | None = None,
+) -> Reservation:
     """Reserve both identities; the first reservation under either of them is the answer."""
     new, before = identified.identity, identified.before
-    answer = store.reserve(new, task_id=task_id, fingerprint=identified.fingerprint, **how)
+    take = partial(store.reserve, deadline_ms=deadline_ms, keep_ms=keep_ms)
+    answer = take(new, task_id=task_id, fingerprint=identified.fingerprint, message=message)
     if before is None or not isinstance(answer, Reserved):
         return answer
-    how.pop("message", None)  # one is enough
-    old = store.reserve(
-        before.identity, task_id=answer.record.task_id, fingerprint=before.fingerprint, **how
-    )
+    # Without the message: a sweep is to send one.
+    task_id = answer.record.task_id
+    old = take(before.identity, task_id=task_id, fingerprint=before.fingerprint)
     match old:
         case Reserved() | Mismatched():
             return answer
@@ -142,9 +150,10 @@ class _Both(ForwardingStore):
         *renewed, too = self.inner.renew([*leases, old])
         return [each and too for each in renewed]
 
-    def settle(self, record: Record, **end: Any) -> bool:
+    def settle(self, record: Record, **end: object) -> bool:
         """Write the end state of both."""
-        return self.inner.settle(self._old, **end) and self.inner.settle(record, **end)
+        settle: Callable[..., bool] = self.inner.settle
+        return settle(self._old, **end) and settle(record, **end)
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the step to both: the next run may be one that knows the old identity alone."""
@@ -172,19 +181,11 @@ class _BothSettled:
         self._transaction = transaction
         self._old = old
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         """Be that transaction."""
         return getattr(self._transaction, name)
 
-    def settle(
-        self,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-    ) -> bool:
+    def settle(self, **end: object) -> bool:
         """Write the end state of both, to be committed together."""
-        end: Any = {"value": value, "keep_ms": keep_ms, "replaced": replaced}
-        settle = self._transaction.settle
-        return settle(state=state, **end) and settle(state=state, **end, also=self._old)
+        settle: Callable[..., bool] = self._transaction.settle
+        return settle(**end) and settle(**end, also=self._old)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks.finding import Finding
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
@@ -11,6 +11,7 @@ from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
+    from celery_idempotent.stores.redis.facts import ServerFacts
 
 #: The oldest releases that have the commands that the store uses.
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
@@ -100,7 +101,7 @@ def _check_clock(store: Store) -> Iterator[Finding]:
         )
 
 
-def _check_server(server: Any, *, waits: bool) -> Iterator[Finding]:
+def _check_server(server: ServerFacts, *, waits: bool) -> Iterator[Finding]:
     name = f"{server.kind} {server.version}"
     oldest = _OLDEST[server.kind]
     if server.release < oldest:
