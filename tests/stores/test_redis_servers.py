@@ -392,10 +392,10 @@ class TestSentinel:
             store = open_store(f"sentinel://127.0.0.1:{watcher.port}/main")
             use(store)
             wait_for(lambda: _failed_over(watcher), 15, "the sentinel to know its replica")
-            wait_for(
-                lambda: watcher.client.sentinel_get_master_addr_by_name("main")[1] == replica.port,
-                15,
+            address = partial(
+                watcher.client.execute_command, "SENTINEL GET-MASTER-ADDR-BY-NAME", "main"
             )
+            wait_for(lambda: address()[1] == replica.port, 15)
             # Sentinel would do this as well, some ten seconds later.
             master.client.replicaof("127.0.0.1", replica.port)
             claim(store)
