@@ -709,9 +709,9 @@ def test_a_reservation_that_may_be_rolled_back_promises_nothing(
 ) -> None:
     from django.db import transaction
 
-    from celery_idempotent.django.http import queueing
+    from celery_idempotent.django.http import reservations
 
-    monkeypatch.setattr(queueing, "PATIENCE", 0.2)
+    monkeypatch.setattr(reservations, "REQUEST_PATIENCE", 0.2)
     with transaction.atomic():
         assert queue(factory, shop).status_code == 202
         answer = queue(factory, shop)
