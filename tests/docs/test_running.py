@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from tests.docs import recipes_app
 from tests.stores.servers import Server, cluster, redis_binary, running
 from tests.stores.test_redis_servers import use
 from tests.support.admin import make_app
+from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.pages import block, load
 from tests.support.workers import Worker
@@ -177,10 +177,7 @@ def test_a_worker_runs_with_these_rights(
     assert ledger.count("charge") == ledger.count("receipt") == 1
     app.send_task("celery_idempotent.sweep").get(timeout=30)
     assert "StoreMisconfigured" not in worker.log
-    gc.collect()
-    backend: Any = app.backend
-    backend.result_consumer.subscribed_to.clear()
-    app.close()
+    close_app(app)
 
 
 class TestErrors:

@@ -362,7 +362,7 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     sql: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from celery_idempotent.django import outbox
-    from celery_idempotent.django.http import queueing
+    from celery_idempotent.django.http import reservations
 
     class Killed(BaseException):
         pass
@@ -370,11 +370,11 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     def kill(*_: Any, **__: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(queueing, "UNCOMMITTED_MS", 1500)
-    monkeypatch.setattr(queueing, "PATIENCE", 0.1)
+    monkeypatch.setattr(reservations, "UNCOMMITTED_MS", 1500)
+    monkeypatch.setattr(reservations, "REQUEST_PATIENCE", 0.1)
     # Between the reservation and the message, with nobody left to give the key back.
     with monkeypatch.context() as patch:
-        patch.setattr(queueing, "_queue", kill)
+        patch.setattr(reservations, "queue_message", kill)
         with pytest.raises(Killed):
             queue(sql)
     reserved = sql.idempotency_record("k", scope=("user", 7))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def order(recipient: str) -> dict[str, Any]:
 
 
 def user_id(site: Site, name: str = "alice") -> int:
-    with sqlite3.connect(site.directory / "db.sqlite3") as database:
+    with closing(sqlite3.connect(site.directory / "db.sqlite3")) as database:
         ((found,),) = database.execute("SELECT id FROM auth_user WHERE username = ?", (name,))
     return int(found)
 

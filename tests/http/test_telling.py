@@ -107,6 +107,14 @@ def test_a_repetition_of_what_has_ended(charge: Any, heard: Heard, state: State)
     told(heard, "replayed")
 
 
+def test_a_failure_that_is_tried_again_is_forgotten(charge: Any, heard: Heard) -> None:
+    store = get_store(charge.app)
+    value = charge.idempotency_definition().codec.dump_error(ConnectionError("the bank is away"))
+    assert store.settle(claim(charge), state=State.FAILED, value=value, keep_ms=90_000)
+    assert queue(charge) == 202
+    told(heard, "forgotten", "reserved QUEUED")
+
+
 def test_other_content(charge: Any, heard: Heard) -> None:
     queue(charge)
     assert queue(charge, amount=2) == 422
@@ -117,7 +125,7 @@ def test_a_store_that_is_away(charge: Any, heard: Heard, monkeypatch: pytest.Mon
     def reserve(*_: object, **__: object) -> None:
         raise StoreUnavailable("away")
 
-    monkeypatch.setattr("celery_idempotent.django.http.queueing.PATIENCE", 0)
+    monkeypatch.setattr("celery_idempotent.django.http.reservations.REQUEST_PATIENCE", 0)
     monkeypatch.setattr(MemoryStore, "reserve", reserve)
     assert queue(charge) == 503
     assert heard.names == ["store_failed"]

@@ -204,6 +204,18 @@ def test_inside_a_transaction_of_the_caller_nothing_is_cached_that_it_may_undo(s
     assert isinstance(answer, Held if sqlite else Settled)
 
 
+def test_a_mark_of_delivery_that_the_caller_may_undo_is_not_cached(store, alias):
+    """Only on SQLite does a verb become part of it."""
+    sqlite = connections[alias].vendor == "sqlite"
+    record = claim(store)
+    assert store.settle(record, **settled())
+    with undone(transaction.atomic(using=alias)):
+        assert store.mark_delivered(KEY, token=record.token)
+        assert store.cache.look(KEY).record.delivered is not sqlite
+    assert store.cache.look(KEY).record.delivered is not sqlite
+    assert store.get(KEY).delivered is not sqlite
+
+
 def test_a_forget_in_a_transaction_of_the_caller_is_safe_however_that_ends(store, alias):
     assert store.settle(SettleRequest(record=claim(store), **settled()))
     with undone(transaction.atomic(using=alias)):
