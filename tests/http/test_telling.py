@@ -110,7 +110,9 @@ def test_a_repetition_of_what_has_ended(charge: Any, heard: Heard, state: State)
 def test_a_failure_that_is_tried_again_is_forgotten(charge: Any, heard: Heard) -> None:
     store = get_store(charge.app)
     value = charge.idempotency_definition().codec.dump_error(ConnectionError("the bank is away"))
-    assert store.settle(claim(charge), state=State.FAILED, value=value, keep_ms=90_000)
+    assert store.settle(
+        SettleRequest(record=claim(charge), state=State.FAILED, value=value, keep_ms=90_000)
+    )
     assert queue(charge) == 202
     told(heard, "forgotten", "reserved QUEUED")
 

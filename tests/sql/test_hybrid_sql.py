@@ -208,7 +208,7 @@ def test_a_mark_of_delivery_that_the_caller_may_undo_is_not_cached(store, alias)
     """Only on SQLite does a verb become part of it."""
     sqlite = connections[alias].vendor == "sqlite"
     record = claim(store)
-    assert store.settle(record, **settled())
+    assert store.settle(SettleRequest(record=record, **settled()))
     with undone(transaction.atomic(using=alias)):
         assert store.mark_delivered(KEY, token=record.token)
         assert store.cache.look(KEY).record.delivered is not sqlite
