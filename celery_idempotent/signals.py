@@ -86,7 +86,7 @@ interrupted = Signal(name="idempotency_interrupted")
 lease_lost = Signal(name="idempotency_lease_lost")
 #: A stale record's message was published again: by a sweep, or by an operator.
 requeued = Signal(name="idempotency_requeued")
-#: An operator deleted a record: the next call runs, whatever ran before.
+#: A record was deleted, by an operator, by code, or by a request that tries a failure again: the next call runs.
 forgotten = Signal(name="idempotency_forgotten")
 #: A sweep is done; ``event.count`` records were interrupted.
 swept = Signal(name="idempotency_swept")

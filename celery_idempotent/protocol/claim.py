@@ -19,8 +19,6 @@ from celery_idempotent.records import Record, Renewal, Stored
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store, Transaction
 
-__all__ = ["AT_WORK", "Claim", "Phase", "StepCodec", "UnguardedClaim", "current_claim", "running"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -54,6 +52,9 @@ class Phase(Enum):
 
 #: While a claim is in one of these, its body may be at work.
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
+
+#: In one of these its end was reported: written, or given up.
+OVER = (Phase.SETTLED, Phase.ENDED)
 
 
 def current_claim() -> Claim | None:
@@ -96,6 +97,8 @@ class Claim:
         self.renewed_at = sent
         #: The record of the same operation under the identity of before a deploy, claimed together with this one.
         self.old: Record | None = None
+        #: A newer claim has the key, and that was reported.
+        self.superseded = False
         #: The body hands its task id over to another task (``self.replace``).
         self.replaced = False
         #: The message of that other task, where it is published only once this record has it.

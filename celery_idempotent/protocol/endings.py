@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery_idempotent import signals
 from celery_idempotent.protocol import backoff, deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
-from celery_idempotent.protocol.claim import Claim, Phase
+from celery_idempotent.protocol.claim import OVER, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
-from celery_idempotent.records import EndState, State, Stored
+from celery_idempotent.records import EndState, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -188,7 +188,7 @@ class Endings:
         give_up = time.monotonic() + self.policy.lease_ms / 1000
         trouble: Exception | None = None
         failures = faults = 0
-        while claim.phase is not Phase.SETTLED:
+        while claim.phase not in OVER:
             try:
                 if trouble is not None and (
                     self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
@@ -202,9 +202,11 @@ class Endings:
                 failures += 1
                 faults += not isinstance(failure, STORE_ERRORS)
             except BaseException:
-                self._last_try(call, claim, settlement)
+                if claim.phase not in OVER:
+                    self._last_try(call, claim, settlement)
                 raise
-        return End.SETTLED
+        # A time limit struck while the end was reported.
+        return End.SETTLED if claim.phase is Phase.SETTLED else End.LEFT
 
     def _last_try(self, call: Call, claim: Claim, settlement: Settlement) -> End:
         try:
@@ -216,27 +218,32 @@ class Endings:
         self, call: Call, claim: Claim, settlement: Settlement, value: Stored | None
     ) -> End:
         policy, state = self.policy, settlement.state
-        done = claim.store.settle(
-            claim.record,
+        request = SettleRequest(
+            record=claim.record,
             state=state,
             value=value,
             keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
             replaced=claim.replaced,
         )
-        if not done:
+        if not claim.store.settle(request):
             self._lost(call, claim)
             return End.NEWER_CLAIM
         self.settled(call, claim, settlement)
         return End.SETTLED
 
     def _give_up(self, call: Call, claim: Claim, error: Exception) -> End:
-        """The effect happened and cannot be recorded: say so as loudly as a library may."""
+        """Report that the body took effect, and that its end cannot be recorded; once.
+
+        The phase comes first. A time limit that strikes while this is logged must not begin the settle again::
+
+            settle ✗ … give up ─ CRITICAL ─ [SoftTimeLimitExceeded] ─▶ ENDED: no other try, no second CRITICAL
+        """
+        claim.phase = Phase.ENDED
         if self.policy.mode == "observe":
             identity = call.identity
             logger.warning("idempotency: observing: could not settle %s: %s", identity, error)
         else:
             self._report(signals.settle_failed, call, claim, error=error)
-        claim.phase = Phase.ENDED  # whatever strikes from here on, it is not tried again
         return End.LEFT
 
     def condemn(self, call: Call, claim: Claim, error: Exception) -> None:
@@ -310,6 +317,10 @@ class Endings:
         self._report(signals.store_failed, call, claim, error=error)
 
     def _lost(self, call: Call, claim: Claim) -> None:
+        """Report that a newer claim has the key; once, for the end of a run may find that out several times."""
+        if claim.superseded:
+            return
+        claim.superseded = True
         observed = self.policy.mode == "observe"
         self._report(signals.lease_lost, call, claim, observed=observed)
         if claim.old is not None and claim.phase is not Phase.RELEASED:

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import Claimed, ClaimRequest, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, SettleRequest, State, Stored
 from tests.sql.databases import ready
 from tests.support.waiting import wait_for
 
@@ -102,7 +102,9 @@ def end(charge: Any, *, error: Exception | None = None, value: Stored | None = N
     if error is not None:
         value = definition.codec.dump_error(error)
     state: Any = State.COMPLETED if error is None else State.FAILED
-    assert store.settle(claimed.record, state=state, value=value, keep_ms=60_000)
+    assert store.settle(
+        SettleRequest(record=claimed.record, state=state, value=value, keep_ms=60_000)
+    )
 
 
 def _store(charge: Any) -> Any:
@@ -360,7 +362,7 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     sql: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from celery_idempotent.django import outbox
-    from celery_idempotent.django.http import queueing
+    from celery_idempotent.django.http import reservations
 
     class Killed(BaseException):
         pass
@@ -368,11 +370,11 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     def kill(*_: Any, **__: Any) -> None:
         raise Killed
 
-    monkeypatch.setattr(queueing, "UNCOMMITTED_MS", 1500)
-    monkeypatch.setattr(queueing, "PATIENCE", 0.1)
+    monkeypatch.setattr(reservations, "UNCOMMITTED_MS", 1500)
+    monkeypatch.setattr(reservations, "REQUEST_PATIENCE", 0.1)
     # Between the reservation and the message, with nobody left to give the key back.
     with monkeypatch.context() as patch:
-        patch.setattr(queueing, "_queue", kill)
+        patch.setattr(reservations, "queue_message", kill)
         with pytest.raises(Killed):
             queue(sql)
     reserved = sql.idempotency_record("k", scope=("user", 7))

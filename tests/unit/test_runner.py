@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,13 +29,21 @@ from celery_idempotent.errors import (
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.protocol import backoff, claiming, endings, lease, runner
+from celery_idempotent.protocol import backoff, claiming, endings, lease, runner, telling
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.claiming import Asked, Claiming
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    SettleRequest,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
@@ -166,6 +174,23 @@ def listening(tell: Callable[[str, signals.Event], object]) -> Iterator[None]:
 
 
 @pytest.fixture
+def struck(monkeypatch: pytest.MonkeyPatch) -> Callable[[Signal, type[BaseException]], None]:
+    """Let a signal handler raise once, while an outcome is reported."""
+
+    def struck(outcome: Signal, error: type[BaseException]) -> None:
+        emit, errors = signals.emit, [error]
+
+        def strike(signal: Signal, sender: object, event: signals.Event) -> None:
+            emit(signal, sender, event)
+            if signal is outcome and errors:
+                raise errors.pop()
+
+        monkeypatch.setattr(telling, "emit", strike)
+
+    return struck
+
+
+@pytest.fixture
 def execute(store: FlakyStore) -> Callable[..., Any]:
     """Execute a body: ``execute(body)``, with another call, policy, codec or store if need be."""
 
@@ -218,7 +243,9 @@ def claim(store: Any, task_id: str = "other", *, lease_ms: int = 60_000) -> Reco
 
 def settle(store: Any, record: Record, body: bytes = b"'theirs'") -> None:
     value = Stored(content_type="text/plain", content_encoding="utf-8", body=body)
-    assert store.settle(record, state=State.COMPLETED, value=value, keep_ms=1000_000)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=1000_000)
+    )
 
 
 def text_of(record: Record) -> bytes:
@@ -631,6 +658,21 @@ class TestLostLease:
         assert names(events) == ["claimed", "lease_lost", "replayed"]
         assert "its result is dropped" in caplog.text
 
+    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
+    def test_a_lost_lease_is_told_once_whatever_strikes_meanwhile(
+        self, execute, memory, clock, events, struck, error
+    ):
+        def body() -> str:
+            clock.advance(1001)
+            settle(memory, claim(memory, "winner"))
+            return "late"
+
+        struck(signals.lease_lost, error)
+        with suppress(SystemExit):
+            assert isinstance(execute(body, lease_ms=1000), Replay)
+        assert names(events)[:2] == ["claimed", "lease_lost"]
+        assert names(events)[2:] == ([] if error is SystemExit else ["replayed"])
+
     def test_the_late_result_meets_a_holder_as_any_duplicate(self, execute, memory, clock):
         theirs = []
 
@@ -794,6 +836,19 @@ class TestStoreFailures:
         assert [r.levelno for r in caplog.records] == [logging.CRITICAL]
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert not lease.heartbeat._due
+
+    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
+    def test_a_settle_that_failed_is_told_once_whatever_strikes_meanwhile(
+        self, execute, store, events, fake_time, struck, error
+    ):
+        store.fail_always("settle", StoreUnavailable)
+        struck(signals.settle_failed, error)
+        with suppress(SystemExit):
+            assert execute(lambda: 1) == Ran(1)
+        assert names(events) == ["claimed", "settle_failed"]
+        calls = len(store.calls)
+        assert fake_time.now - fake_time.START <= 61, "and nothing is tried again"
+        assert store.calls.count("settle") == calls - 1
 
     def test_a_settle_backs_off(self, execute, store, fake_time):
         store.fail_always("settle", StoreUnavailable)

@@ -1,0 +1,180 @@
+"""The reservation of a queued request: made, given back, and turned into a message, now or at the COMMIT.
+
+Until the COMMIT a reservation promises nothing, and its deadline is near. From then on the record, or an outbox, has
+the message, which a sweep sends if this process does not::
+
+    no transaction   reserve (60 s, with the message) ─ send ─ 202
+    transaction      reserve (10 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
+                                           ├─ ROLLBACK ─ give the key back
+                                           └─ the process dies ─ the deadline passes ─ a repetition is queued
+    its own outbox   reserve, stage the message ─ COMMIT of both ─ send, or a sweep sends
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from django.db import DatabaseError, transaction
+from kombu.exceptions import OperationalError
+
+from celery_idempotent import signals
+from celery_idempotent.celery.reserving import RESERVED_MS
+from celery_idempotent.django.http.orders import Order
+from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.protocol import backoff, key_change
+from celery_idempotent.protocol.calls import STORE_ERRORS
+from celery_idempotent.protocol.telling import Line
+from celery_idempotent.records import Record, Reservation, State
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: The deadline of a reservation whose transaction may still be rolled back: how long others wait for its end.
+UNCOMMITTED_MS = 10_000
+
+#: How long a request tries to reach the store, or waits for another request's COMMIT, in seconds.
+REQUEST_PATIENCE = 3.0
+
+#: The answer whenever something broke: the message may have been sent, and only the reply was lost.
+_UNSURE = (
+    "It may be queued or not. Send the same request with the same key again: it takes effect once."
+)
+
+_FORGOTTEN = Line(
+    logging.INFO, "%(identity)s failed, and is reserved anew by a request that tries it again"
+)
+
+
+def is_uncommitted(record: Record) -> bool:
+    """Is this a reservation that may still be rolled back? Its deadline is shorter than that of any other."""
+    return (
+        record.state is State.QUEUED
+        and record.deadline_ms is not None
+        and record.deadline_ms - record.updated_ms < RESERVED_MS
+    )
+
+
+def reserve_key(order: Order, task_id: str, *, promised: bool) -> Reservation:
+    """Reserve the key; ``promised``: with its message, which a sweep sends should this process die.
+
+    Raises:
+        RequestRefused: if the store does not answer.
+    """
+    message = order.message(task_id) if promised else None
+    return _patiently(
+        order,
+        lambda: key_change.reserve(
+            order.store,
+            order.identified,
+            task_id=task_id,
+            deadline_ms=order.patience_ms if promised else UNCOMMITTED_MS,
+            keep_ms=order.definition.policy.keep_ms,
+            message=message,
+        ),
+    )
+
+
+def forget_failure(order: Order, record: Record) -> None:
+    """Delete a FAILED record that the request tries again; the record of a later attempt stays."""
+    identity = record.identity
+    if _patiently(
+        order, lambda: order.store.forget(identity, token=record.token, state=record.state)
+    ):
+        order.report(signals.forgotten, record, line=_FORGOTTEN)
+
+
+def _patiently(order: Order, verb: Callable[[], T]) -> T:
+    """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost."""
+    try:
+        return backoff.persist(verb, until=time.monotonic() + REQUEST_PATIENCE)
+    except STORE_ERRORS as error:
+        order.report(signals.store_failed, error=error)
+        raise RequestRefused(
+            "store_unavailable",
+            _UNSURE,
+            retry_after=order.options.retry_after,
+        ) from error
+
+
+def queue_message(order: Order, record: Record, *, in_transaction: bool) -> None:
+    """Send the message, now or after the COMMIT.
+
+    Raises:
+        RequestRefused: if the broker, or the database of the outbox, does not take it.
+    """
+    if in_transaction:
+        _stage_message(order, record)
+        return
+    try:
+        if order.outbox is None:
+            order.send(record.task_id)
+            order.report(signals.reserved, record, state=State.QUEUED)
+            return
+        # The outbox has it from the COMMIT on: it is sent now, or by a sweep once the broker is back.
+        with transaction.atomic(using=order.outbox):
+            _stage_message(order, record)
+    except BaseException as error:
+        _free_key(order, record)
+        if not isinstance(error, (OperationalError, DatabaseError, OSError)):
+            raise
+        logger.warning("idempotency: %s is not queued: %s", record.identity, type(error).__name__)
+        raise RequestRefused(
+            "not_queued", _UNSURE, retry_after=order.options.retry_after
+        ) from error
+
+
+def _stage_message(order: Order, record: Record) -> None:
+    transaction.on_commit(_AtCommit(order, record), using=order.using)
+    if order.outbox is not None:
+        order.stage(record.task_id, order.outbox)
+
+
+class _AtCommit:
+    """The hook that Django calls after the COMMIT: it sends the message. After a ROLLBACK the key is given back.
+
+    Django has no hook for a rollback, but it drops the hooks of the transaction then. So the key is given back when
+    this object is garbage that was never called. If the process dies before either, the deadline passes in seconds.
+    """
+
+    def __init__(self, order: Order, record: Record) -> None:
+        self._order = order
+        self._record = record
+        # In a thread of its own: the connection of this one is in the middle of the rollback.
+        give_back = threading.Thread(target=_free_key, args=(order, record))
+        self._rolled_back = weakref.finalize(self, give_back.start)
+        self._rolled_back.atexit = False
+        # A reservation that is part of the transaction is rolled back with it.
+        if order.store.joined():
+            self._rolled_back.detach()
+
+    def __call__(self) -> None:
+        self._rolled_back.detach()
+        order, record = self._order, self._record
+        # The transaction is safe now, the message is not yet: the record gets it, and the usual deadline.
+        try:
+            reserve_key(order, record.task_id, promised=True)
+            promised = True
+        except RequestRefused:  # the reservation stands, with less time
+            promised = False
+        try:
+            if order.outbox is None:  # else the outbox sends it
+                order.send(record.task_id)
+            order.report(signals.reserved, record, state=State.QUEUED)
+        except Exception:
+            logger.exception("idempotency: %s is committed and not queued", record.identity)
+            if not promised or order.message(record.task_id) is None:
+                # A client that polls gets 404, and sends the request again.
+                _free_key(order, record)
+
+
+def _free_key(order: Order, record: Record) -> None:
+    try:
+        key_change.give_back(order.store, order.identified, record)
+    except STORE_ERRORS as trouble:
+        logger.warning("idempotency: a reservation is left to its deadline: %s", trouble)
