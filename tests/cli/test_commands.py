@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from celery_idempotent import signals
 from celery_idempotent.cli import idempotency
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import State
+from celery_idempotent.records import ReserveRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.admin import TASK, claim, identity, make_app, settle, value
 
@@ -61,7 +61,11 @@ def every(store: MemoryStore) -> None:
     store.interrupt(identity("crashed"), token=claim(store, "crashed").token)
     settle(store, claim(store, "done"), stored=value('"receipt 4711"'))
     settle(store, claim(store, "declined"), State.FAILED, DECLINED)
-    store.reserve(identity("queued"), task_id="t-queued", deadline_ms=60_000, keep_ms=60_000)
+    store.reserve(
+        ReserveRequest(
+            identity=identity("queued"), task_id="t-queued", deadline_ms=60_000, keep_ms=60_000
+        )
+    )
     settle(store, claim(store, identity("of acme", scope="acme")), State.FAILED, DECLINED)
 
 
