@@ -82,6 +82,7 @@ def namespace() -> str:
 def _session_redis() -> Iterator[EmbeddedRedis]:
     with embedded_redis() as server:
         yield server
+        _make_whole(server)  # for what is collected before it stops
 
 
 @pytest.fixture
@@ -90,15 +91,19 @@ def private_redis(_session_redis: EmbeddedRedis) -> EmbeddedRedis:
 
     Stop it, freeze it, kill it, bring it back: the next test finds it whole.
     """
+    _make_whole(_session_redis)
+    return _session_redis
+
+
+def _make_whole(server: EmbeddedRedis) -> None:
     try:
-        _session_redis.thaw()
-        client = redis.Redis.from_url(_session_redis.url(), socket_timeout=5)
+        server.thaw()
+        client = redis.Redis.from_url(server.url(), socket_timeout=5)
         client.flushall()
         client.close()
     except (redis.RedisError, OSError, RuntimeError):
-        _session_redis.stop()
-        _session_redis.start()
-    return _session_redis
+        server.stop()
+        server.start()
 
 
 @pytest.fixture(scope="session")

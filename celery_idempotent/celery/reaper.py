@@ -18,7 +18,7 @@ from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.records import Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores import get_store
@@ -140,7 +140,10 @@ def settle_failed(app: Celery, store: Store, record: Record, error: IdempotencyE
     value = _plain_error(app, error) if definition is None else definition.codec.dump_error(error)
     # One write, to the record with this token and to no other. Not restored: a key that was claimed and released a
     # moment ago has no record, and is not to be failed for what it was before.
-    if not store.settle(record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False):
+    end = SettleRequest(
+        record=record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False
+    )
+    if not store.settle(end):
         return False
     # Its owner may have settled it first, and then that end stays.
     found = store.get(record.identity)

@@ -32,7 +32,7 @@ from celery_idempotent.protocol.calls import (
 )
 from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.endings import Commit, End, Endings
-from celery_idempotent.records import State
+from celery_idempotent.records import SettleRequest, State
 from celery_idempotent.stores.base import Store, Transaction
 
 logger = logging.getLogger(__name__)
@@ -149,10 +149,13 @@ class AtomicRun:
         claim, self._stage = self._claim, Stage.SETTLING
         try:
             done = transaction.settle(
-                state=State.COMPLETED,
-                value=None if claim.replaced else self._codec.dump_value(self._value),
-                keep_ms=self._endings.policy.settled_keep_ms,
-                replaced=claim.replaced,
+                SettleRequest(
+                    record=claim.record,
+                    state=State.COMPLETED,
+                    value=None if claim.replaced else self._codec.dump_value(self._value),
+                    keep_ms=self._endings.policy.settled_keep_ms,
+                    replaced=claim.replaced,
+                )
             )
         except StoreUnavailable as error:
             # Not one that blames the task, which ended the transaction itself: to run it again would double its effect.

@@ -22,6 +22,7 @@ from celery_idempotent.records import (
     Record,
     Renewal,
     Settled,
+    SettleRequest,
     State,
 )
 from celery_idempotent.stores.base import Store
@@ -122,14 +123,10 @@ class Claiming:
 
     def _settle_as(self, record: Record, old: Record) -> None:
         """Let a claim end as the same operation did under its old identity."""
+        policy = self._policy
         completed = old.state is State.COMPLETED
-        self._store().settle(
-            record,
-            state=State.COMPLETED if completed else State.FAILED,
-            value=old.value,
-            keep_ms=self._policy.settled_keep_ms if completed else self._policy.failed_keep_ms,
-            replaced=old.replaced,
-        )
+        keep_ms = policy.settled_keep_ms if completed else policy.failed_keep_ms
+        self._store().settle(SettleRequest.ending_as(old, record=record, keep_ms=keep_ms))
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         try:

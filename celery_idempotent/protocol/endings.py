@@ -17,7 +17,7 @@ from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import OVER, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
-from celery_idempotent.records import EndState, State, Stored
+from celery_idempotent.records import EndState, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -219,14 +219,14 @@ class Endings:
         self, call: Call, claim: Claim, settlement: Settlement, value: Stored | None
     ) -> End:
         policy, state = self.policy, settlement.state
-        done = claim.store.settle(
-            claim.record,
+        request = SettleRequest(
+            record=claim.record,
             state=state,
             value=value,
             keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
             replaced=claim.replaced,
         )
-        if not done:
+        if not claim.store.settle(request):
             self._lost(call, claim)
             return End.NEWER_CLAIM
         self.settled(call, claim, settlement)

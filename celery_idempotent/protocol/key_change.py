@@ -17,10 +17,9 @@ Should the process die between the two settles, the operation runs again or not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import cast
+from typing import Any
 
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.records import (
@@ -33,7 +32,9 @@ from celery_idempotent.records import (
     Renewal,
     Reservation,
     Reserved,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -94,24 +95,24 @@ def is_other(before: Identified | None, record: Record) -> bool:
     return None not in (mine, theirs) and mine != theirs
 
 
-def reserve(
-    store: Store,
-    identified: Identified,
-    *,
-    task_id: str,
-    deadline_ms: int,
-    keep_ms: int,
-    message: bytes | None = None,
-) -> Reservation:
+def reserve(store: Store, identified: Identified, *, task_id: str, **how: Any) -> Reservation:
     """Reserve both identities; the first reservation under either of them is the answer."""
     new, before = identified.identity, identified.before
-    take = partial(store.reserve, deadline_ms=deadline_ms, keep_ms=keep_ms)
-    answer = take(new, task_id=task_id, fingerprint=identified.fingerprint, message=message)
+    request = ReserveRequest(
+        identity=new, task_id=task_id, fingerprint=identified.fingerprint, **how
+    )
+    answer = store.reserve(request)
     if before is None or not isinstance(answer, Reserved):
         return answer
-    # Without the message: a sweep is to send one.
-    task_id = answer.record.task_id
-    old = take(before.identity, task_id=task_id, fingerprint=before.fingerprint)
+    old = store.reserve(
+        replace(
+            request,
+            identity=before.identity,
+            task_id=answer.record.task_id,
+            fingerprint=before.fingerprint,
+            message=None,  # one is enough
+        )
+    )
     match old:
         case Reserved() | Mismatched():
             return answer
@@ -150,10 +151,10 @@ class _Both(ForwardingStore):
         *renewed, too = self.inner.renew([*leases, old])
         return [each and too for each in renewed]
 
-    def settle(self, record: Record, **end: object) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state of both."""
-        settle: Callable[..., bool] = self.inner.settle
-        return settle(self._old, **end) and settle(record, **end)
+        old = replace(request, record=self._old)
+        return self.inner.settle(old) and self.inner.settle(request)
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the step to both: the next run may be one that knows the old identity alone."""
@@ -171,7 +172,7 @@ class _Both(ForwardingStore):
     def transaction(self, record: Record | None) -> Iterator[Transaction]:
         """Begin a transaction that settles both."""
         with self.inner.transaction(record) as transaction:
-            yield cast("Transaction", _BothSettled(transaction, self._old))
+            yield _BothSettled(transaction, self._old)
 
 
 class _BothSettled:
@@ -181,11 +182,23 @@ class _BothSettled:
         self._transaction = transaction
         self._old = old
 
-    def __getattr__(self, name: str) -> object:
-        """Be that transaction."""
-        return getattr(self._transaction, name)
-
-    def settle(self, **end: object) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state of both, to be committed together."""
-        settle: Callable[..., bool] = self._transaction.settle
-        return settle(**end) and settle(**end, also=self._old)
+        settle = self._transaction.settle
+        return settle(request) and settle(replace(request, record=self._old))
+
+    def passes(self, error: Exception) -> bool:
+        """Ask that transaction."""
+        return self._transaction.passes(error)
+
+    def has(self, connection: object) -> bool:
+        """Ask that transaction."""
+        return self._transaction.has(connection)
+
+    def guards(self, connection: object) -> bool:
+        """Ask that transaction."""
+        return self._transaction.guards(connection)
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Refuse writes to that transaction's database."""
+        return self._transaction.outside()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import re
@@ -21,6 +20,7 @@ from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.checks import check_settings
 from tests.docs import recipes_app
+from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.pages import block, load
 from tests.support.paths import ROOT
@@ -83,11 +83,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             yield World(app, worker, ledger, directory)
         finally:
             worker.kill()
-            gc.collect()
-            backend: Any = app.backend
-            backend.result_consumer.subscribed_to.clear()
             get_store(app).close()
-            app.close()
+            close_app(app)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -18,13 +17,14 @@ from celery.backends.base import Backend
 from celery_idempotent import errors
 from celery_idempotent.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import ClaimRequest, Identity, Selection, State
+from celery_idempotent.records import ClaimRequest, Identity, Selection, SettleRequest, State
 from celery_idempotent.stores import get_store, open_store
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.docs import recipes_app
 from tests.stores.servers import Server, cluster, redis_binary, running
 from tests.stores.test_redis_servers import use
 from tests.support.admin import make_app
+from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.pages import block, load
 from tests.support.workers import Worker
@@ -74,7 +74,9 @@ def use_one(store: Any, state: str) -> None:
         ClaimRequest(identity=identity, attempt=b"12345678", lease_ms=60_000, keep_ms=60_000)
     )
     if state != "PROCESSING":
-        assert store.settle(answer.record, state=State(state), value=None, keep_ms=60_000)
+        end: Any = State(state)
+        request = SettleRequest(record=answer.record, state=end, value=None, keep_ms=60_000)
+        assert store.settle(request)
 
 
 DEEDS = {"worker": work, "operator": look}
@@ -175,10 +177,7 @@ def test_a_worker_runs_with_these_rights(
     assert ledger.count("charge") == ledger.count("receipt") == 1
     app.send_task("celery_idempotent.sweep").get(timeout=30)
     assert "StoreMisconfigured" not in worker.log
-    gc.collect()
-    backend: Any = app.backend
-    backend.result_consumer.subscribed_to.clear()
-    app.close()
+    close_app(app)
 
 
 class TestErrors:

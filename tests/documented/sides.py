@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
 import re
@@ -19,6 +18,7 @@ from celery.result import GroupResult
 
 from tests.documented.app import OURS, PLAIN, VARIABLE, make_app
 from tests.documented.recorder import Recorder, here
+from tests.support.apps import close_app, forget_results
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
@@ -95,14 +95,9 @@ class Side:
         self._stop.set()
         self._receiver.join(10)
         self.worker.kill()
-        gc.collect()
-        for backend in [*self._backends, self.app.backend]:
-            if not hasattr(backend, "result_consumer"):
-                continue
-            # A result that dies later would say goodbye to a server that is gone by then.
-            backend.result_consumer.subscribed_to.clear()
-            backend.result_consumer.stop()
-        self.app.close()
+        for backend in self._backends:
+            forget_results(backend)
+        close_app(self.app)
 
     # -- what comes in -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from kombu import Connection, Queue
 
 from celery_idempotent import Record, get_store
 from tests.faults.sending_app import CONF, make_app
+from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis, RabbitMQ, embedded_redis
@@ -81,10 +82,7 @@ class Stand:
         if self._supervisor.ident is not None:
             self._supervisor.join()
         self.worker.kill()
-        consumer: Any = self.app.backend.result_consumer  # type: ignore[attr-defined]
-        consumer.stop()
-        consumer._pubsub = None
-        self.app.close()
+        close_app(self.app)
         self.redis.close()
 
     # -- canvases ------------------------------------------------------------------------------------------------------

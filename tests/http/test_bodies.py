@@ -94,7 +94,7 @@ def runs(site: Site, key: str) -> int:
 
 def paid(site: Site, key: str) -> list[int]:
     """Return the amounts that were paid with a key."""
-    with sqlite3.connect(site.directory / "db.sqlite3") as database:
+    with contextlib.closing(sqlite3.connect(site.directory / "db.sqlite3")) as database:
         return [
             int(amount)
             for (amount,) in database.execute(

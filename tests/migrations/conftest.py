@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import uuid
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from celery.result import AsyncResult
 
 from celery_idempotent import get_store
 from tests.migrations.app import SETTINGS_VARIABLE, make_app, order
+from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.servers import embedded_redis
 from tests.support.waiting import wait_for
@@ -115,11 +115,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
             yield Shop(app=app, redis=client, worker=worker, ledger=ledger)
         finally:
             worker.kill()
-            gc.collect()
-            backend: Any = app.backend
-            backend.result_consumer.subscribed_to.clear()
             get_store(app).close()
-            app.close()
+            close_app(app)
             client.close()
 
 

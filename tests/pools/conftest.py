@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import json
 import uuid
@@ -18,6 +17,7 @@ from celery.result import AsyncResult
 
 from celery_idempotent import State, get_store
 from tests.pools import app as app_module
+from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.servers import EmbeddedRedis, RabbitMQ, embedded_redis
 from tests.support.waiting import wait_for
@@ -108,12 +108,8 @@ class Site:
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
-        # An AsyncResult that dies later would say goodbye to a server that is gone by then.
-        gc.collect()
-        backend: Any = self.app.backend
-        backend.result_consumer.subscribed_to.clear()
         get_store(self.app).close()
-        self.app.close()
+        close_app(self.app)
 
 
 @pytest.fixture(scope="session")

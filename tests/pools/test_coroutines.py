@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from celery_idempotent import State
+from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -32,10 +33,7 @@ def app(private_redis: EmbeddedRedis, worker: Worker) -> Iterator[Any]:
 
     app = make_app(private_redis.url())
     yield app
-    # A result that is collected later would say goodbye to a server that is gone by then.
-    app.backend.result_consumer.stop()
-    app.backend.result_consumer._pubsub = None
-    app.close()
+    close_app(app)
 
 
 def test_every_message_is_run_under_the_claim_of_its_own_key(app: Any, ledger: Ledger) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from celery.result import AsyncResult
 from celery_idempotent import InProgress, get_store
 from tests.pools.app import gate_path
 from tests.pools.two_apps import URLS_VARIABLE, make_apps
+from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
@@ -75,13 +75,9 @@ def both(databases: Iterator[str], tmp_path_factory: pytest.TempPathFactory) -> 
     finally:
         for worker in workers:
             worker.kill()
-        # An AsyncResult that dies later would say goodbye to a server that is gone by then.
-        gc.collect()
         for app in both.apps.values():
-            backend: Any = app.backend
-            backend.result_consumer.subscribed_to.clear()
             get_store(app).close()
-            app.close()
+            close_app(app)
 
 
 def test_the_same_task_with_the_same_key_runs_once_in_each(both: Both, key: str):

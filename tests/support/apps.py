@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["configure", "environment", "hurry", "wait_at", "wanted"]
+__all__ = [
+    "close_app",
+    "configure",
+    "environment",
+    "forget_results",
+    "hurry",
+    "wait_at",
+    "wanted",
+]
 
 #: What a worker shall be like, as JSON.
 _VARIABLE = "CELERY_IDEMPOTENT_TEST_SETTINGS"
@@ -40,6 +48,24 @@ def configure(app: Celery, settings: Mapping[str, Any], prefix: str = "") -> Non
         app.config_from_object(SimpleNamespace(**named), namespace=prefix)
     else:
         app.conf.update(settings)
+
+
+def close_app(app: Celery) -> None:
+    """Close an app that a test made in its own process."""
+    forget_results(app.backend)
+    app.close()
+
+
+def forget_results(backend: Any) -> None:
+    """Have no result cancel its subscription when it is collected.
+
+    The server of the test is gone by then, and Celery tries for minutes to reach it.
+    """
+    consumer = getattr(backend, "result_consumer", None)
+    if consumer is not None:
+        consumer.subscribed_to.clear()
+        consumer.stop()
+        consumer._pubsub = None
 
 
 def wait_at(gate: str, seconds: float = 90) -> None:

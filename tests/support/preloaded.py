@@ -202,7 +202,10 @@ def _serve(inbox: socket.socket) -> list[str]:
         if inbox.fileno() not in ready:
             continue
         _, fds, _, _ = socket.recv_fds(inbox, 16, 3)
-        if not fds:
+        if not fds:  # the test process is gone, or was killed
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             sys.exit()
         log, status, request = fds
         pid = os.fork()

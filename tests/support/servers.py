@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -81,7 +82,11 @@ def embedded_redis(
         need(False, str(error))
         raise
     with server:
-        yield server
+        try:
+            yield server
+        finally:
+            # A result that is collected later tries for minutes to cancel its subscription at a server that is gone.
+            gc.collect()
 
 
 @dataclass

@@ -19,6 +19,7 @@ from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_idempotent import get_store
+from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
@@ -151,11 +152,7 @@ class Site:
 
     def close(self) -> None:
         get_store(self.app).close()
-        # A result that is collected later, with the server gone, would try for minutes to cancel its subscription.
-        consumer = self.app.backend.result_consumer  # type: ignore[attr-defined]
-        consumer.stop()
-        consumer._pubsub = None
-        self.app.close()
+        close_app(self.app)
         self.redis.close()
 
 

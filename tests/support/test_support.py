@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import redis
 
 from tests.support import servers
+from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
-from tests.support.workers import alive
+from tests.support.workers import alive, child_environment
 
 
 def connect(url, **options):
@@ -44,6 +47,27 @@ def test_the_ledger_reads_what_was_appended(tmp_path):
     assert ledger.count() == 2
     assert ledger.count("start", 17) == 1
     assert ledger.entries("end")[0].pid == os.getpid()
+
+
+def test_a_preloaded_process_ends_with_the_one_that_asked_for_it_when_that_is_killed():
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from tests.support import preloaded\n"
+        "from tests.support.workers import child_environment\n"
+        "preloaded._CELERY = ()\n"
+        "command = [sys.executable, '-m', 'http.server', '--bind', '127.0.0.1', '0']\n"
+        "with open(os.devnull, 'wb') as log:\n"
+        "    process = preloaded.spawn(command, cwd=Path(), env=child_environment(), log=log)\n"
+        "print(process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    command = [sys.executable, "-c", program]
+    asking = subprocess.run(
+        command, env=child_environment(), stdout=subprocess.PIPE, timeout=60, check=False
+    )
+    assert asking.returncode == -signal.SIGKILL
+    wait_for(lambda: not alive(int(asking.stdout)), what="the end of the forked process")
 
 
 @pytest.mark.redis
@@ -146,7 +170,7 @@ class TestWorker:
 
         app = Celery(broker=env["BROKER_URL"], backend=env["RESULT_BACKEND"])
         yield lambda *args, **options: app.send_task("echo", args, **options)
-        app.close()
+        close_app(app)
 
     def test_runs_tasks_and_notes_their_effects(self, start_worker, env, send, ledger):
         worker = start_worker("tests.support.echo_app", env=env)
@@ -199,4 +223,4 @@ class TestWorker:
         start_worker("tests.support.echo_app", env=env)
         app = Celery(broker=rabbitmq_url, backend=env["RESULT_BACKEND"])
         assert app.send_task("echo", ["a"], queue=rabbitmq_queue).get(timeout=10) == "a"
-        app.close()
+        close_app(app)

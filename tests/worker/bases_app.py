@@ -6,7 +6,7 @@ import os
 import signal
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from tests.support.ledger import LEDGER_VARIABLE, Ledger
 @contextmanager
 def transaction(key: str, fate: str) -> Iterator[None]:
     """Commit one row for the key; the first one is rolled back (``fate``), or dies before the commit."""
-    database = sqlite3.connect(os.environ["BASES_DATABASE"], timeout=30)
-    database.execute("CREATE TABLE IF NOT EXISTS effect (key TEXT)")
     first = not Ledger.from_env().count("wrapped", key)
     Ledger.from_env().append("wrapped", key)
-    with database:  # commits, or rolls back what raises
+    # The inner block commits, or rolls back what raises; it does not close.
+    with closing(sqlite3.connect(os.environ["BASES_DATABASE"], timeout=30)) as database, database:
+        database.execute("CREATE TABLE IF NOT EXISTS effect (key TEXT)")
         database.execute("INSERT INTO effect VALUES (?)", (key,))
         yield
         if first and fate == "dies":
@@ -34,7 +34,7 @@ def transaction(key: str, fate: str) -> Iterator[None]:
 
 def effects(path: Path, key: str) -> int:
     """Return how many rows there are for the key."""
-    with sqlite3.connect(path, timeout=30) as database:
+    with closing(sqlite3.connect(path, timeout=30)) as database:
         (count,) = database.execute("SELECT count(*) FROM effect WHERE key = ?", (key,)).fetchone()
     return int(count)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from celery_idempotent import State
+from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.servers import EmbeddedRedis
 from tests.worker.bases_app import effects, make_app
@@ -30,10 +31,7 @@ def app(
     start_worker("tests.worker.bases_app", concurrency=2, env=env)
     app = make_app(url)
     yield app
-    # A result that is collected later would say goodbye to a server that is gone by then.
-    app.backend.result_consumer.stop()
-    app.backend.result_consumer._pubsub = None
-    app.close()
+    close_app(app)
 
 
 def test_no_operation_is_completed_whose_transaction_was_not_committed(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from celery import chain, chord
 
+from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -22,7 +23,7 @@ def app(private_redis: EmbeddedRedis, start_worker: Callable[..., Any]) -> Any:
     start_worker("tests.worker.chain_app", concurrency=2, env={"CHAIN_REDIS_URL": url})
     app = make_app(url)
     yield app
-    app.close()
+    close_app(app)
 
 
 def test_every_step_of_every_application_runs(app: Any, ledger: Ledger) -> None:

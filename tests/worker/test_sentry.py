@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.apps import close_app
 from tests.support.ledger import Ledger
 from tests.support.servers import EmbeddedRedis
 from tests.support.sites import Gate
@@ -31,10 +32,7 @@ def worker(private_redis: EmbeddedRedis, start_worker: Callable[..., Worker]) ->
 def app(private_redis: EmbeddedRedis, worker: Worker) -> Iterator[Any]:
     app = make_app(private_redis.url())
     yield app
-    # A result that is collected later would say goodbye to a server that is gone by then.
-    app.backend.result_consumer.stop()
-    app.backend.result_consumer._pubsub = None
-    app.close()
+    close_app(app)
 
 
 def test_a_permanent_error_is_reported_when_it_happens_and_not_at_every_replay(

@@ -78,11 +78,8 @@ def _check_facts(store: Store) -> Iterable[Finding]:
                 hint="Allow its user the command INFO, or look yourself: eviction off, persistence on.",
             )
         ]
-    waits = bool(store.replicas)
     # Of a cluster's servers, each finding once.
-    return {
-        each.id: each for server in servers for each in _check_server(server, waits=waits)
-    }.values()
+    return {each.id: each for server in servers for each in _check_server(server)}.values()
 
 
 def _check_clock(store: Store) -> Iterator[Finding]:
@@ -101,7 +98,7 @@ def _check_clock(store: Store) -> Iterator[Finding]:
         )
 
 
-def _check_server(server: ServerFacts, *, waits: bool) -> Iterator[Finding]:
+def _check_server(server: ServerFacts) -> Iterator[Finding]:
     name = f"{server.kind} {server.version}"
     oldest = _OLDEST[server.kind]
     if server.release < oldest:
@@ -123,7 +120,7 @@ def _check_server(server: ServerFacts, *, waits: bool) -> Iterator[Finding]:
             problem=f"{name} writes nothing to disk: after a restart, everything that was completed runs again.",
             hint="Set appendonly yes, with appendfsync everysec or always.",
         )
-    if server.replicas and not waits:
+    if server.replicas and not server.awaited:
         yield Finding(
             id="W010",
             problem=f"{name} has {server.replicas} replica(s), and no claim waits for them: a failover may forget the"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
-from celery_idempotent.django.admin.values import Shown, text_of
+from celery_idempotent.operations.values import Shown, text_of
 
 if TYPE_CHECKING:
     from celery import Celery
