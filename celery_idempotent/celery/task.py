@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
-__all__ = ["IdempotentTask"]
-
 
 class IdempotentTask(TaskBase):
     """A task that takes effect once for each idempotency key.
@@ -209,7 +207,7 @@ class IdempotentTask(TaskBase):
                 try:
                     call = running.call_of(self, definition, request, args, kwargs)
                     run = partial(running.run_once, self, definition, request, call, body)
-                    return sending.answer(self, request, run)
+                    return sending.send_after(self, request, run)
                 except republish.StaysError:  # noqa: PERF203  after a pause; what ran is recorded
                     continue
 
@@ -259,7 +257,7 @@ class IdempotentTask(TaskBase):
         return super().on_replace(sig)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Retry, as Celery does; the key is free before the retry is on its way."""
+        """Retry, as Celery does; the key is released before the retry is published."""
         outcome = super().retry(*args, **kwargs)
         # Only throw=False comes here. An eager retry is not published but run when this run is over.
         claim = current_claim()
@@ -307,8 +305,8 @@ class IdempotentTask(TaskBase):
     ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
 
-        The log and the signal ``forgotten`` tell who did it (this process, if nobody is named) and the reason. To take
-        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
+        The log and the signal ``forgotten`` have ``who`` (by default this process) and ``reason``. To take the key from
+        a live owner, which may still be running, needs ``force=True`` and a reason.
 
         Raises:
             InProgress: if an owner within its lease holds the key, and this is not forced.

@@ -1,4 +1,4 @@
-"""The dashboard: how many records need somebody, what happened to tasks, whether sweeps run, how the store is."""
+"""The dashboard: records that need attention, outcomes by task, whether sweeps run, the state of the store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHARTS = 12
 class Sweeps:
     """Whether sweeps run: ``last`` is when the last one ended, ``ago_ms`` how long ago that was.
 
-    ``interval`` is in seconds, ``None`` where somebody else than this app asks for sweeps, if anybody does.
+    ``interval`` is in seconds, ``None`` where this app schedules none (another may).
     """
 
     interval: float | None
