@@ -143,7 +143,7 @@ class IdempotentTask(OperableTask):
         link: object = None,
         link_error: object = None,
         shadow: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> Result:
         """Publish, with the key and the fingerprint computed now and stamped on the message.
 
@@ -180,7 +180,7 @@ class IdempotentTask(OperableTask):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
         entry = entry_of(self.request)
         if entry is None:
