@@ -1,4 +1,4 @@
-"""``celery -A … idempotency …`` in a Django project: PostgreSQL, a cache before it, the outbox, the log of the admin."""
+"""``celery -A … idempotency …`` in a Django project: PostgreSQL, a cache before it, the outbox, the admin's log."""
 
 from __future__ import annotations
 
