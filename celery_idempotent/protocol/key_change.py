@@ -102,6 +102,7 @@ def reserve(
     deadline_ms: int,
     keep_ms: int,
     message: bytes | None = None,
+    uncommitted: bool = False,
 ) -> Reservation:
     """Reserve both identities; the first reservation under either of them is the answer."""
     new, before = identified.identity, identified.before
@@ -112,6 +113,7 @@ def reserve(
         deadline_ms=deadline_ms,
         keep_ms=keep_ms,
         message=message,
+        uncommitted=uncommitted,
     )
     answer = store.reserve(request)
     if before is None or not isinstance(answer, Reserved):
