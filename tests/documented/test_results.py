@@ -108,7 +108,7 @@ def published() -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
     def receive(body: Any, headers: dict[str, Any], **_: Any) -> None:
         found[headers["id"]] = (body, dict(headers))
 
-    before_task_publish.connect(receive)
+    before_task_publish.connect(receive, weak=False)
     yield found
     before_task_publish.disconnect(receive)
 

@@ -176,6 +176,7 @@ def test_whatever_else_is_refused(factory: Any, value: str) -> None:
             "It has 254 characters, 256 once it is quoted as what could be a number or a list",
         ),
         (f'"[{"k" * 300}"', "It has 301 characters, 303 once it is quoted"),
+        (f'"{"k" * 1023}"', "It has more than 1024 characters."),
     ],
 )
 def test_a_key_that_is_too_long_is_told_why(factory: Any, value: str, told: str) -> None:
@@ -185,6 +186,24 @@ def test_a_key_that_is_too_long_is_told_why(factory: Any, value: str, told: str)
     with pytest.raises(RequestRefused) as refused:
         read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value), strict=False)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["", "  ", '""', '"";x=1'])
+def test_a_key_that_is_empty_is_told_so(factory: Any, value: str) -> None:
+    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.problems import RequestRefused
+
+    with pytest.raises(RequestRefused, match="It is empty"):
+        read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value), strict=False)
+
+
+def test_where_only_a_string_is_a_key_a_bare_value_is_refused(factory: Any) -> None:
+    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.problems import RequestRefused
+
+    assert read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY='"abc"'), strict=True) == "abc"
+    with pytest.raises(RequestRefused, match="double quotes"):
+        read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY="abc"), strict=True)
 
 
 # Fingerprints --------------------------------------------------------------------------------------------------------
@@ -216,6 +235,7 @@ def test_json_that_says_the_same_is_the_same(factory: Any) -> None:
         b"{ ",
     ]
     assert len({of(body) for body in different}) == len(different)
+    assert of(b'{"a":1}', "text/plain") != of(b'{"a": 1}', "text/plain")
     deep = b"[" * 100_000
     assert of(deep) != of(deep + b"[")
     assert of(b"1" * 5000) != of(b"1" * 5001)
@@ -269,7 +289,15 @@ def test_json_that_is_too_deep_counts_by_its_bytes(factory: Any) -> None:
 def test_method_path_and_query_count(factory: Any) -> None:
     same = {fingerprint(factory.post(path)) for path in ("/a/?x=1&y=2", "/a/?y=2&x=1")}
     assert len(same) == 1
-    others = [factory.put("/a/"), factory.post("/a/"), factory.post("/b/"), factory.post("/a/?x=1")]
+    others = [
+        factory.generic(method, path, b"body", content_type="text/plain")
+        for method, path in (
+            ("PUT", "/a/"),
+            ("POST", "/a/"),
+            ("POST", "/b/"),
+            ("POST", "/a/?x=1"),
+        )
+    ]
     assert len({fingerprint(each) for each in others}) == len(others)
 
 
@@ -298,6 +326,22 @@ def test_a_body_stays_readable_for_the_view(factory: Any) -> None:
     request = factory.put("/", b"raw", content_type="text/plain")
     fingerprint(request)
     assert request.body == b"raw"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_a_file_counts_by_its_name_and_its_content(factory: Any, method: str) -> None:
+    from django.core.files.uploadedfile import SimpleUploadedFile
+    from django.test.client import BOUNDARY, MULTIPART_CONTENT, encode_multipart
+
+    def of(name: str, content: bytes) -> bytes:
+        body = encode_multipart(BOUNDARY, {"file": SimpleUploadedFile(name, content)})
+        request = factory.generic(method, "/", body, content_type=MULTIPART_CONTENT)
+        return fingerprint(request)
+
+    assert of("a.txt", b"one") == of("a.txt", b"one")
+    assert (
+        len({of("a.txt", b"one"), of("a.txt", b"two"), of("b.txt", b"one"), of("a.txt", b"")}) == 4
+    )
 
 
 def test_a_large_upload_is_received_in_a_file_that_ends_with_the_request(factory: Any) -> None:
@@ -380,10 +424,23 @@ def test_a_kept_response_is_the_same_bytes(status: int, body: bytes) -> None:
 
 
 def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
-    from celery_idempotent.django.http.messages import read_response
+    import dataclasses
 
-    with pytest.raises(ResultUnavailable):
-        read_response(Stored(content_type="application/json", content_encoding="utf-8", body=b"1"))
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http.messages import pack_response, read_response
+    from celery_idempotent.django.http.options import http_options
+
+    kept = pack_response(HttpResponse("text"), http_options(), name="v")
+    assert read_response(kept).content == b"text"
+    for no_response in (
+        Stored(content_type="application/json", content_encoding="utf-8", body=b"1"),
+        dataclasses.replace(kept, content_type="application/json"),
+        dataclasses.replace(kept, compression="application/x-gzip"),
+        dataclasses.replace(kept, body=b"1"),
+    ):
+        with pytest.raises(ResultUnavailable):
+            read_response(no_response)
 
 
 def test_headers_without_measure_are_not_kept() -> None:
@@ -440,11 +497,14 @@ def test_a_session_is_a_caller_whose_key_no_record_has(factory: Any, kind: str) 
     """Who reads records takes over no session; signed cookies have no session, but all its content for a key."""
     from importlib import import_module
 
+    from django.contrib.auth.models import AnonymousUser
+
     from celery_idempotent.django.http.options import http_options
     from celery_idempotent.django.http.problems import RequestRefused
     from celery_idempotent.django.http.scopes import caller_scope, http_identity
 
     request, options = factory.post("/"), http_options({"anonymous": "session"})
+    request.user = AnonymousUser()
     store = import_module(f"django.contrib.sessions.backends.{kind}").SessionStore
     request.session = store()
     request.session["cart"] = [1]
@@ -461,6 +521,9 @@ def test_a_session_is_a_caller_whose_key_no_record_has(factory: Any, kind: str) 
     assert http_identity("http", caller_scope(request, options), "k") == first
     request.session = store()
     assert http_identity("http", caller_scope(request, options), "k") != first
+    with pytest.raises(RequestRefused) as refused:
+        caller_scope(request, http_options())
+    assert refused.value.code == "caller_unknown"
 
 
 def test_a_user_without_a_number_is_nobody(factory: Any) -> None:

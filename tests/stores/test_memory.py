@@ -80,12 +80,14 @@ def _fork_and_use(store: MemoryStore, reached: threading.Event) -> None:
     pid = os.fork()
     if not pid:
         signal.alarm(5)
+        code = 1  # the alarm may raise: somebody may have given it a handler
         try:
             store.claim(
                 ClaimRequest(identity=KEY, attempt=b"12345678", lease_ms=1000, keep_ms=1000)
             )
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0:
         reached.set()
 

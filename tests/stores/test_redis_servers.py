@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from celery_idempotent.records import (
     Identity,
     Renewal,
     Reserved,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -74,11 +77,13 @@ def use(store):
     record = claim(store)
     assert store.release(KEY, token=record.token)
     record = claim(store)
-    assert store.settle(record, state=State.FAILED, value=VALUE, keep_ms=1)
+    assert store.settle(SettleRequest(record=record, state=State.FAILED, value=VALUE, keep_ms=1))
     time.sleep(0.005)
     assert store.prune(limit=10) == 1
     record = claim(store)
-    assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+    )
     answer = store.claim(
         ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
     )
@@ -93,7 +98,10 @@ def use(store):
 def use_reserved(store):
     """Use the verbs of reserved keys, steps and messages, so that every script runs."""
     assert isinstance(
-        store.reserve(KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS), Reserved
+        store.reserve(
+            ReserveRequest(identity=KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        ),
+        Reserved,
     )
     record = claim(store, lease_ms=1, on_stale="requeue", message=b"{}")
     assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
@@ -295,7 +303,9 @@ class TestCluster:
         for node in (target, source):
             node.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])
         assert store.renew([lease]) == [True]
-        assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        assert store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        )
         assert store.get(KEY).value == VALUE
         assert target.client.exists(name)
 
@@ -341,7 +351,9 @@ def watched(binary: str, directory: Path, master: Server, replica: Server) -> It
     """Run a Sentinel once there is a replica: it looks for new ones only every ten seconds."""
     wait_for(lambda: replica.client.info("replication")["master_link_status"] == "up")
     with sentinel(binary, directory, master, "main") as watcher:
-        wait_for(lambda: watcher.client.sentinel_master("main")["num-slaves"] == 1, 15)
+        # Not sentinel_master(): redis-py 6.4 cannot call it on a client of its own.
+        ask = partial(watcher.client.execute_command, "SENTINEL MASTER", "main")
+        wait_for(lambda: ask()["num-slaves"] == 1, 15)
         yield watcher
 
 
@@ -369,7 +381,11 @@ class TestSentinel:
 
             def settled():
                 try:
-                    return store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+                    return store.settle(
+                        SettleRequest(
+                            record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS
+                        )
+                    )
                 except StoreUnavailable:
                     return False
 
@@ -389,10 +405,10 @@ class TestSentinel:
             store = open_store(f"sentinel://127.0.0.1:{watcher.port}/main")
             use(store)
             wait_for(lambda: _failed_over(watcher), 15, "the sentinel to know its replica")
-            wait_for(
-                lambda: watcher.client.sentinel_get_master_addr_by_name("main")[1] == replica.port,
-                15,
+            address = partial(
+                watcher.client.execute_command, "SENTINEL GET-MASTER-ADDR-BY-NAME", "main"
             )
+            wait_for(lambda: address()[1] == replica.port, 15)
             # Sentinel would do this as well, some ten seconds later.
             master.client.replicaof("127.0.0.1", replica.port)
             claim(store)

@@ -59,7 +59,8 @@ class Version:
             )
 
         _noting.append(found)
-        before_task_publish.connect(note)
+        # Not weak: a receiver that dies makes Celery 5.4 look at another list than the one that it sends to.
+        before_task_publish.connect(note, weak=False)
         try:
             call()
         finally:

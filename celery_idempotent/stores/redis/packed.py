@@ -6,7 +6,8 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
     2      flags       1 has a fingerprint
                        C, F: 2 task id is a UUID, 4 has a value, 8 was replaced, 16 is delivered,
                              32 has refusals
-                       P, I, Q: 16 was reserved, 32 fails when stale, 64 is requeued when stale
+                       P, I, Q: 2 its reservation is not committed, 16 was reserved, 32 fails when stale,
+                             64 is requeued when stale
     3-9    token
     10-15  created, ms
     16-21  updated, ms
@@ -37,10 +38,13 @@ import re
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
+    ClaimRequest,
     Identity,
     OnStale,
     Record,
     Refusal,
+    ReserveRequest,
+    SettleRequest,
     State,
     Stored,
 )
@@ -58,12 +62,12 @@ _LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
 
 _HAS_FINGERPRINT = 1
 _UUID, _VALUE, _REPLACED, _DELIVERED, _REFUSED = 2, 4, 8, 16, 32
-_RESERVED, _FAIL, _REQUEUE = 16, 32, 64
+_UNCOMMITTED, _RESERVED, _FAIL, _REQUEUE = 2, 16, 32, 64
 _SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
-_LIVE_FLAGS = _HAS_FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
+_LIVE_FLAGS = _HAS_FINGERPRINT | _UNCOMMITTED | _RESERVED | _FAIL | _REQUEUE
 #: What a sweep does with the record once it is stale, as flags.
-ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
-_ON_STALE_WORDS = {flags: word for word, flags in ON_STALE_FLAGS.items()}
+_ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
+_ON_STALE_WORDS = {flags: word for word, flags in _ON_STALE_FLAGS.items()}
 
 _COMMON_HEAD_BYTES = 23
 _LIVE_HEAD_BYTES = 37
@@ -83,9 +87,16 @@ def pack_token(token: int) -> bytes:
     return token.to_bytes(7, "big")
 
 
-def pack_claimant(task_id: str, worker: str, message: bytes | None = None) -> bytes:
-    """Return the part of a live record that names its owner, with the message to publish again."""
-    return pack_text(task_id) + pack_text(worker) + pack_message(message)
+def pack_claimant(request: ClaimRequest) -> bytes:
+    """Return the part of a live record that a claim brings: its owner, and the message to publish again."""
+    return pack_text(request.task_id) + pack_text(request.worker) + pack_message(request.message)
+
+
+def pack_flags(request: ClaimRequest | ReserveRequest) -> bytes:
+    """Return the flags that a claim or a reservation brings, as a number for a script."""
+    if isinstance(request, ClaimRequest):
+        return b"%d" % _ON_STALE_FLAGS[request.on_stale]
+    return b"%d" % (_RESERVED | (_UNCOMMITTED if request.uncommitted else 0))
 
 
 def pack_message(message: bytes | None) -> bytes:
@@ -93,16 +104,9 @@ def pack_message(message: bytes | None) -> bytes:
     return b"" if message is None else b"M" + len(message).to_bytes(4, "big") + message
 
 
-def pack_settled(
-    record: Record,
-    *,
-    state: State,
-    value: Stored | None,
-    replaced: bool,
-    delivered: bool = False,
-) -> bytes:
+def pack_settled(request: SettleRequest, *, delivered: bool = False) -> bytes:
     """Return the settled form of a record; the script adds what only the store knows: times, counts and refusals."""
-    flags = 0
+    record, value, flags = request.record, request.value, 0
     parts = []
     if record.fingerprint is not None:
         flags |= _HAS_FINGERPRINT
@@ -115,12 +119,12 @@ def pack_settled(
     if value is not None:
         flags |= _VALUE
         parts.append(pack_value(value))
-    if replaced:
+    if request.replaced:
         flags |= _REPLACED
     if delivered:
         flags |= _DELIVERED
     head = (
-        bytes((_LETTER_OF_STATE[state], flags))
+        bytes((_LETTER_OF_STATE[request.state], flags))
         + pack_token(record.token)
         + record.created_ms.to_bytes(6, "big")
         + record.updated_ms.to_bytes(6, "big")
@@ -186,6 +190,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         replaced=bool(flags & _REPLACED),
         delivered=state.settled and bool(flags & _DELIVERED),
         reserved=bool(live & _RESERVED),
+        uncommitted=bool(live & _UNCOMMITTED),
         on_stale=_ON_STALE_WORDS.get(live & (_FAIL | _REQUEUE), "interrupt"),
         message=message,
         steps=steps,
