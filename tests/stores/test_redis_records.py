@@ -116,6 +116,22 @@ def test_a_failed_record_is_indexed_until_its_retention_ends(
     assert indexes(redis_client, names) == ({}, {})
 
 
+def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, redis_client, names):
+    """Between its look and its script another prune drops what both have seen."""
+    fail(redis_store, claim(redis_store))
+    redis_client.zadd(names[2], {"gone": 1})
+    exchange = redis_store._link.exchange
+
+    def forestalled(commands):
+        if any(each.words[0].startswith(b"EVAL") for each in commands):
+            redis_client.zrem(names[2], "gone")
+        return exchange(commands)
+
+    redis_store._link.exchange = forestalled
+    assert redis_store.prune(limit=10) == 0
+    assert redis_client.zrange(names[2], 0, -1) == [names[0]]
+
+
 def test_a_failed_record_that_is_forgotten_or_claimed_anew_leaves_the_index(
     redis_store, redis_client, names, advance
 ):
