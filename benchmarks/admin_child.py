@@ -101,7 +101,7 @@ def _further(client: Any, pages: int) -> str:
 def _fill_redis(url: str, records: int) -> None:
     import redis
 
-    from celery_idempotent.records import Identity, Record, State, Stored
+    from celery_idempotent.records import Identity, Record, SettleRequest, State, Stored
     from celery_idempotent.stores.redis.keyspace import Keyspace
     from celery_idempotent.stores.redis.packed import pack_settled
 
@@ -120,7 +120,10 @@ def _fill_redis(url: str, records: int) -> None:
                 task_id=str(uuid.UUID(int=number)),
             )
             value = Stored(content_type="application/json", content_encoding="utf-8", body=_RESULT)
-            packed = pack_settled(record, state=State.COMPLETED, value=value, replaced=False)
+            end = SettleRequest(
+                record=record, state=State.COMPLETED, value=value, keep_ms=86_400_000
+            )
+            packed = pack_settled(end)
             pipe.set(keys.locate(identity)[1], packed, px=86_400_000)
         pipe.execute()
     client.close()

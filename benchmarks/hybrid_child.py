@@ -18,7 +18,15 @@ from django.conf import settings
 from django.core.management import call_command
 from django.db import connection, connections
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Settled,
+    SettleRequest,
+    State,
+    Stored,
+)
 from celery_idempotent.stores import Store
 
 ASKED: dict[str, Any] = {"lease_ms": 60_000, "keep_ms": 600_000, "fingerprint": bytes(16)}
@@ -60,7 +68,9 @@ def complete(store: Store, key: Identity) -> None:
         ClaimRequest(identity=key, attempt=os.urandom(8), task_id=str(uuid.uuid4()), **ASKED)
     )
     assert isinstance(answer, Claimed)
-    assert store.settle(answer.record, state=State.COMPLETED, value=VALUE, keep_ms=600_000)
+    assert store.settle(
+        SettleRequest(record=answer.record, state=State.COMPLETED, value=VALUE, keep_ms=600_000)
+    )
 
 
 def duplicates(store: Store, key: Identity, calls: int) -> list[int]:

@@ -16,6 +16,7 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Renewal,
+    SettleRequest,
     State,
     Stored,
 )
@@ -61,7 +62,9 @@ def claim(store: Store, identity: Identity, lease_ms: int = LEASE_MS) -> Record:
 
 def settle(store: Store, record: Record, value: Stored | None = RESULT) -> bool:
     """Settle as a worker does."""
-    return store.settle(record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    return store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    )
 
 
 class Operations:

@@ -80,14 +80,16 @@ def _pair(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
 
 
 def _atomic(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:
-    from celery_idempotent.records import State
+    from celery_idempotent.records import SettleRequest, State
 
     for _ in range(calls):
         identity = _identity(numbers)
 
         def pair(identity: Identity = identity) -> None:
-            with store.transaction(claim(store, identity)) as run:
-                run.settle(state=State.COMPLETED, value=RESULT, keep_ms=KEEP_MS)
+            record = claim(store, identity)
+            end = SettleRequest(record=record, state=State.COMPLETED, value=RESULT, keep_ms=KEEP_MS)
+            with store.transaction(record) as run:
+                run.settle(end)
 
         yield pair
 

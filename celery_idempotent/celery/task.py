@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from celery_idempotent.celery.registry import real_app
 from celery_idempotent.celery.typed import Result, Sig, TaskBase
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.records import Identity, Record
@@ -147,7 +145,7 @@ class IdempotentTask(TaskBase):
         link: object = None,
         link_error: object = None,
         shadow: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> Result:
         """Publish, with the key and the fingerprint computed now and stamped on the message.
 
@@ -184,7 +182,7 @@ class IdempotentTask(TaskBase):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
         entry = entry_of(self.request)
         if entry is None:
@@ -317,7 +315,6 @@ class IdempotentTask(TaskBase):
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        who = who or worker_name(os.getpid())
         forget = partial(operations.forget, self.app, force=force, who=who, reason=reason)
         return True in [forget(identity) for identity in self._identities(key, scope)]
 

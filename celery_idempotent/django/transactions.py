@@ -15,7 +15,6 @@ from celery_idempotent.protocol.claim import current_claim
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from celery_idempotent.django.sql.elsewhere import Surroundings
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
@@ -32,8 +31,7 @@ def alias_in_use() -> str | None:
     if claim is None or claim.transaction is None:
         return None
     alias = claim.store.outbox_alias
-    around: Surroundings | None = getattr(claim.transaction, "surroundings", None)
-    if alias is not None and around is not None and around.has(connections[alias]):
+    if alias is not None and claim.transaction.has(connections[alias]):
         raise IdempotencyError(
             "an idempotency_atomic task publishes with its transaction, which belongs to the thread of its body, and "
             "this is another thread: publish from the body"

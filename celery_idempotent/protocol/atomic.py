@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from enum import Enum
-from typing import Any
 
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import unfinished
@@ -33,7 +32,7 @@ from celery_idempotent.protocol.calls import (
 )
 from celery_idempotent.protocol.claim import Claim, Phase
 from celery_idempotent.protocol.endings import Commit, End, Endings
-from celery_idempotent.records import State
+from celery_idempotent.records import SettleRequest, State
 from celery_idempotent.stores.base import Store, Transaction
 
 logger = logging.getLogger(__name__)
@@ -99,13 +98,13 @@ class AtomicRun:
         self._repeats = repeats
         self._stage = Stage.BEGINNING
         #: What the body returned, or the exception that it raised because another task carries on.
-        self._value: Any = None
+        self._value: object = None
         self._left: Exception | None = None
         self._transaction: Transaction | None = None
         #: The store failed before the body, or at the settle: nothing is committed.
         self._trouble: StoreUnavailable | StoreMisconfigured | None = None
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """Return what the body returned, once that is committed.
 
         Raises:
@@ -150,10 +149,13 @@ class AtomicRun:
         claim, self._stage = self._claim, Stage.SETTLING
         try:
             done = transaction.settle(
-                state=State.COMPLETED,
-                value=None if claim.replaced else self._codec.dump_value(self._value),
-                keep_ms=self._endings.policy.settled_keep_ms,
-                replaced=claim.replaced,
+                SettleRequest(
+                    record=claim.record,
+                    state=State.COMPLETED,
+                    value=None if claim.replaced else self._codec.dump_value(self._value),
+                    keep_ms=self._endings.policy.settled_keep_ms,
+                    replaced=claim.replaced,
+                )
             )
         except StoreUnavailable as error:
             # Not one that blames the task, which ended the transaction itself: to run it again would double its effect.
@@ -246,7 +248,7 @@ class AtomicRun:
         return end
 
 
-def in_transaction(store: Store, call: Call, task: str, body: Body) -> Any:
+def in_transaction(store: Store, call: Call, task: str, body: Body) -> object:
     """Call a body that expects a transaction, where nothing is settled in it."""
     returned = False
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import backoff, key_change
@@ -18,9 +18,11 @@ from celery_idempotent.records import (
     ClaimRequest,
     Identity,
     Mismatched,
+    OnStale,
     Record,
     Renewal,
     Settled,
+    SettleRequest,
     State,
 )
 from celery_idempotent.stores.base import Store
@@ -86,7 +88,14 @@ class Claiming:
         return Asked(answer, attempt, sent, old)
 
     def _take(
-        self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any
+        self,
+        call: Call,
+        attempt: bytes,
+        identity: Identity,
+        fingerprint: bytes | None,
+        *,
+        on_stale: OnStale = "interrupt",
+        message: bytes | None = None,
     ) -> tuple[Answer, float]:
         """Return the answer, and when it was asked for (``time.monotonic``)."""
         store = self._store()
@@ -99,7 +108,8 @@ class Claiming:
             task_id=call.task_id,
             worker=call.worker,
             unanswered=call.unanswered,
-            **how,
+            on_stale=on_stale,
+            message=message,
         )
         sent = time.monotonic()
         while isinstance(answer := store.claim(request), (Settled, Mismatched)):
@@ -113,14 +123,10 @@ class Claiming:
 
     def _settle_as(self, record: Record, old: Record) -> None:
         """Let a claim end as the same operation did under its old identity."""
+        policy = self._policy
         completed = old.state is State.COMPLETED
-        self._store().settle(
-            record,
-            state=State.COMPLETED if completed else State.FAILED,
-            value=old.value,
-            keep_ms=self._policy.settled_keep_ms if completed else self._policy.failed_keep_ms,
-            replaced=old.replaced,
-        )
+        keep_ms = policy.settled_keep_ms if completed else policy.failed_keep_ms
+        self._store().settle(SettleRequest.ending_as(old, record=record, keep_ms=keep_ms))
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         try:

@@ -9,18 +9,19 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_idempotent import signals
 from celery_idempotent.protocol import backoff, deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import OVER, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
-from celery_idempotent.records import EndState, State, Stored
+from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
+from celery_idempotent.records import EndState, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
+    from typing_extensions import Unpack
 
     from celery_idempotent.records import Record
 
@@ -218,14 +219,14 @@ class Endings:
         self, call: Call, claim: Claim, settlement: Settlement, value: Stored | None
     ) -> End:
         policy, state = self.policy, settlement.state
-        done = claim.store.settle(
-            claim.record,
+        request = SettleRequest(
+            record=claim.record,
             state=state,
             value=value,
             keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
             replaced=claim.replaced,
         )
-        if not done:
+        if not claim.store.settle(request):
             self._lost(call, claim)
             return End.NEWER_CLAIM
         self.settled(call, claim, settlement)
@@ -329,8 +330,10 @@ class Endings:
             with suppress(*STORE_ERRORS):
                 claim.store.release(claim.record.identity, token=claim.token)
 
-    def _report(self, outcome: Signal, about: Call | Record, claim: Claim, **more: Any) -> None:
-        store = claim.store if claim.old is None else None  # that one is two
+    def _report(
+        self, outcome: Signal, about: Call | Record, claim: Claim, **details: Unpack[Details]
+    ) -> None:
+        store = claim.store if claim.old is None else None  # that one stands for two records
         self._reporter.report(
-            outcome, about.identity, about.task_id, claim.record, store=store, **more
+            outcome, about.identity, about.task_id, claim.record, store=store, **details
         )

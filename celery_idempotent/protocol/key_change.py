@@ -17,15 +17,14 @@ Should the process die between the two settles, the operation runs again or not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.records import (
     Answer,
     Claimed,
-    EndState,
     Held,
     Identity,
     Mismatched,
@@ -33,7 +32,9 @@ from celery_idempotent.records import (
     Renewal,
     Reservation,
     Reserved,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -97,12 +98,20 @@ def is_other(before: Identified | None, record: Record) -> bool:
 def reserve(store: Store, identified: Identified, *, task_id: str, **how: Any) -> Reservation:
     """Reserve both identities; the first reservation under either of them is the answer."""
     new, before = identified.identity, identified.before
-    answer = store.reserve(new, task_id=task_id, fingerprint=identified.fingerprint, **how)
+    request = ReserveRequest(
+        identity=new, task_id=task_id, fingerprint=identified.fingerprint, **how
+    )
+    answer = store.reserve(request)
     if before is None or not isinstance(answer, Reserved):
         return answer
-    how.pop("message", None)  # one is enough
     old = store.reserve(
-        before.identity, task_id=answer.record.task_id, fingerprint=before.fingerprint, **how
+        replace(
+            request,
+            identity=before.identity,
+            task_id=answer.record.task_id,
+            fingerprint=before.fingerprint,
+            message=None,  # one is enough
+        )
     )
     match old:
         case Reserved() | Mismatched():
@@ -142,9 +151,10 @@ class _Both(ForwardingStore):
         *renewed, too = self.inner.renew([*leases, old])
         return [each and too for each in renewed]
 
-    def settle(self, record: Record, **end: Any) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state of both."""
-        return self.inner.settle(self._old, **end) and self.inner.settle(record, **end)
+        old = replace(request, record=self._old)
+        return self.inner.settle(old) and self.inner.settle(request)
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the step to both: the next run may be one that knows the old identity alone."""
@@ -162,7 +172,7 @@ class _Both(ForwardingStore):
     def transaction(self, record: Record | None) -> Iterator[Transaction]:
         """Begin a transaction that settles both."""
         with self.inner.transaction(record) as transaction:
-            yield cast("Transaction", _BothSettled(transaction, self._old))
+            yield _BothSettled(transaction, self._old)
 
 
 class _BothSettled:
@@ -172,19 +182,23 @@ class _BothSettled:
         self._transaction = transaction
         self._old = old
 
-    def __getattr__(self, name: str) -> Any:
-        """Be that transaction."""
-        return getattr(self._transaction, name)
-
-    def settle(
-        self,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-    ) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state of both, to be committed together."""
-        end: Any = {"value": value, "keep_ms": keep_ms, "replaced": replaced}
         settle = self._transaction.settle
-        return settle(state=state, **end) and settle(state=state, **end, also=self._old)
+        return settle(request) and settle(replace(request, record=self._old))
+
+    def passes(self, error: Exception) -> bool:
+        """Ask that transaction."""
+        return self._transaction.passes(error)
+
+    def has(self, connection: object) -> bool:
+        """Ask that transaction."""
+        return self._transaction.has(connection)
+
+    def guards(self, connection: object) -> bool:
+        """Ask that transaction."""
+        return self._transaction.guards(connection)
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Refuse writes to that transaction's database."""
+        return self._transaction.outside()

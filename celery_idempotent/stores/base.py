@@ -12,14 +12,15 @@ from celery_idempotent.records import (
     Answer,
     ClaimRequest,
     Counted,
-    EndState,
     Identity,
     Page,
     Record,
     Renewal,
     Reservation,
+    ReserveRequest,
     Retained,
     Selection,
+    SettleRequest,
     State,
     Stats,
     Stored,
@@ -60,8 +61,6 @@ class Store(ABC):
     supports_cache: bool = False
     #: The Django database whose outbox `upkeep` sweeps.
     outbox_alias: str | None = None
-    #: For so many replicas a claim and a settle wait.
-    replicas: int = 0
 
     @abstractmethod
     def claim(self, request: ClaimRequest) -> Answer:
@@ -80,47 +79,28 @@ class Store(ABC):
         """Let each lease start anew; ``False`` for each that is no longer held with that token."""
 
     @abstractmethod
-    def settle(
-        self,
-        record: Record,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        restore: bool = True,
-    ) -> bool:
-        """Write the end state and keep it for ``keep_ms``; ``False`` if the key has another token by now.
+    def settle(self, request: SettleRequest) -> bool:
+        """Write the end state; ``False`` if the key has another token by now.
 
-        ``record`` is the one that the claim returned. Accepted whether or not the lease ran out, also when the record
-        is gone (flushed, evicted), and when the claim was settled before: then the first end stays. Without ``restore``
-        (for who did not run it) a record that is gone stays gone, and the answer is ``False``.
+        Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
+        was settled before: then the first end stays. Without ``restore`` a record that is gone stays gone, and the
+        answer is ``False``.
         """
 
     @abstractmethod
-    def reserve(
-        self,
-        identity: Identity,
-        *,
-        task_id: str,
-        deadline_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        message: bytes | None = None,
-    ) -> Reservation:
+    def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published.
 
         ``Reserved``: publish, under the record's task id. The key had no record, was INTERRUPTED, was reserved under or
-        by this very task id (whose answer was lost: the token stays), or its reservation is past its deadline of
-        ``deadline_ms`` from when it was made: then the record's task id is the one of the first reservation, and stays.
+        by this very task id (whose answer was lost: the token stays), or its reservation is past its deadline: then the
+        record's task id is the one of the first reservation, and stays.
         Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out), a COMPLETED or FAILED
         one ``Settled``. A new reservation gets a new token, and no attempt is counted before its claim.
 
         ``Mismatched`` is noted among the record's refusals. ``Held`` is not: that call gets the id of the first one.
 
-        ``message``, to be published under ``task_id``, is what a sweep sends past the deadline, should no worker have
-        claimed the key by then. Who reserves again under the record's task id may bring another; otherwise the record
-        keeps the one that it has, if any.
+        Who reserves again under the record's task id may bring another message; otherwise the record keeps the one that
+        it has, if any.
         """
 
     @abstractmethod
@@ -300,18 +280,10 @@ class Store(ABC):
 class Transaction(Protocol):
     """A transaction of the store's database that a run is part of."""
 
-    def settle(
-        self,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        also: Record | None = None,
-    ) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state, to be committed with the rest; ``False`` if the key has another token by now.
 
-        ``also``: the same for another claim of the run, once this one is settled.
+        A run that has two claims settles the one that the transaction was begun for first.
         """
         ...
 
@@ -320,6 +292,14 @@ class Transaction(Protocol):
 
         A serialization failure, a deadlock, the loss of the session.
         """
+        ...
+
+    def has(self, connection: object) -> bool:
+        """Is this the connection of another thread, to the same database?"""
+        ...
+
+    def guards(self, connection: object) -> bool:
+        """Would a reader of the task expect a write there to be part of the transaction?"""
         ...
 
     def outside(self) -> AbstractContextManager[None]:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 from celery_idempotent.records import (
     Answer,
     Claimed,
     ClaimRequest,
-    EndState,
     Held,
     Identity,
     Mismatched,
@@ -32,8 +31,10 @@ from celery_idempotent.records import (
     Renewal,
     Reservation,
     Reserved,
+    ReserveRequest,
     Retained,
     Settled,
+    SettleRequest,
     State,
     Stored,
     SweepReport,
@@ -106,32 +107,17 @@ class DecidingStore(Store):
         answer = self._at(request.identity, lambda look: self._take("claim", look, asked))
         return Claimed(answer) if isinstance(answer, Record) else answer
 
-    def reserve(
-        self,
-        identity: Identity,
-        *,
-        task_id: str,
-        deadline_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        message: bytes | None = None,
-    ) -> Reservation:
+    def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published."""
         asked = Asked(
-            fields={
-                "identity": identity,
-                "fingerprint": fingerprint,
-                "task_id": task_id,
-                "reserved": True,
-                "message": message,
-            },
+            fields={**_brought(request), "reserved": True},
             # Tells who reserves also where the record has another's task id.
-            attempt=hashlib.blake2b(task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
-            delay_ms=deadline_ms,
-            keep_ms=keep_ms,
+            attempt=hashlib.blake2b(request.task_id.encode(), digest_size=ATTEMPT_BYTES).digest(),
+            delay_ms=request.deadline_ms,
+            keep_ms=request.keep_ms,
         )
         self._check(asked)
-        answer = self._at(identity, lambda look: self._take("reserve", look, asked))
+        answer = self._at(request.identity, lambda look: self._take("reserve", look, asked))
         return Reserved(answer) if isinstance(answer, Record) else answer
 
     def _take(self, verb: Verb, look: Look, asked: Asked) -> Record | Held | Settled | Mismatched:
@@ -178,26 +164,17 @@ class DecidingStore(Store):
         asked = Asked(token=each.token, delay_ms=each.lease_ms, keep_ms=each.keep_ms)
         return self._ask("renew", each.identity, asked).answer == "renewed"
 
-    def settle(
-        self,
-        record: Record,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        restore: bool = True,
-    ) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state, unless the key has another token by now."""
         asked = Asked(
-            fields={"state": state, "value": value, "replaced": replaced},
+            fields=_brought(request),
             attempt=b"",
-            token=record.token,
-            keep_ms=max(keep_ms, 1),
-            restore=restore,
-            claim=record,
+            token=request.record.token,
+            keep_ms=max(request.keep_ms, 1),
+            restore=request.restore,
+            claim=request.record,
         )
-        return self._ask("settle", record.identity, asked).answer == "settled"
+        return self._ask("settle", request.record.identity, asked).answer == "settled"
 
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back."""
@@ -258,19 +235,26 @@ class DecidingStore(Store):
 def asked_by(request: ClaimRequest) -> Asked:
     """Return what a claim asks for."""
     return Asked(
-        fields={
-            "identity": request.identity,
-            "fingerprint": request.fingerprint,
-            "task_id": request.task_id,
-            "worker": request.worker,
-            "on_stale": request.on_stale,
-            "message": request.message,
-        },
+        fields=_brought(request),
         attempt=request.attempt,
         unanswered=request.unanswered,
         delay_ms=request.lease_ms,
         keep_ms=request.keep_ms,
     )
+
+
+def _shared(request: type[ClaimRequest | ReserveRequest | SettleRequest]) -> tuple[str, ...]:
+    """Return the fields that a record has from a request, by their names; a request's deadline is none yet."""
+    of_record = {field.name for field in fields(Record)} - {"deadline_ms"}
+    return tuple(field.name for field in fields(request) if field.name in of_record)
+
+
+_SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
+
+
+def _brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> dict[str, Any]:
+    """Return the fields that a request brings for the record."""
+    return {name: getattr(request, name) for name in _SHARED[type(request)]}
 
 
 def with_refusals(look: Look) -> Record | None:

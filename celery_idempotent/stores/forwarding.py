@@ -10,13 +10,14 @@ from celery_idempotent.records import (
     Answer,
     ClaimRequest,
     Counted,
-    EndState,
     Identity,
     Page,
     Record,
     Renewal,
     Reservation,
+    ReserveRequest,
     Selection,
+    SettleRequest,
     State,
     Stats,
     Stored,
@@ -47,40 +48,13 @@ class ForwardingStore(Store):
         """Let each lease start anew."""
         return self.inner.renew(leases)
 
-    def settle(
-        self,
-        record: Record,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        restore: bool = True,
-    ) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state, unless the key has another token by now."""
-        return self.inner.settle(
-            record, state=state, value=value, keep_ms=keep_ms, replaced=replaced, restore=restore
-        )
+        return self.inner.settle(request)
 
-    def reserve(
-        self,
-        identity: Identity,
-        *,
-        task_id: str,
-        deadline_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        message: bytes | None = None,
-    ) -> Reservation:
+    def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published."""
-        return self.inner.reserve(
-            identity,
-            task_id=task_id,
-            deadline_ms=deadline_ms,
-            keep_ms=keep_ms,
-            fingerprint=fingerprint,
-            message=message,
-        )
+        return self.inner.reserve(request)
 
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the result of a step."""

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from celery_idempotent.celery import reaper
-from celery_idempotent.records import ClaimRequest, Record, Settled, State
+from celery_idempotent.records import ClaimRequest, Record, ReserveRequest, Settled, State
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import address
 from tests.http.sites import Web
@@ -124,7 +124,9 @@ def bring_to(admin: Admin, key: str, state: str) -> Record:
     """Bring a key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
     store: Store = admin.store
     if state == "QUEUED":
-        store.reserve(identity(key), task_id=key, deadline_ms=60_000, keep_ms=60_000)
+        store.reserve(
+            ReserveRequest(identity=identity(key), task_id=key, deadline_ms=60_000, keep_ms=60_000)
+        )
     else:
         task = admin.app().tasks[TASK]
         message = task.idempotency_definition().codec.dump_message(task.s(key).set(task_id=key))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from celery_idempotent.celery.operations import Outcome, operate
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Record, ReserveRequest, SettleRequest, State
 from celery_idempotent.stores import Store
 from tests.support.admin import claim, identity, settle
 from tests.support.waiting import wait_for
@@ -21,7 +21,9 @@ MESSAGE = b"application/json\nutf-8\n{}"
 def bring_to(store: Store, state: str) -> Record:
     """Bring the key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
     if state == "QUEUED":
-        store.reserve(KEY, task_id="task-1", deadline_ms=60_000, keep_ms=60_000)
+        store.reserve(
+            ReserveRequest(identity=KEY, task_id="task-1", deadline_ms=60_000, keep_ms=60_000)
+        )
     else:
         record = claim(store, KEY, lease_ms=1 if state == "STALE" else 60_000, message=MESSAGE)
         if state == "INTERRUPTED":
@@ -53,7 +55,7 @@ def completed(store: Store, record: Record) -> None:
 def outlived(store: Store, record: Record) -> None:
     """A worker took it and completed it, and its retention is over."""
     record = claim(store, KEY)
-    assert store.settle(record, state=State.COMPLETED, value=None, keep_ms=1)
+    assert store.settle(SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=1))
     wait_for(lambda: store.get(KEY) is None, what="the end of its retention")
 
 

@@ -12,7 +12,7 @@ from celery.signals import before_task_publish
 
 from celery_idempotent import FailedByOperator, signals
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Record, ReserveRequest, State
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, address, fields, text
 from tests.support.admin import TASK, claim, identity, settle
@@ -133,7 +133,9 @@ def test_receivers_are_told_who_did_what_and_why(
 
 def test_a_reserved_key_is_failed(store: Store, serve: Serve, operator: Client) -> None:
     serve(store)
-    store.reserve(identity("a"), task_id="task-1", deadline_ms=60_000, keep_ms=60_000)
+    store.reserve(
+        ReserveRequest(identity=identity("a"), task_id="task-1", deadline_ms=60_000, keep_ms=60_000)
+    )
     confirm(operator, "a", "fail")
     record = store.get(identity("a"))
     assert record is not None

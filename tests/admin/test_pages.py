@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.records import State, Stored
+from celery_idempotent.records import ReserveRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, address, keys, text
 from tests.support.admin import TASK, claim, identity, settle, value
@@ -38,7 +38,12 @@ def filled(store: Store, serve: Serve) -> Store:
     lost = claim(store, "interrupted")
     store.interrupt(lost.identity, token=lost.token)
     store.reserve(
-        identity("queued"), task_id=os.urandom(8).hex(), deadline_ms=60_000, keep_ms=60_000
+        ReserveRequest(
+            identity=identity("queued"),
+            task_id=os.urandom(8).hex(),
+            deadline_ms=60_000,
+            keep_ms=60_000,
+        )
     )
     wait_for(lambda: store.stats().stale, what="a lease that ran out")
     return store

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from celery_idempotent.records import ClaimRequest, Held, Mismatched, Record, State
+from celery_idempotent.records import ClaimRequest, Held, Mismatched, Record, ReserveRequest, State
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -149,7 +149,9 @@ def test_an_interruption_is_told_by_its_cause(moved: MemoryStore, operator: Clie
 
 
 def test_a_reservation_is_told_from_a_claim(moved: MemoryStore, operator: Client) -> None:
-    moved.reserve(identity("a"), task_id="t", deadline_ms=LEASE_MS, keep_ms=LEASE_MS)
+    moved.reserve(
+        ReserveRequest(identity=identity("a"), task_id="t", deadline_ms=LEASE_MS, keep_ms=LEASE_MS)
+    )
     told = timeline(operator)
     assert told[0].endswith("Reserved: its message was about to be published")
     assert told[1].endswith("Queued: its message is on its way")

@@ -16,7 +16,7 @@ pytest.importorskip("axe_playwright_python")
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from celery_idempotent.records import State
+from celery_idempotent.records import ReserveRequest, State
 from celery_idempotent.stores import Store
 from tests.support.admin import TASK, claim, identity, make_app, settle, value
 from tests.support.waiting import wait_for
@@ -45,7 +45,11 @@ def records(store: Store) -> None:
     claim(store, "stale", lease_ms=1)
     lost = claim(store, "lost")
     store.interrupt(lost.identity, token=lost.token)
-    store.reserve(identity("queued"), task_id="task-1", deadline_ms=600_000, keep_ms=600_000)
+    store.reserve(
+        ReserveRequest(
+            identity=identity("queued"), task_id="task-1", deadline_ms=600_000, keep_ms=600_000
+        )
+    )
     store.count({(TASK, "claimed"): 5, (TASK, "replayed"): 3, (TASK, "conflicted"): 2})  # type: ignore[attr-defined]
     wait_for(lambda: store.stats().stale, what="a lease that ran out")
 

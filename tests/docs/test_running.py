@@ -17,7 +17,7 @@ from celery.backends.base import Backend
 from celery_idempotent import errors
 from celery_idempotent.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import ClaimRequest, Identity, Selection, State
+from celery_idempotent.records import ClaimRequest, Identity, Selection, SettleRequest, State
 from celery_idempotent.stores import get_store, open_store
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.docs import recipes_app
@@ -74,7 +74,9 @@ def use_one(store: Any, state: str) -> None:
         ClaimRequest(identity=identity, attempt=b"12345678", lease_ms=60_000, keep_ms=60_000)
     )
     if state != "PROCESSING":
-        assert store.settle(answer.record, state=State(state), value=None, keep_ms=60_000)
+        end: Any = State(state)
+        request = SettleRequest(record=answer.record, state=end, value=None, keep_ms=60_000)
+        assert store.settle(request)
 
 
 DEEDS = {"worker": work, "operator": look}

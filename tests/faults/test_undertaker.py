@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, ReserveRequest, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.faults.conftest import Stage
@@ -107,7 +107,9 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
         )
         assert isinstance(claimed, Claimed)
         once = Identity(namespace="once", key="k")
-        get_store(app).reserve(once, task_id="revoked", deadline_ms=30_000, keep_ms=30_000)
+        get_store(app).reserve(
+            ReserveRequest(identity=once, task_id="revoked", deadline_ms=30_000, keep_ms=30_000)
+        )
         output, _ = main.communicate("go on\n", timeout=60)
     assert main.returncode == 0
     # It did all that it can have to do.

@@ -14,7 +14,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask, serializers
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
 from tests.sql.databases import ready
@@ -106,7 +106,9 @@ def settle(namespace: str, state: State, value: Stored) -> str:
     )
     assert isinstance(claimed, Claimed)
     settled: Any = state
-    assert store.settle(claimed.record, state=settled, value=value, keep_ms=60_000)
+    assert store.settle(
+        SettleRequest(record=claimed.record, state=settled, value=value, keep_ms=60_000)
+    )
     return identity.key
 
 

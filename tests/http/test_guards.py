@@ -15,7 +15,7 @@ from celery import Celery
 from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import Ran, StoreFailed
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
 from tests.sql.databases import atomic_requests, execute, rows
@@ -290,7 +290,8 @@ def test_a_record_without_a_response_is_told_as_that(options: dict[str, Any]) ->
     store = get_store(app)
     claimed = store.claim(ClaimRequest(identity=identity, **asked))
     assert isinstance(claimed, Claimed)
-    assert store.settle(claimed.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+    end = SettleRequest(record=claimed.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+    assert store.settle(end)
     answer = site.ask(f"/plain?note={note}", identity.key)
     assert (answer.status_code, answer.json()["code"]) == (410, "result_not_kept")
     assert written(note) == 0

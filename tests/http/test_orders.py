@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records import Claimed, ClaimRequest, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, SettleRequest, State, Stored
 from tests.sql.databases import ready
 from tests.support.waiting import wait_for
 
@@ -102,7 +102,9 @@ def end(charge: Any, *, error: Exception | None = None, value: Stored | None = N
     if error is not None:
         value = definition.codec.dump_error(error)
     state: Any = State.COMPLETED if error is None else State.FAILED
-    assert store.settle(claimed.record, state=state, value=value, keep_ms=60_000)
+    assert store.settle(
+        SettleRequest(record=claimed.record, state=state, value=value, keep_ms=60_000)
+    )
 
 
 def _store(charge: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import install
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State, Stored
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import ORDER, Site, at_once, new_key
 from tests.support.waiting import wait_for
@@ -118,7 +118,9 @@ def test_a_run_that_never_came_back_is_504(site: Site, store: Store) -> None:
     value = Stored(
         content_type="application/json", content_encoding="utf-8", body=json.dumps(error).encode()
     )
-    assert store.settle(claimed.record, state=State.FAILED, value=value, keep_ms=60_000)
+    assert store.settle(
+        SettleRequest(record=claimed.record, state=State.FAILED, value=value, keep_ms=60_000)
+    )
     answer = site.pay(key=key)
     assert answer.problem() == (504, "timed_out")
     assert answer.json["retryable"] is False

@@ -13,7 +13,7 @@ from celery import Celery
 from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Record, State
+from celery_idempotent.records import Claimed, ClaimRequest, Record, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import ready
 from tests.support.telling import Heard, assert_told, listening
@@ -76,7 +76,9 @@ def claim(charge: Any) -> Record:
 
 
 def settle(charge: Any, state: Any) -> None:
-    assert get_store(charge.app).settle(claim(charge), state=state, value=None, keep_ms=90_000)
+    assert get_store(charge.app).settle(
+        SettleRequest(record=claim(charge), state=state, value=None, keep_ms=90_000)
+    )
 
 
 def told(heard: Heard, *expected: str) -> None:
@@ -108,7 +110,9 @@ def test_a_repetition_of_what_has_ended(charge: Any, heard: Heard, state: State)
 def test_a_failure_that_is_tried_again_is_forgotten(charge: Any, heard: Heard) -> None:
     store = get_store(charge.app)
     value = charge.idempotency_definition().codec.dump_error(ConnectionError("the bank is away"))
-    assert store.settle(claim(charge), state=State.FAILED, value=value, keep_ms=90_000)
+    assert store.settle(
+        SettleRequest(record=claim(charge), state=State.FAILED, value=value, keep_ms=90_000)
+    )
     assert queue(charge) == 202
     told(heard, "forgotten", "reserved QUEUED")
 

@@ -34,7 +34,15 @@ def _tools() -> tuple[Callable[..., Any], Callable[..., Any], Callable[[float], 
 def main() -> None:
     assert sys.argv[1] in _KINDS
     spawn, kill, sleep = _tools()
-    from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, State, Stored
+    from celery_idempotent.records import (
+        Claimed,
+        ClaimRequest,
+        Identity,
+        Settled,
+        SettleRequest,
+        State,
+        Stored,
+    )
     from celery_idempotent.stores import open_store
 
     store = open_store(sys.argv[2])
@@ -56,7 +64,9 @@ def main() -> None:
         found = store.get(identity)
         if found is None or found.task_id != name:
             wrong.append(f"{name}: get: {found}")
-        if not store.settle(answer.record, state=State.COMPLETED, value=value, keep_ms=30_000):
+        if not store.settle(
+            SettleRequest(record=answer.record, state=State.COMPLETED, value=value, keep_ms=30_000)
+        ):
             wrong.append(f"{name}: settle")
         again = store.claim(
             ClaimRequest(identity=identity, attempt=os.urandom(8), task_id="another", **about)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records import Identity, Record, SettleRequest, State
 from tests.sql import databases
 
 
@@ -35,7 +35,11 @@ def main() -> None:
                 databases.execute(alias, "UPDATE effects SET n = n + 1")
                 _say("ready")
                 sys.stdin.readline()
-                run.settle(state=State.COMPLETED, value=None, keep_ms=10_000_000)
+                run.settle(
+                    SettleRequest(
+                        record=record, state=State.COMPLETED, value=None, keep_ms=10_000_000
+                    )
+                )
                 if orders.get("before_commit"):
                     _say("settled")
                     sys.stdin.readline()

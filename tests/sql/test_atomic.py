@@ -31,6 +31,7 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Renewal,
+    SettleRequest,
     State,
     Stored,
 )
@@ -75,8 +76,8 @@ def claimed(store: DjangoStore, **changes: Any) -> Record:
 
 
 def settle(run: Any, **changes: Any) -> bool:
-    asked = {"state": State.COMPLETED, "value": VALUE, "keep_ms": 60_000, **changes}
-    done: bool = run.settle(**asked)
+    asked: Any = {"state": State.COMPLETED, "value": VALUE, "keep_ms": 60_000, **changes}
+    done: bool = run.settle(SettleRequest(record=run.record, **asked))
     return done
 
 

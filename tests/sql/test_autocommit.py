@@ -18,6 +18,7 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -74,7 +75,9 @@ def test_every_verb_is_committed(manual):
     store, judge = manual
     record = claimed(store)
     assert states(judge) == [("P",)]
-    assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+    )
     assert states(judge) == [("C",)]
     assert store.mark_delivered(KEY, token=record.token)
     store.count({("charge", "claimed"): 1})
@@ -88,7 +91,9 @@ def test_an_atomic_run_is_committed_with_its_record(manual):
     store, judge = manual
     with store.transaction(claimed(store)) as run:
         execute(store.alias, "INSERT INTO effects VALUES (1)")
-        assert run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        assert run.settle(
+            SettleRequest(record=run.record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        )
     assert rows(judge, "SELECT n FROM effects") == [(1,)]
     assert states(judge) == [("C",)]
     answer = store.claim(

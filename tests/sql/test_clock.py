@@ -14,7 +14,7 @@ pytest.importorskip("django")
 
 from celery_idempotent.checks import check_store
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import base
 from celery_idempotent.stores.hybrid.store import HybridStore
 from tests.support.admin import make_app
@@ -42,7 +42,10 @@ def test_in_a_transaction_time_goes_on(store: DjangoStore) -> None:
     with store.transaction(claimed.record) as run:
         begun = store.now_ms()
         wait_for(lambda: store.now_ms() > begun + 5)
-        assert run.settle(state=State.COMPLETED, value=None, keep_ms=60_000)
+        end = SettleRequest(
+            record=claimed.record, state=State.COMPLETED, value=None, keep_ms=60_000
+        )
+        assert run.settle(end)
     settled = store.get(key)
     assert settled is not None
     assert settled.updated_ms > begun + 5

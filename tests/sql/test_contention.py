@@ -26,7 +26,7 @@ from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.protocol import atomic
 from celery_idempotent.protocol.calls import Ran
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records import Identity, Record, SettleRequest, State
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -110,13 +110,13 @@ def test_a_serialization_failure_runs_the_body_again(
     here = place("postgresql", "serializable")
     real = ClaimTransaction.settle
 
-    def settle(run: ClaimTransaction, **how: Any) -> bool:
+    def settle(run: ClaimTransaction, request: SettleRequest) -> bool:
         if here.runs > 1:
-            return real(run, **how)
+            return real(run, request)
         if where == "settle":
             here.in_between()
-            return real(run, **how)
-        done = real(run, **how)
+            return real(run, request)
+        done = real(run, request)
         here.in_between()
         return done
 
@@ -325,9 +325,9 @@ def test_what_collides_again_and_again_is_told_and_its_key_is_free(
     monkeypatch.setattr(atomic, "MAX_REPEATS", 1)
     real = ClaimTransaction.settle
 
-    def settle(run: ClaimTransaction, **how: Any) -> bool:
+    def settle(run: ClaimTransaction, request: SettleRequest) -> bool:
         here.in_between()
-        return real(run, **how)
+        return real(run, request)
 
     monkeypatch.setattr(ClaimTransaction, "settle", settle)
     with pytest.raises(OperationalError, match="serialize"):

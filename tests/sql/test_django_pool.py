@@ -11,7 +11,15 @@ import psutil
 import pytest
 from celery import Celery
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Renewal,
+    SettleRequest,
+    State,
+    Stored,
+)
 from tests.sql import databases
 from tests.support.ledger import Ledger
 from tests.support.waiting import wait_for
@@ -58,7 +66,9 @@ def test_one_connection_in_the_pool_is_enough_for_an_atomic_run(pooled):
             assert isinstance(
                 store.claim(ClaimRequest(identity=other, attempt=os.urandom(8), **asked)), Claimed
             )
-            assert run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+            assert run.settle(
+                SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+            )
         assert store.get(KEY).state is State.COMPLETED
     finally:
         store.close()

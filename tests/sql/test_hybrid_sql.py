@@ -23,7 +23,9 @@ from celery_idempotent.records import (
     Held,
     Identity,
     Mismatched,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -117,7 +119,7 @@ def flush(store: Any, client: redis.Redis) -> None:
 
 @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
 def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
-    assert store.settle(claim(store), **settled(state=state))
+    assert store.settle(SettleRequest(record=claim(store), **settled(state=state)))
     assert queries
     for _ in range(3):
         with no_query(queries):
@@ -125,13 +127,17 @@ def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
         assert isinstance(answer, Settled)
         assert (answer.record.state, answer.record.value) == (state, VALUE)
     with no_query(queries):
-        answer = store.reserve(KEY, task_id="a", deadline_ms=1, keep_ms=1, fingerprint=FINGERPRINT)
+        answer = store.reserve(
+            ReserveRequest(
+                identity=KEY, task_id="a", deadline_ms=1, keep_ms=1, fingerprint=FINGERPRINT
+            )
+        )
     assert isinstance(answer, Settled)
     assert answer.record == store.get(KEY)
 
 
 def test_a_mismatch_is_refused_as_the_database_would(store, queries):
-    assert store.settle(claim(store), **settled())
+    assert store.settle(SettleRequest(record=claim(store), **settled()))
     queries.clear()
     assert ask(store, fingerprint=bytes(range(16))) == Mismatched(store.get(KEY))
     assert queries
@@ -140,7 +146,7 @@ def test_a_mismatch_is_refused_as_the_database_would(store, queries):
 def test_after_a_flush_the_first_duplicate_fills_the_cache_for_the_others(
     store, queries, redis_client
 ):
-    assert store.settle(claim(store), **settled(keep_ms=50_000))
+    assert store.settle(SettleRequest(record=claim(store), **settled(keep_ms=50_000)))
     flush(store, redis_client)
     assert isinstance(ask(store), Settled)
     with no_query(queries):
@@ -151,11 +157,11 @@ def test_after_a_flush_the_first_duplicate_fills_the_cache_for_the_others(
 
 def test_a_forgotten_key_is_claimed_anew_with_a_larger_token(store):
     first = claim(store)
-    assert store.settle(first, **settled())
+    assert store.settle(SettleRequest(record=first, **settled()))
     assert store.forget(KEY) is True
     second = claim(store)
     assert second.token > first.token
-    assert store.settle(first, **settled()) is False
+    assert store.settle(SettleRequest(record=first, **settled())) is False
     assert isinstance(ask(store), Held)
 
 
@@ -163,7 +169,7 @@ def test_in_an_atomic_task_the_cache_learns_what_was_committed_and_not_before(st
     assert store.supports_transactions
     record = claim(store)
     with store.transaction(record) as run:
-        assert run.settle(**settled())
+        assert run.settle(SettleRequest(record=run.record, **settled()))
         assert isinstance(store.cache.look(KEY), Ticket)
     assert store.cache.look(KEY).record == store.get(KEY)
     with no_query(queries):
@@ -173,7 +179,7 @@ def test_in_an_atomic_task_the_cache_learns_what_was_committed_and_not_before(st
 def test_of_a_transaction_that_is_undone_nothing_is_cached(store):
     record = claim(store)
     with undone(store.transaction(record)) as run:
-        assert run.settle(**settled())
+        assert run.settle(SettleRequest(record=run.record, **settled()))
     assert isinstance(store.cache.look(KEY), Ticket)
     assert isinstance(ask(store), Held)
     assert store.release(KEY, token=record.token)
@@ -191,7 +197,7 @@ def test_inside_a_transaction_of_the_caller_nothing_is_cached_that_it_may_undo(s
     sqlite = connections[alias].vendor == "sqlite"
     record = claim(store)
     with undone(transaction.atomic(using=alias)):
-        assert store.settle(record, **settled())
+        assert store.settle(SettleRequest(record=record, **settled()))
         assert isinstance(ask(store), Settled)
         assert isinstance(store.cache.look(KEY), Ticket if sqlite else Cached)
     answer = ask(store)
@@ -202,7 +208,7 @@ def test_a_mark_of_delivery_that_the_caller_may_undo_is_not_cached(store, alias)
     """Only on SQLite does a verb become part of it."""
     sqlite = connections[alias].vendor == "sqlite"
     record = claim(store)
-    assert store.settle(record, **settled())
+    assert store.settle(SettleRequest(record=record, **settled()))
     with undone(transaction.atomic(using=alias)):
         assert store.mark_delivered(KEY, token=record.token)
         assert store.cache.look(KEY).record.delivered is not sqlite
@@ -211,7 +217,7 @@ def test_a_mark_of_delivery_that_the_caller_may_undo_is_not_cached(store, alias)
 
 
 def test_a_forget_in_a_transaction_of_the_caller_is_safe_however_that_ends(store, alias):
-    assert store.settle(claim(store), **settled())
+    assert store.settle(SettleRequest(record=claim(store), **settled()))
     with undone(transaction.atomic(using=alias)):
         assert store.forget(KEY)
     assert isinstance(ask(store), Settled if connections[alias].vendor == "sqlite" else Claimed)
@@ -235,7 +241,7 @@ def test_it_counts_as_the_database_does(store):
 
 def test_without_a_cache_the_database_answers(alias, queries):
     store = HybridStore(RedisCache("redis://127.0.0.1:1/0"), DjangoStore(alias))
-    assert store.settle(claim(store), **settled())
+    assert store.settle(SettleRequest(record=claim(store), **settled()))
     assert isinstance(ask(store), Settled)
     store.close()
 

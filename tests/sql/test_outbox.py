@@ -19,7 +19,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_idempotent.celery.reaper import sweep as whole_sweep
 from celery_idempotent.errors import IdempotencyError, KeyMissing, StoreMisconfigured
-from celery_idempotent.records import Reserved
+from celery_idempotent.records import Reserved, ReserveRequest
 from celery_idempotent.stores import get_store
 from tests.sql.outbox_support import Stage, anything, ids, make_app, sent
 from tests.support.proxy import Proxy
@@ -464,7 +464,9 @@ class TestPublishOnce:
         task: Any = lite.app.tasks["once"]
         identity = task.idempotency_definition().identifier.identity(1)
         store = get_store(lite.app)
-        answer = store.reserve(identity, task_id="mine", deadline_ms=60_000, keep_ms=60_000)
+        answer = store.reserve(
+            ReserveRequest(identity=identity, task_id="mine", deadline_ms=60_000, keep_ms=60_000)
+        )
         assert isinstance(answer, Reserved)
         with lite.atomic():
             lite.add("once", (1,), task_id="mine")

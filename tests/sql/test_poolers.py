@@ -21,7 +21,9 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Renewal,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -52,7 +54,9 @@ def use_every_verb(store: DjangoStore) -> None:
         asked = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000, **changes}
         return store.claim(ClaimRequest(identity=KEY, **asked))
 
-    reserved = store.reserve(KEY, task_id="a", deadline_ms=60_000, keep_ms=60_000)
+    reserved = store.reserve(
+        ReserveRequest(identity=KEY, task_id="a", deadline_ms=60_000, keep_ms=60_000)
+    )
     assert reserved.record.state is State.QUEUED
     first = claim(on_stale="requeue", message=b"message").record
     assert isinstance(claim(), Held)
@@ -68,13 +72,17 @@ def use_every_verb(store: DjangoStore) -> None:
     assert store.release(KEY, token=claim().record.token)
     second = claim().record
     with store.transaction(second) as run:
-        assert run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        assert run.settle(
+            SettleRequest(record=second, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        )
     assert isinstance(claim(), Settled)
     assert store.mark_delivered(KEY, token=second.token)
     shift(store, 60_001)
     third = claim()
     assert isinstance(third, Claimed)
-    assert store.settle(third.record, state=State.FAILED, value=None, keep_ms=1)
+    assert store.settle(
+        SettleRequest(record=third.record, state=State.FAILED, value=None, keep_ms=1)
+    )
     shift(store, 3_660_000)
     assert store.prune(limit=10) == 1
     assert store.get(KEY) is None
@@ -195,12 +203,14 @@ class TestPgBouncer:
                     if not isinstance(answer, Claimed):
                         continue
                     won.append(key)
+                    end = SettleRequest(
+                        record=answer.record, state=State.COMPLETED, value=VALUE, keep_ms=60_000
+                    )
                     if number % 2:
                         with store.transaction(answer.record) as run:
-                            run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+                            run.settle(end)
                     else:
-                        ended = {"state": State.COMPLETED, "value": VALUE, "keep_ms": 60_000}
-                        assert store.settle(answer.record, **ended)
+                        assert store.settle(end)
                 return won
             finally:
                 connections[store.alias].close()

@@ -17,6 +17,7 @@ from celery_idempotent.records import (
     Identity,
     Mismatched,
     Record,
+    SettleRequest,
     State,
 )
 from celery_idempotent.testing.contract.base import FINGERPRINT, OTHER_FINGERPRINT, VALUE
@@ -50,7 +51,9 @@ def claimed(store: DjangoStore) -> Record:
 
 
 def settle(store: DjangoStore, record: Record) -> bool:
-    return store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+    return store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+    )
 
 
 def noted(store: DjangoStore) -> list[str]:
@@ -108,7 +111,9 @@ def test_no_conflict_disturbs_a_settle_in_the_tasks_transaction(
     record = claimed(store)
     with store.transaction(record) as run, Storm(store) as storm:
         assert rows(store.alias, "SELECT 1") == [(1,)]
-        assert run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        assert run.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        )
         storm.more(6)
     assert all(isinstance(answer, Held) for answer in storm.answers), storm.answers
     found = store.get(KEY)
@@ -182,7 +187,9 @@ def test_on_sqlite_a_refusal_does_not_wait_for_the_writer(open_store: Callable[.
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join(30)
-        assert run.settle(state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        assert run.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+        )
     (answer, took), patience = answers
     assert isinstance(answer, Held)
     assert took < 2

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Selection, State
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Selection,
+    SettleRequest,
+    State,
+)
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -34,7 +41,9 @@ def pair(store: DjangoStore, key: str) -> None:
         )
     )
     assert isinstance(answer, Claimed)
-    assert store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=86_400_000)
+    assert store.settle(
+        SettleRequest(record=answer.record, state=State.COMPLETED, value=None, keep_ms=86_400_000)
+    )
 
 
 @pytest.mark.parametrize("vendor", databases.VENDORS)

@@ -18,6 +18,7 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Renewal,
+    SettleRequest,
     State,
     Stored,
 )
@@ -47,7 +48,9 @@ def claimed(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Rec
 
 
 def settle(store: DjangoStore, record: Record) -> bool:
-    return store.settle(record, state=State.COMPLETED, value=None, keep_ms=60_000)
+    return store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+    )
 
 
 def in_thread(do: Callable[[], Any]) -> Any:
@@ -343,7 +346,9 @@ def test_no_verb_waits_for_ever_for_a_lease_or_a_counter(
 def settle_atomically(store: DjangoStore, record: Record) -> bool:
     try:
         with store.transaction(record) as run:
-            return run.settle(state=State.COMPLETED, value=None, keep_ms=60_000)
+            return run.settle(
+                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+            )
     finally:
         connections[store.alias].close()
 
@@ -352,9 +357,12 @@ def test_the_settle_of_a_transaction_leaves_its_patience_as_the_task_set_it(
     open_store: Callable[..., DjangoStore],
 ):
     store = open_store("postgresql")
-    with store.transaction(claimed(store)) as run:
+    record = claimed(store)
+    with store.transaction(record) as run:
         execute(store.alias, "SET LOCAL lock_timeout = 1234")
-        assert run.settle(state=State.COMPLETED, value=None, keep_ms=60_000)
+        assert run.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        )
         assert rows(store.alias, "SHOW lock_timeout") == [("1234ms",)]
     assert rows(store.alias, "SHOW lock_timeout") == [("0",)]
     connections[store.alias].close()

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Claimed, ClaimRequest, Held, Identity, Record, Renewal, State
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Record,
+    Renewal,
+    SettleRequest,
+    State,
+)
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
 from tests.support.waiting import wait_for
@@ -36,7 +45,9 @@ def claimed(store: DjangoStore, identity: Identity = KEY, **changes: Any) -> Rec
 
 
 def settle(store: DjangoStore, record: Record, keep_ms: int = 24 * HOUR) -> None:
-    assert store.settle(record, state=State.COMPLETED, value=None, keep_ms=keep_ms)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=keep_ms)
+    )
 
 
 def count(store: DjangoStore) -> int:
@@ -291,8 +302,10 @@ def test_counts_are_bounded_and_say_so(
     shift(store, 60_001)
     assert said() == ("0", "3+", "0")
     for record in records:
-        assert store.settle(record, state=State.FAILED, value=None, keep_ms=900_000)
+        assert store.settle(
+            SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=900_000)
+        )
     assert said() == ("0", "1", "3")
-    store.settle(make(4), state=State.FAILED, value=None, keep_ms=900_000)
+    store.settle(SettleRequest(record=make(4), state=State.FAILED, value=None, keep_ms=900_000))
     # A reservation without a message may be among those that were not looked at.
     assert said() == ("0+", "1+", "3+")

@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Renewal, SettleRequest, State
 from tests.sql import databases
 
 
@@ -44,7 +44,9 @@ def main(directory: Path, name: str, count: int) -> None:
                     identity=record.identity, token=record.token, lease_ms=60_000, keep_ms=60_000
                 )
                 assert store.renew([lease]) == [True]
-                assert store.settle(record, state=State.COMPLETED, value=None, keep_ms=60_000)
+                assert store.settle(
+                    SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+                )
         store.close()
 
 

@@ -18,7 +18,7 @@ from django.db import connections
 
 from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, SettleRequest, State
 from celery_idempotent.stores import open_store
 from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
 from celery_idempotent.stores.hybrid.store import HybridStore
@@ -181,7 +181,9 @@ def test_a_forgotten_key_stays_forgotten_when_a_replica_that_missed_it_takes_ove
         )
         store = HybridStore(RedisCache(master.url, options={"socket_timeout": 5}), truth)
         record = ask(store, "first").record
-        assert store.settle(record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        assert store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        )
         assert isinstance(store.cache.look(name), Cached)
         wait_for(lambda: replica.client.dbsize() == 2, what="the entry and its generation")
         # A replica is not believed, even while it follows.
@@ -206,7 +208,9 @@ def test_a_forgotten_key_stays_forgotten_when_a_replica_that_missed_it_takes_ove
         assert isinstance(store.cache.look(name), Ticket)
         answer = ask(store, "second")
         assert isinstance(answer, Claimed)
-        assert store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        assert store.settle(
+            SettleRequest(record=answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        )
         assert isinstance(ask(store, "third"), Settled)
         assert store.cache.look(name).record.token == answer.record.token  # type: ignore[union-attr]
         store.close()

@@ -25,6 +25,8 @@ from celery_idempotent.records import (
     Record,
     Renewal,
     Reserved,
+    ReserveRequest,
+    SettleRequest,
     State,
     Stored,
     SweepReport,
@@ -134,7 +136,7 @@ class Agreement(RuleBasedStateMachine):
         message=messages,
     )
     def reserve(self, identity: Identity, **asked: Any) -> None:
-        self.ask("reserve", identity, **asked)
+        self.ask("reserve", ReserveRequest(identity=identity, **asked))
 
     @rule(identity=identities, age=ages, lease_ms=minutes, keep_ms=keeps)
     def renew(self, identity: Identity, age: int, **asked: Any) -> None:
@@ -154,7 +156,7 @@ class Agreement(RuleBasedStateMachine):
     )
     def settle(self, identity: Identity, age: int, **asked: Any) -> None:
         if self.had_one(identity):
-            self.ask("settle", self.record(identity, age), **asked)
+            self.ask("settle", SettleRequest(record=self.record(identity, age), **asked))
 
     @rule(identity=identities, age=ages, name=st.sampled_from(["", "pay", "ship"]), value=values)
     def checkpoint(self, identity: Identity, age: int, **asked: Any) -> None:

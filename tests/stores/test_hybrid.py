@@ -24,7 +24,9 @@ from celery_idempotent.records import (
     Held,
     Identity,
     Mismatched,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -155,7 +157,7 @@ def complete(store: Any, state: Any = State.COMPLETED, **changes: Any) -> Any:
     answer = ask(store, task_id="first")
     assert isinstance(answer, Claimed)
     settled = {"state": state, "value": VALUE, "keep_ms": KEEP_MS, **changes}
-    assert store.settle(answer.record, **settled)
+    assert store.settle(SettleRequest(record=answer.record, **settled))
     return answer.record
 
 
@@ -194,11 +196,14 @@ class TestAnswers:
         complete(store)
         asked = {"deadline_ms": LEASE_MS, "keep_ms": KEEP_MS, "fingerprint": FINGERPRINT}
         with nobody_asks(truth):
-            answer = store.reserve(KEY, task_id="another", **asked)
+            answer = store.reserve(ReserveRequest(identity=KEY, task_id="another", **asked))
         assert isinstance(answer, Settled)
         with somebody_asks(truth, "reserve"):
             assert isinstance(
-                store.reserve(KEY, task_id="b", **{**asked, "fingerprint": OTHER}), Mismatched
+                store.reserve(
+                    ReserveRequest(identity=KEY, task_id="b", **{**asked, "fingerprint": OTHER})
+                ),
+                Mismatched,
             )
 
     def test_its_age_is_by_the_clock_of_the_cache(self, store, truth):
@@ -211,7 +216,9 @@ class TestAnswers:
     @pytest.mark.parametrize(("known", "asked"), [(None, OTHER), (FINGERPRINT, None)])
     def test_a_fingerprint_that_either_side_lacks_is_equal_to_any(self, store, truth, known, asked):
         record = ask(store, fingerprint=known, task_id="first").record
-        store.settle(record, state=State.COMPLETED, value=None, keep_ms=KEEP_MS)
+        store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=KEEP_MS)
+        )
         with nobody_asks(truth):
             assert isinstance(ask(store, fingerprint=asked), Settled)
 
@@ -276,7 +283,9 @@ class TestAnswers:
         record = complete(store)
         another = dataclasses.replace(VALUE, body=b"18")
         store.cache.drop(KEY)
-        assert store.settle(record, state=State.FAILED, value=another, keep_ms=KEEP_MS)
+        assert store.settle(
+            SettleRequest(record=record, state=State.FAILED, value=another, keep_ms=KEEP_MS)
+        )
         assert store.cache.look(KEY).record == store.get(KEY)
         assert store.get(KEY).value == VALUE
 
@@ -284,7 +293,12 @@ class TestAnswers:
         zombie = ask(store, task_id="first").record
         clock.advance(LEASE_MS + 1)
         assert isinstance(ask(store), Claimed)
-        assert store.settle(zombie, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS) is False
+        assert (
+            store.settle(
+                SettleRequest(record=zombie, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+            )
+            is False
+        )
         assert isinstance(store.cache.look(KEY), Ticket)
 
     def test_what_redis_keeps_ends_before_the_record_does(self, store, clock, redis_client):
@@ -311,7 +325,9 @@ class TestAnswers:
 
     def test_a_record_too_odd_for_the_cache_is_answered_by_the_truth(self, store, truth):
         record = ask(store, task_id="x" * 70_000).record
-        assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        assert store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        )
         with somebody_asks(truth, "claim", "retained"):
             assert isinstance(ask(store), Settled)
 
@@ -676,7 +692,9 @@ class TestTrouble:
     def test_nothing_is_cached_of_a_transaction_that_may_be_undone(self, store, truth):
         record = ask(store, task_id="first").record
         truth._truth.joined = lambda: True
-        assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        assert store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        )
         assert isinstance(ask(store), Settled)
         assert isinstance(store.cache.look(KEY), Ticket)
         assert store.forget(KEY)

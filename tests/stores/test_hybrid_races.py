@@ -34,7 +34,9 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Reserved,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -263,7 +265,7 @@ class Races(RuleBasedStateMachine):
     @rule(at_once=st.booleans(), identity=identities, fingerprint=fingerprints, task_id=task_ids)
     def reserve(self, at_once: bool, identity: Identity, **asked: Any) -> None:
         asked = {**asked, "deadline_ms": MINUTE, "keep_ms": 2 * MINUTE}
-        self.begin(at_once, "reserve", identity, identity, **asked)
+        self.begin(at_once, "reserve", identity, ReserveRequest(identity=identity, **asked))
 
     @rule(
         at_once=st.booleans(),
@@ -277,7 +279,7 @@ class Races(RuleBasedStateMachine):
     def settle(self, at_once: bool, identity: Identity, age: int, **asked: Any) -> None:
         record = self.record(identity, age)
         if record is not None:
-            self.begin(at_once, "settle", identity, record, **asked)
+            self.begin(at_once, "settle", identity, SettleRequest(record=record, **asked))
 
     @rule(at_once=mostly, identity=identities, value=values)
     def complete(self, at_once: bool, identity: Identity, value: Stored | None) -> None:
@@ -286,8 +288,8 @@ class Races(RuleBasedStateMachine):
         self.begin(True, "claim", identity, ClaimRequest(identity=identity, task_id="c", **asked))
         record = self.record(identity, 0)
         if record is not None:
-            ended = {"state": State.COMPLETED, "value": value, "keep_ms": 10 * MINUTE}
-            self.begin(at_once, "settle", identity, record, **ended)
+            ended: Any = {"state": State.COMPLETED, "value": value, "keep_ms": 10 * MINUTE}
+            self.begin(at_once, "settle", identity, SettleRequest(record=record, **ended))
 
     @rule(at_once=mostly, identity=identities, anyway=st.sampled_from([True, *[False] * 5]))
     def forget(self, at_once: bool, identity: Identity, anyway: bool) -> None:

@@ -11,7 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    SettleRequest,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.redis.packed import pack_settled, unpack_record
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.stores.values import unpack_value
@@ -43,7 +51,7 @@ records = st.builds(
 
 
 def pack(record):
-    return pack_settled(record, state=record.state, value=record.value, replaced=record.replaced)
+    return pack_settled(SettleRequest.ending_as(record, record=record, keep_ms=1))
 
 
 @given(records)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from celery_idempotent.records import ClaimRequest, Identity, State
+from celery_idempotent.records import ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import StoreContract
 from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
@@ -61,7 +61,9 @@ class TestRedis(RedisContract):
     def test_a_prune_leaves_the_index_of_what_is_kept(self, store):
         asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
         record = store.claim(ClaimRequest(identity=KEY, **asked)).record
-        assert store.settle(record, state=State.FAILED, value=None, keep_ms=60_000)
+        assert store.settle(
+            SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=60_000)
+        )
         assert store.prune(limit=100) == 0
         assert store.stats().failed == 1
 

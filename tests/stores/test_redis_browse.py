@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import redis
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Selection, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Selection,
+    SettleRequest,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.scripts import script
@@ -38,7 +46,9 @@ def claim(store: RedisStore, identity: Identity, *, complete: bool = False) -> N
     )
     assert isinstance(answer, Claimed)
     if complete:
-        store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=120_000)
+        store.settle(
+            SettleRequest(record=answer.record, state=State.COMPLETED, value=None, keep_ms=120_000)
+        )
 
 
 def all_keys(store: RedisStore, selection: Selection, **how: Any) -> list[str]:
@@ -96,7 +106,9 @@ def test_a_large_result_does_not_travel(redis_store):
     )
     value = b"x" * 1_000_000
     stored = Stored(content_type="text/plain", content_encoding="utf-8", body=value)
-    redis_store.settle(answer.record, state=State.COMPLETED, value=stored, keep_ms=60_000)
+    redis_store.settle(
+        SettleRequest(record=answer.record, state=State.COMPLETED, value=stored, keep_ms=60_000)
+    )
     read = []
     exchange = redis_store._link.exchange
 

@@ -24,7 +24,9 @@ from celery_idempotent.records import (
     Identity,
     Renewal,
     Reserved,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -51,7 +53,9 @@ def claim(store: RedisStore, identity: Identity = KEY, **changes):
 
 
 def complete(store: RedisStore, record, value=VALUE):
-    return store.settle(record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    return store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    )
 
 
 @pytest.fixture
@@ -134,12 +138,14 @@ class TestLostAnswers:
 
     def test_a_reservation_gets_its_token_again(self, redis_proxy, proxied):
         asked = {"deadline_ms": 1, "keep_ms": KEEP_MS}
-        proxied.reserve(KEY, task_id="first", **asked)
+        proxied.reserve(ReserveRequest(identity=KEY, task_id="first", **asked))
         time.sleep(0.01)
         for task_id in ("first", "another"):
             redis_proxy.swallow_replies(b"order-17")
             # Past its deadline the second one gets it, and it is not held for himself.
-            answer = proxied.reserve(KEY, task_id=task_id, deadline_ms=50, keep_ms=KEEP_MS)
+            answer = proxied.reserve(
+                ReserveRequest(identity=KEY, task_id=task_id, deadline_ms=50, keep_ms=KEEP_MS)
+            )
             assert isinstance(answer, Reserved)
             assert answer.record.task_id == "first"
             time.sleep(0.06)
@@ -156,7 +162,9 @@ class TestLostAnswers:
         assert redis_proxy.swallowed == 2
 
     def test_what_a_retry_releases_is_queued(self, redis_proxy, proxied):
-        proxied.reserve(KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        proxied.reserve(
+            ReserveRequest(identity=KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        )
         record = claim(proxied)
         redis_proxy.swallow_replies(b"order-17")
         assert proxied.release(KEY, token=record.token, requeue_ms=LEASE_MS)
@@ -405,7 +413,9 @@ class TestRefusals:
             message=b"x" * 1000,
         )
         retried = Identity(namespace="n", key="retried")
-        store.reserve(retried, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        store.reserve(
+            ReserveRequest(identity=retried, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        )
         token = claim(store, retried).token
         time.sleep(0.01)
         used = direct.info("memory")["used_memory"]
@@ -420,7 +430,12 @@ class TestRefusals:
             assert store.renew([lease]) == [True]
             with pytest.raises(StoreUnavailable, match=r"memory|OOM"):
                 store.reserve(
-                    Identity(namespace="n", key="n"), task_id="id", deadline_ms=1, keep_ms=1
+                    ReserveRequest(
+                        identity=Identity(namespace="n", key="n"),
+                        task_id="id",
+                        deadline_ms=1,
+                        keep_ms=1,
+                    )
                 )
             report = store.sweep(limit=10)
             assert [each.token for each in report.interrupted] == [swept.token]

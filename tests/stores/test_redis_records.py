@@ -17,9 +17,12 @@ from celery_idempotent.records import (
     Identity,
     Record,
     Renewal,
+    ReserveRequest,
+    SettleRequest,
     State,
     Stored,
 )
+from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import Shift
 from tests.support.waiting import wait_for
@@ -57,11 +60,15 @@ def claim(
 
 
 def fail(store: RedisStore, record: Record) -> None:
-    assert store.settle(record, state=State.FAILED, value=None, keep_ms=KEEP_MS)
+    assert store.settle(
+        SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=KEEP_MS)
+    )
 
 
 def complete(store: RedisStore, record: Record) -> None:
-    assert store.settle(record, state=State.COMPLETED, value=None, keep_ms=KEEP_MS)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=KEEP_MS)
+    )
 
 
 def indexes(client: Any, names) -> tuple[dict[bytes, float], dict[bytes, float]]:
@@ -130,6 +137,36 @@ def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, r
     redis_store._link.exchange = forestalled
     assert redis_store.prune(limit=10) == 0
     assert redis_client.zrange(names[2], 0, -1) == [names[0]]
+
+
+def test_a_prune_drops_what_is_over_from_the_index_of_the_interrupted(redis_store, redis_client):
+    index = redis_store._keys.interrupted(17)
+    redis_client.zadd(index, {"gone": 1})
+    assert redis_store.prune(limit=10) == 1
+    assert redis_client.zcard(index) == 0
+
+
+def test_sweeps_with_a_limit_begin_anywhere(redis_store):
+    """The others would wait for as long as there is something before them."""
+    low, high = "low", "high"
+    n = 0
+    found: dict[str, Identity] = {}
+    while len(found) < 2:
+        identity = Identity(namespace="charge", key=f"{n}")
+        bucket = redis_store._keys.locate(identity)[0]
+        found.setdefault(low if bucket < BUCKETS // 2 else high, identity)
+        n += 1
+    first = set()
+    for _ in range(100):
+        for identity in found.values():
+            redis_store.forget(identity)
+            claim(redis_store, identity, lease_ms=1)
+        wait_for(lambda: redis_store.stats().stale == 2, what="the end of both leases")
+        (swept,) = redis_store.sweep(limit=1).interrupted
+        first.add(swept.identity)
+        if first == set(found.values()):
+            break
+    assert first == set(found.values())
 
 
 def test_a_failed_record_that_is_forgotten_or_claimed_anew_leaves_the_index(
@@ -231,7 +268,7 @@ def test_a_new_claim_carries_over_what_a_later_version_appended(redis_store, red
     assert redis_store.sweep(limit=10).requeued
     assert redis_store.get(KEY).message == b"{}"
     reserved = redis_store.reserve(
-        KEY, task_id=second.task_id, deadline_ms=1000, keep_ms=KEEP_MS
+        ReserveRequest(identity=KEY, task_id=second.task_id, deadline_ms=1000, keep_ms=KEEP_MS)
     ).record
     assert redis_client.get(names[0]).endswith(newer)
     third = claim(redis_store)
@@ -266,7 +303,9 @@ def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, na
     with pytest.raises(StoreMisconfigured, match="newer version"):
         claim(redis_store)
     with pytest.raises(StoreMisconfigured, match="newer version"):
-        redis_store.reserve(KEY, task_id="id", deadline_ms=1000, keep_ms=KEEP_MS)
+        redis_store.reserve(
+            ReserveRequest(identity=KEY, task_id="id", deadline_ms=1000, keep_ms=KEEP_MS)
+        )
     if foreign[0] not in b"CF":
         with pytest.raises(StoreMisconfigured, match="newer version"):
             redis_store.requeue(KEY, deadline_ms=1000)

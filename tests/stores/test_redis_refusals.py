@@ -15,6 +15,7 @@ from celery_idempotent.records import (
     Identity,
     Mismatched,
     Record,
+    SettleRequest,
     State,
     Stored,
 )
@@ -46,7 +47,9 @@ def claimed(store: RedisStore, **changes: Any) -> Record:
 
 def settle(store: RedisStore, record: Record, body: bytes = b"17") -> Record:
     value = Stored(content_type="application/json", content_encoding="utf-8", body=body)
-    assert store.settle(record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    )
     found = store.get(KEY)
     assert found is not None
     return found
@@ -56,7 +59,7 @@ def test_a_record_without_a_refusal_has_not_a_byte_of_them(
     redis_store: RedisStore, redis_client: redis.Redis, name: bytes
 ):
     found = settle(redis_store, claimed(redis_store))
-    plain = pack_settled(found, state=found.state, value=found.value, replaced=False)
+    plain = pack_settled(SettleRequest.ending_as(found, record=found, keep_ms=1))
     assert redis_client.get(name) == plain
     assert isinstance(claim(redis_store, fingerprint=OTHER, task_id="x" * 500), Mismatched)
     # The flag; two bytes of length; eight and the task id.

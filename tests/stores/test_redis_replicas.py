@@ -19,8 +19,10 @@ from celery_idempotent.records import (
     Held,
     Identity,
     Mismatched,
+    ReserveRequest,
     Retained,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -111,7 +113,9 @@ def claim(store, identity=KEY, **changes):
 
 
 def complete(store, record, value=VALUE):
-    return store.settle(record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    return store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+    )
 
 
 def too_few():
@@ -154,7 +158,9 @@ def test_a_claim_that_the_replica_lacks_is_undone(pair):
 
 
 def test_an_undone_claim_keeps_reservation_crashes_and_steps(pair):
-    pair.plain.reserve(KEY, task_id="first", deadline_ms=1, keep_ms=KEEP_MS)
+    pair.plain.reserve(
+        ReserveRequest(identity=KEY, task_id="first", deadline_ms=1, keep_ms=KEEP_MS)
+    )
     crashed = claim(pair.plain, OTHER, lease_ms=1)
     assert pair.plain.checkpoint(OTHER, token=crashed.token, name="pay", value=VALUE)
     again = claim(pair.plain, Identity(namespace="charge", key="3"), lease_ms=1)

@@ -24,7 +24,9 @@ from celery_idempotent.records import (
     Identity,
     Renewal,
     Reserved,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -75,11 +77,13 @@ def use(store):
     record = claim(store)
     assert store.release(KEY, token=record.token)
     record = claim(store)
-    assert store.settle(record, state=State.FAILED, value=VALUE, keep_ms=1)
+    assert store.settle(SettleRequest(record=record, state=State.FAILED, value=VALUE, keep_ms=1))
     time.sleep(0.005)
     assert store.prune(limit=10) == 1
     record = claim(store)
-    assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+    )
     answer = store.claim(
         ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=LEASE_MS, keep_ms=KEEP_MS)
     )
@@ -94,7 +98,10 @@ def use(store):
 def use_reserved(store):
     """Use the verbs of reserved keys, steps and messages, so that every script runs."""
     assert isinstance(
-        store.reserve(KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS), Reserved
+        store.reserve(
+            ReserveRequest(identity=KEY, task_id="id", deadline_ms=LEASE_MS, keep_ms=KEEP_MS)
+        ),
+        Reserved,
     )
     record = claim(store, lease_ms=1, on_stale="requeue", message=b"{}")
     assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
@@ -296,7 +303,9 @@ class TestCluster:
         for node in (target, source):
             node.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])
         assert store.renew([lease]) == [True]
-        assert store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        assert store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+        )
         assert store.get(KEY).value == VALUE
         assert target.client.exists(name)
 
@@ -372,7 +381,11 @@ class TestSentinel:
 
             def settled():
                 try:
-                    return store.settle(record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
+                    return store.settle(
+                        SettleRequest(
+                            record=record, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS
+                        )
+                    )
                 except StoreUnavailable:
                     return False
 

@@ -9,7 +9,15 @@ from typing import Any
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    SettleRequest,
+    State,
+    Stored,
+)
 from celery_idempotent.stores import Store
 
 __all__ = ["PERMISSIONS", "TASK", "claim", "identity", "make_app", "make_user", "settle", "value"]
@@ -81,7 +89,7 @@ def settle(
     store: Store, record: Record, state: Any = State.COMPLETED, stored: Stored | None = None
 ) -> None:
     """Settle a claim as a worker would."""
-    assert store.settle(record, state=state, value=stored, keep_ms=3_600_000)
+    assert store.settle(SettleRequest(record=record, state=state, value=stored, keep_ms=3_600_000))
 
 
 def make_user(name: str, permissions: Iterable[str] = (), *, password: str | None = None) -> Any:

@@ -20,7 +20,7 @@ from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.options import read_table
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.stores.machine import Asked, StoredRecord, decide
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -115,7 +115,7 @@ class Transaction:
     def outside(self) -> Any:
         return nullcontext()
 
-    def settle(self, *, state: Any, value: Any, keep_ms: int, replaced: bool = False) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         if isinstance(self.store.at_settle, Exception):
             raise self.store.at_settle
         if self.store.at_settle is not None:
@@ -123,9 +123,13 @@ class Transaction:
         assert self.record is not None
         stored, now = self.store.records.get(self.record.identity), self.store._clock() // 1000
         asked = Asked(
-            fields={"state": state, "value": value, "replaced": replaced},
+            fields={
+                "state": request.state,
+                "value": request.value,
+                "replaced": request.replaced,
+            },
             token=self.record.token,
-            keep_ms=keep_ms,
+            keep_ms=request.keep_ms,
             restore=False,
             claim=self.record,
         )

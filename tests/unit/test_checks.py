@@ -36,10 +36,9 @@ REDIS = "redis://127.0.0.1:1/0"
 class Told(MemoryStore):
     """A store that answers, and whose server says this about itself."""
 
-    def __init__(self, *servers: ServerFacts, replicas: int = 0) -> None:
+    def __init__(self, *servers: ServerFacts) -> None:
         super().__init__()
         self.servers = servers
-        self.replicas = replicas
 
     def facts(self) -> Any:
         return self.servers
@@ -465,7 +464,7 @@ def test_what_a_server_says_is_judged(change: dict[str, Any], found: list[str]) 
 
 
 def test_replicas_that_claims_wait_for_are_well() -> None:
-    assert ids(check_store(app_with(Told(replace(GOOD, replicas=2), replicas=1)))) == []
+    assert ids(check_store(app_with(Told(replace(GOOD, replicas=2, awaited=1))))) == []
 
 
 def test_a_finding_about_all_servers_of_a_cluster_comes_once() -> None:

@@ -26,7 +26,7 @@ from celery_idempotent.celery.request import gone
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import calls
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.waiting import wait_for
 
@@ -473,7 +473,9 @@ class TestWhoseClaim:
 
     def test_a_settled_record_stays(self, make, store, task, dead):
         record = hold(store, task, dead)
-        store.settle(record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        )
         self.lose(make(dead))
         assert store.get(identity()).state is State.COMPLETED
 

@@ -35,7 +35,15 @@ from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreF
 from celery_idempotent.protocol.claiming import Asked, Claiming
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State, Stored
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    SettleRequest,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
@@ -235,7 +243,9 @@ def claim(store: Any, task_id: str = "other", *, lease_ms: int = 60_000) -> Reco
 
 def settle(store: Any, record: Record, body: bytes = b"'theirs'") -> None:
     value = Stored(content_type="text/plain", content_encoding="utf-8", body=body)
-    assert store.settle(record, state=State.COMPLETED, value=value, keep_ms=1000_000)
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=1000_000)
+    )
 
 
 def text_of(record: Record) -> bytes:

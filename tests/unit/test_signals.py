@@ -14,7 +14,7 @@ from celery.utils.dispatch import Signal
 from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, signals
 from celery_idempotent.celery import reaper
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.signals import Event
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -178,7 +178,7 @@ def test_a_lost_lease_tells_lease_lost_then_what_the_duplicate_meets(task, seen,
     def then() -> None:
         clock.advance(5000)
         record = hold(store, "o")
-        store.settle(record, state=State.FAILED, value=None, keep_ms=10_000)
+        store.settle(SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=10_000))
 
     task.apply(("o", then), throw=False)
     assert outcomes(seen) == ["claimed", "lease_lost", "replayed"]

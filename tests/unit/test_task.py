@@ -37,7 +37,7 @@ from celery_idempotent import (
 )
 from celery_idempotent.celery import republish
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
 from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -656,7 +656,9 @@ class TestDelivery:
         store.claim(ClaimRequest(**claim, lease_ms=0))
         assert charge.idempotency_forget("o-1") is True
         answer = store.claim(ClaimRequest(**claim, lease_ms=60_000))
-        store.settle(answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        store.settle(
+            SettleRequest(record=answer.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        )
         assert charge.idempotency_forget("o-1") is True
         # Nobody is named: it was this process.
         assert caplog.text.count(f"{worker_name(os.getpid())} chose to forget") == 2

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,16 @@ from celery_idempotent.celery import operations, reaper
 from celery_idempotent.celery.request import Lost, Unreserve
 from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, Reserved, State
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    Record,
+    Reserved,
+    ReserveRequest,
+    SettleRequest,
+    State,
+)
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.telling import Heard, assert_told, listening
@@ -58,7 +68,9 @@ class Place(NamedTuple):
 
     def reserve(self) -> Record:
         """Reserve the key for another process."""
-        answer = self.store.reserve(KEY, task_id="other", deadline_ms=60_000, keep_ms=60_000)
+        answer = self.store.reserve(
+            ReserveRequest(identity=KEY, task_id="other", deadline_ms=60_000, keep_ms=60_000)
+        )
         assert isinstance(answer, Reserved)
         return answer.record
 
@@ -182,7 +194,9 @@ class TestWorker:
 
         def then() -> None:
             place.clock.advance(6000)
-            place.store.settle(place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
+            place.store.settle(
+                SettleRequest(record=place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
+            )
             raise ValueError
 
         place.run(then)
@@ -239,7 +253,9 @@ class TestWorker:
         place = make_place(heard, idempotency_mode="observe")
         record = place.claim(fingerprint=b"other" if outcome == "mismatched" else None)
         if outcome == "replayed":
-            place.store.settle(record, state=State.COMPLETED, value=None, keep_ms=9000)
+            place.store.settle(
+                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=9000)
+            )
         place.run()
         assert heard.names == [outcome]
         assert heard.events[0][2].observed
@@ -261,7 +277,9 @@ class TestPublisher:
 
     def test_a_key_that_is_done(self, heard):
         place = self.place(heard)
-        place.store.settle(place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
+        place.store.settle(
+            SettleRequest(record=place.claim(), state=State.COMPLETED, value=None, keep_ms=9000)
+        )
         assert place.task.delay("o").id == "other"
         told(place, "replayed")
 
@@ -303,7 +321,9 @@ class TestSweep:
 
         def late(**how: Any) -> Any:
             found = swept(**how)
-            place.store.settle(record, state=State.COMPLETED, value=None, keep_ms=90_000)
+            place.store.settle(
+                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=90_000)
+            )
             return found
 
         monkeypatch.setattr(place.store, "sweep", late)
@@ -357,9 +377,9 @@ class TestOperator:
         record = place.claim()
         settle = place.store.settle
 
-        def late(found: Record, **end: Any) -> bool:
-            settle(record, state=State.COMPLETED, value=None, keep_ms=90_000)
-            return bool(settle(found, **end))
+        def late(end: SettleRequest) -> bool:
+            settle(replace(end, state=State.COMPLETED, value=None))
+            return bool(settle(end))
 
         monkeypatch.setattr(place.store, "settle", late)
         outcome = operations.operate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks.finding import Finding
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
@@ -11,6 +11,7 @@ from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
+    from celery_idempotent.stores.redis.facts import ServerFacts
 
 #: The oldest releases that have the commands that the store uses.
 _OLDEST = {"Redis": (6, 2), "Valkey": (7, 2)}
@@ -77,11 +78,8 @@ def _check_facts(store: Store) -> Iterable[Finding]:
                 hint="Allow its user the command INFO, or look yourself: eviction off, persistence on.",
             )
         ]
-    waits = bool(store.replicas)
     # Of a cluster's servers, each finding once.
-    return {
-        each.id: each for server in servers for each in _check_server(server, waits=waits)
-    }.values()
+    return {each.id: each for server in servers for each in _check_server(server)}.values()
 
 
 def _check_clock(store: Store) -> Iterator[Finding]:
@@ -100,7 +98,7 @@ def _check_clock(store: Store) -> Iterator[Finding]:
         )
 
 
-def _check_server(server: Any, *, waits: bool) -> Iterator[Finding]:
+def _check_server(server: ServerFacts) -> Iterator[Finding]:
     name = f"{server.kind} {server.version}"
     oldest = _OLDEST[server.kind]
     if server.release < oldest:
@@ -122,7 +120,7 @@ def _check_server(server: Any, *, waits: bool) -> Iterator[Finding]:
             problem=f"{name} writes nothing to disk: after a restart, everything that was completed runs again.",
             hint="Set appendonly yes, with appendfsync everysec or always.",
         )
-    if server.replicas and not waits:
+    if server.replicas and not server.awaited:
         yield Finding(
             id="W010",
             problem=f"{name} has {server.replicas} replica(s), and no claim waits for them: a failover may forget the"

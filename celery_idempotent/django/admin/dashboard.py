@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from celery_idempotent.celery.checks import Finding, check_settings, check_store
 from celery_idempotent.celery.reaper import SWEEP, sweep_interval
 from celery_idempotent.django.admin.charts import Chart, charts
-from celery_idempotent.django.admin.detail import time_in_words
 from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Record, Stats
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import COUNTED_HOURS

@@ -24,11 +24,12 @@ from celery.utils import uuid as new_id
 from django.db import connections, transaction
 
 from celery_idempotent.celery.definition import is_celerys_own
-from celery_idempotent.celery.publishing import DeferredCall, outbox_interceptor
+from celery_idempotent.celery.publishing import Args, DeferredCall, Kwargs, outbox_interceptor
 from celery_idempotent.celery.task import IdempotentTask
+from celery_idempotent.celery.typed import AnyTask, Options, Result, Sig
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
-from celery_idempotent.django.outbox.payload import Options, Payload, absolute, dump, fixed
+from celery_idempotent.django.outbox.payload import Payload, absolute, dump, fixed
 from celery_idempotent.django.outbox.sending import (
     Sent,
     name_of,
@@ -45,7 +46,7 @@ from celery_idempotent.identity.stamp import as_mapping, stamp_of
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
-    from celery import Celery, Task
+    from celery import Celery
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 __all__ = ["Pending", "Sent", "alias_in_use", "discard", "pending", "send", "stage", "sweep"]
@@ -127,8 +128,8 @@ _groups_lock = threading.Lock()
 
 
 def stage(
-    task: Task[Any, Any] | Signature[Any],
-    args: Any = None,
+    task: AnyTask | Sig,
+    args: Any = None,  # to Celery's stubs a tuple and a dict alone
     kwargs: Any = None,
     options: Options | None = None,
     *,
@@ -162,7 +163,7 @@ def stage(
         return _stage_canvas(task, args, kwargs, options, using, group)
     staged: list[str] = []
 
-    def intercept(task: Any, call: DeferredCall) -> Any:
+    def intercept(task: IdempotentTask, call: DeferredCall) -> Result:
         staged.append(_stage_call(task, call, using, group))
         return task.AsyncResult(staged[-1])
 
@@ -184,18 +185,18 @@ def _check_swept(app: Celery, using: str) -> None:
         )
 
 
-def _stamps_itself(task: Any) -> bool:
+def _stamps_itself(task: object) -> bool:
     """Is this one call of a task that stamps its calls itself, or a chain, which is one call of its first task?"""
     if isinstance(task, Signature):
         kind, app = str(task.task), task.app
         if kind == "celery.chain":
-            steps: Any = task.kwargs["tasks"]
+            steps = task.kwargs["tasks"]
             return bool(steps) and _stamps_itself(maybe_signature(steps[0], app=app))
         task = app.tasks.get(kind)
     return isinstance(task, IdempotentTask) and not is_celerys_own(task)
 
 
-def _stage_call(task: Any, call: DeferredCall, using: str, group: str | None) -> str:
+def _stage_call(task: IdempotentTask, call: DeferredCall, using: str, group: str | None) -> str:
     check = getattr(task, "__header__", None) if task.typing else None
     if check is not None:
         check(*(call.args or ()), **(call.kwargs or {}))
@@ -226,9 +227,9 @@ def _stage_call(task: Any, call: DeferredCall, using: str, group: str | None) ->
 
 
 def _stage_canvas(
-    canvas: Signature[Any],
-    args: Any,
-    kwargs: Any,
+    canvas: Sig,
+    args: Args,
+    kwargs: Kwargs,
     options: Options,
     using: str,
     group: str | None,

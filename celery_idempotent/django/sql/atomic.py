@@ -38,7 +38,7 @@ from celery_idempotent.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from celery_idempotent.records import EndState, Identity, Record, Stored
+from celery_idempotent.records import Identity, Record, SettleRequest
 from celery_idempotent.stores.values import pack_value
 
 if TYPE_CHECKING:
@@ -77,29 +77,29 @@ class ClaimTransaction:
         self.settled = False
         #: The functions that wait for the commit and were not called yet.
         self.waiting: list[Callable[[], None]] = []
-        self.surroundings = Surroundings(session.connection)
+        self._surroundings = Surroundings(session.connection)
+        self.record = record
         self._session = session
-        self._identity = record.identity if record is not None else None
-        self._name = digest(record.identity) if record is not None else b""
-        self._token = record.token if record is not None else 0
 
     def of(self, record: Record) -> bool:
         """Is this the run of that claim?"""
-        return (self._identity, self._token) == (record.identity, record.token)
+        mine = self.record
+        return mine is not None and (mine.identity, mine.token) == (record.identity, record.token)
 
     def begin(self) -> None:
         """Say who is at work, once no earlier session does: one that was cut off from us may live on for a while.
 
         Raises :exc:`~celery_idempotent.errors.LeaseLost` if the claim is over.
         """
-        session, claim = self._session, (self._name, self._token)
+        session, record = self._session, self.record
+        claim = (b"", 0) if record is None else _claim_of(record)
         if session.words.vendor == "sqlite":
             # The first statement being a write, it waits for the lock that there is for writing;
             # Django's BEGIN alone takes none, and a reader cannot wait for it later.
             ours = session.execute(
                 "UPDATE celery_idempotent_record SET version = version" + _OURS, claim
             )
-        elif self._identity is None:
+        elif record is None:
             return
         elif session.words.vendor == "postgresql":
             session.rows(
@@ -114,54 +114,49 @@ class ClaimTransaction:
             )
             if got != 1:
                 raise StoreUnavailable(
-                    f"another session is still in the transaction of the claim of {self._identity}"
+                    f"another session is still in the transaction of the claim of {record.identity}"
                 )
             ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
-        if self._identity is None:
+        if record is None:
             return
         if not ours:
-            raise LeaseLost(f"the claim of {self._identity} is no longer ours")
+            raise LeaseLost(f"the claim of {record.identity} is no longer ours")
         session.execute(f"SAVEPOINT {_SAVEPOINT}")
+
+    def has(self, connection: object) -> bool:
+        """Is this the connection of another thread, to the same database?"""
+        return self._surroundings.has(connection)
+
+    def guards(self, connection: object) -> bool:
+        """Would a reader of the task expect a write there to be part of the transaction?"""
+        return self._surroundings.guards(connection)
 
     def outside(self) -> AbstractContextManager[None]:
         """Refuse statements that write, other than through another connection."""
-        return self.surroundings.step()
+        return self._surroundings.step()
 
     def unlock(self) -> None:
         """Unlock the claim, where a lock outlives its transaction."""
-        session = self._session
-        if session.words.vendor == "mysql" and self._identity is not None:
+        session, record = self._session, self.record
+        if session.words.vendor == "mysql" and record is not None:
             with suppress(Error):
-                lock = lock_name(session, self._name, self._token)
+                lock = lock_name(session, *_claim_of(record))
                 if session.connection.connection is not None:
                     session.rows("SELECT release_lock(%s)", (lock,))
 
-    def settle(
-        self,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        also: Record | None = None,
-    ) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state with the task's own writes; ``False`` if another has the key by now.
-
-        ``also``: the same for another claim of the run, which then comes second.
 
         Raises:
             TransactionEnded: if the task committed, rolled back or broke the transaction.
             StoreUnavailable: if the record could not be reached: roll back, and try again.
             Error: what befell the transaction as a whole, a serialization failure for instance.
         """
-        session, keep_ms = self._session, max(keep_ms, 1)
-        if self._identity is None:
+        session, record, keep_ms = self._session, request.record, max(request.keep_ms, 1)
+        if self.record is None:
             raise StoreMisconfigured("this transaction has no claim to settle")
-        name, token = self._name, self._token
-        if also is None:
+        if self.of(record):
             still_there(session, _SAVEPOINT)
-        else:
-            name, token = digest(also.identity), also.token
         now = session.words.now_ms
         before, between, after = _PATIENCE if session.words.vendor == "postgresql" else ("", "", "")
         try:
@@ -171,21 +166,20 @@ class ClaimTransaction:
                 f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
                 f"{between}{_OURS}{after}",
                 (
-                    LETTERS[state],
-                    None if value is None else pack_value(value),
-                    replaced,
+                    LETTERS[request.state],
+                    None if request.value is None else pack_value(request.value),
+                    request.replaced,
                     False,
                     keep_ms,
                     keep_ms + PRUNE_SLACK_MS,
-                    name,
-                    token,
+                    *_claim_of(record),
                 ),
             )
         except Error as error:
             if self.passes(error):
                 raise
             raise StoreUnavailable(
-                f"the record of {self._identity} could not be settled in the task's transaction"
+                f"the record of {record.identity} could not be settled in the task's transaction"
                 f" ({type(error).__name__})"
             ) from error
         self.settled = written == 1
@@ -223,14 +217,18 @@ def transaction(lines: Lines, record: Record | None) -> Iterator[ClaimTransactio
     if run.settled and record is not None:
         # Not in the transaction: a heartbeat may have renewed it meanwhile, and under REPEATABLE
         # READ it could not be deleted any more. A sweep does what is not done here.
-        name, token = digest(record.identity), record.token
+        claim = _claim_of(record)
         with suppress(IdempotencyError):
             lines.run(
                 lambda session: session.write(
-                    "DELETE FROM celery_idempotent_lease WHERE digest = %s AND token = %s",
-                    (name, token),
+                    "DELETE FROM celery_idempotent_lease WHERE digest = %s AND token = %s", claim
                 )
             )
+
+
+def _claim_of(record: Record) -> tuple[bytes, int]:
+    """Return what a claim's rows are found by."""
+    return digest(record.identity), record.token
 
 
 def answer(record: Record, *, committed: bool) -> None:

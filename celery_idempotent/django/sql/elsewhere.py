@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 from django.db.backends.signals import connection_created
@@ -54,17 +54,12 @@ class Surroundings:
         finally:
             self._stepping -= 1
 
-    def has(self, connection: BaseDatabaseWrapper) -> bool:
+    def has(self, connection: object) -> bool:
         """Is this the connection of another thread, to the same database?"""
-        own = self._own
         # Not one of the store's spare connections, which belong to no thread.
-        return (
-            connection is not own
-            and connection.alias == own.alias
-            and connections[own.alias] is connection
-        )
+        return connection is not self._own and connections[self._own.alias] is connection
 
-    def guards(self, connection: BaseDatabaseWrapper) -> bool:
+    def guards(self, connection: object) -> bool:
         """Would a reader of the task expect a write there to be part of the transaction?"""
         return not self._stepping and self.has(connection)
 
@@ -89,8 +84,8 @@ def _refuse_elsewhere(
     context: Mapping[str, object],
 ) -> object:
     claim = running.get()
-    around = None if claim is None else getattr(claim.transaction, "surroundings", None)
-    if around is not None and around.guards(cast("BaseDatabaseWrapper", context["connection"])):
+    around = None if claim is None else claim.transaction
+    if around is not None and around.guards(context["connection"]):
         text = _statement_text(sql)
         if not _READ_ONLY.match(text) and not _STORE_TABLES.search(text):
             raise IdempotencyError(

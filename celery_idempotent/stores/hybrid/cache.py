@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.records import Identity, Record, Retained
+from celery_idempotent.records import Identity, Record, Retained, SettleRequest
 from celery_idempotent.stores.hybrid.breaker import Breaker
 from celery_idempotent.stores.redis.channel import exchange, passing
 from celery_idempotent.stores.redis.keyspace import Keyspace
@@ -110,13 +110,8 @@ class RedisCache:
         """Cache what was read from the truth after the ticket was given; ``False`` if the ticket is no longer valid."""
         record = retained.record
         try:
-            packed = pack_settled(
-                record,
-                state=record.state,
-                value=record.value,
-                replaced=record.replaced,
-                delivered=record.delivered,
-            )
+            end = SettleRequest.ending_as(record, record=record, keep_ms=retained.left_ms)
+            packed = pack_settled(end, delivered=record.delivered)
         except OverflowError:
             return False  # a task id or a type name of more than 64 KiB
         word = self._try(

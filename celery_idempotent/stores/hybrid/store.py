@@ -9,13 +9,13 @@ from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUna
 from celery_idempotent.records import (
     Answer,
     ClaimRequest,
-    EndState,
     Identity,
     Record,
     Reservation,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
-    Stored,
 )
 from celery_idempotent.stores.base import Store, Transaction
 from celery_idempotent.stores.forwarding import ForwardingStore
@@ -53,61 +53,27 @@ class HybridStore(ForwardingStore):
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if no live claim holds it; a settled one is answered by the cache."""
         found = self.cache.look(request.identity)
-        if isinstance(found, Cached) and _serves(
-            found.record, request.fingerprint, request.task_id
-        ):
+        if isinstance(found, Cached) and _serves(found.record, request):
             return Settled(found.record, found.age_ms)
         answer = self.truth.claim(request)
         self._learn(found, answer)
         return answer
 
-    def reserve(
-        self,
-        identity: Identity,
-        *,
-        task_id: str,
-        deadline_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        message: bytes | None = None,
-    ) -> Reservation:
+    def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message; a settled one is answered by the cache."""
-        found = self.cache.look(identity)
-        if isinstance(found, Cached) and _serves(found.record, fingerprint, task_id):
+        found = self.cache.look(request.identity)
+        if isinstance(found, Cached) and _serves(found.record, request):
             return Settled(found.record, found.age_ms)
-        answer = self.truth.reserve(
-            identity,
-            task_id=task_id,
-            deadline_ms=deadline_ms,
-            keep_ms=keep_ms,
-            fingerprint=fingerprint,
-            message=message,
-        )
+        answer = self.truth.reserve(request)
         self._learn(found, answer)
         return answer
 
-    def settle(
-        self,
-        record: Record,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        restore: bool = True,
-    ) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state to the truth; then cache what is stored there."""
-        done = self.truth.settle(
-            record,
-            state=state,
-            value=value,
-            keep_ms=keep_ms,
-            replaced=replaced,
-            restore=restore,
-        )
+        done = self.truth.settle(request)
         if done:
             # Not the value at hand: of a settle that is repeated, the first end stays.
-            self.refresh(record.identity)
+            self.refresh(request.record.identity)
         return done
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
@@ -202,8 +168,8 @@ class HybridStore(ForwardingStore):
             self.refresh(record.identity)
 
 
-def _serves(record: Record, fingerprint: bytes | None, task_id: str) -> bool:
-    """May the cache answer a claim with this fingerprint and task id?"""
-    if fingerprint is not None and record.fingerprint not in (None, fingerprint):
+def _serves(record: Record, request: ClaimRequest | ReserveRequest) -> bool:
+    """May the cache answer this?"""
+    if request.fingerprint is not None and record.fingerprint not in (None, request.fingerprint):
         return False
-    return record.delivered or not task_id or record.task_id != task_id
+    return record.delivered or not request.task_id or record.task_id != request.task_id

@@ -17,13 +17,17 @@ from celery_idempotent.stores.redis.scripts import Command, plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """One server. ``persistent`` is ``None`` where the server does not say whether it saves snapshots."""
+    """One server, with its ``replicas``, and for how many of them a claim and a settle wait (``awaited``).
+
+    ``persistent`` is ``None`` where the server does not say whether it saves snapshots.
+    """
 
     kind: str
     version: str
     eviction: str
     persistent: bool | None
     replicas: int
+    awaited: int = 0
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -34,13 +38,17 @@ class ServerFacts:
 class Servers:
     """What every part of a Redis store works with: the way to its servers, and the names of its keys there."""
 
+    #: For so many replicas a claim and a settle wait.
+    replicas: int = 0
+
     def __init__(self, link: Link, keys: Keyspace) -> None:
         self._link = link
         self._keys = keys
 
     def facts(self) -> Sequence[ServerFacts]:
         """Ask each server what concerns its records: version, eviction, persistence, replicas."""
-        return [_facts_of(self._link, node) for node in self._link.nodes()]
+        nodes = self._link.nodes()
+        return [_facts_of(self._link, node, awaited=self.replicas) for node in nodes]
 
     def now_ms(self) -> int:
         """Return the time by the clock of one server."""
@@ -67,7 +75,7 @@ def now_ms(link: Link, bucket: int = 0) -> int:
     return int(seconds) * 1000 + int(micros) // 1000
 
 
-def _facts_of(link: Link, node: int) -> ServerFacts:
+def _facts_of(link: Link, node: int, *, awaited: int) -> ServerFacts:
     (answer,) = exchange(link, (plain(node, b"INFO"),))
     said: dict[str, str] = {}
     for line in answer.decode(errors="replace").splitlines():
@@ -88,6 +96,7 @@ def _facts_of(link: Link, node: int) -> ServerFacts:
         eviction=said.get("maxmemory_policy", "unknown"),
         persistent=persistent,
         replicas=int(said.get("connected_slaves", "0")),
+        awaited=awaited,
     )
 
 

@@ -37,10 +37,12 @@ import re
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
+    ClaimRequest,
     Identity,
     OnStale,
     Record,
     Refusal,
+    SettleRequest,
     State,
     Stored,
 )
@@ -83,9 +85,9 @@ def pack_token(token: int) -> bytes:
     return token.to_bytes(7, "big")
 
 
-def pack_claimant(task_id: str, worker: str, message: bytes | None = None) -> bytes:
-    """Return the part of a live record that names its owner, with the message to publish again."""
-    return pack_text(task_id) + pack_text(worker) + pack_message(message)
+def pack_claimant(request: ClaimRequest) -> bytes:
+    """Return the part of a live record that a claim brings: its owner, and the message to publish again."""
+    return pack_text(request.task_id) + pack_text(request.worker) + pack_message(request.message)
 
 
 def pack_message(message: bytes | None) -> bytes:
@@ -93,16 +95,9 @@ def pack_message(message: bytes | None) -> bytes:
     return b"" if message is None else b"M" + len(message).to_bytes(4, "big") + message
 
 
-def pack_settled(
-    record: Record,
-    *,
-    state: State,
-    value: Stored | None,
-    replaced: bool,
-    delivered: bool = False,
-) -> bytes:
+def pack_settled(request: SettleRequest, *, delivered: bool = False) -> bytes:
     """Return the settled form of a record; the script adds what only the store knows: times, counts and refusals."""
-    flags = 0
+    record, value, flags = request.record, request.value, 0
     parts = []
     if record.fingerprint is not None:
         flags |= _HAS_FINGERPRINT
@@ -115,12 +110,12 @@ def pack_settled(
     if value is not None:
         flags |= _VALUE
         parts.append(pack_value(value))
-    if replaced:
+    if request.replaced:
         flags |= _REPLACED
     if delivered:
         flags |= _DELIVERED
     head = (
-        bytes((_LETTER_OF_STATE[state], flags))
+        bytes((_LETTER_OF_STATE[request.state], flags))
         + pack_token(record.token)
         + record.created_ms.to_bytes(6, "big")
         + record.updated_ms.to_bytes(6, "big")

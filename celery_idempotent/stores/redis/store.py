@@ -12,7 +12,6 @@ from celery_idempotent.records import (
     Answer,
     Claimed,
     ClaimRequest,
-    EndState,
     Held,
     Identity,
     Mismatched,
@@ -20,7 +19,9 @@ from celery_idempotent.records import (
     Renewal,
     Reservation,
     Reserved,
+    ReserveRequest,
     Settled,
+    SettleRequest,
     State,
     Stored,
 )
@@ -112,7 +113,7 @@ class RedisStore(Browsing, Upkeep, Store):
                 b"%d" % lease_ms,
                 b"%d" % (lease_ms + request.keep_ms),
                 _fingerprint_argument(request.fingerprint),
-                pack_claimant(request.task_id, request.worker, request.message),
+                pack_claimant(request),
                 _ON_STALE_ARGUMENT[request.on_stale],
                 b"".join(request.unanswered),
             )
@@ -142,47 +143,31 @@ class RedisStore(Browsing, Upkeep, Store):
             )
         return [answer == b"renewed" for answer in self._ask_all(commands)]
 
-    def settle(
-        self,
-        record: Record,
-        *,
-        state: EndState,
-        value: Stored | None,
-        keep_ms: int,
-        replaced: bool = False,
-        restore: bool = True,
-    ) -> bool:
+    def settle(self, request: SettleRequest) -> bool:
         """Write the end state, unless the key has another token by now."""
-        bucket, name, leases, failures, _, interrupted = self._names(record.identity)
+        identity = request.record.identity
+        bucket, name, leases, failures, _, interrupted = self._names(identity)
         word, replicated = self._ask_replicated(
             script("settle").call(
                 bucket,
                 (name, leases, failures, interrupted),
-                pack_settled(record, state=state, value=value, replaced=replaced),
-                b"%d" % max(keep_ms, 1),
+                pack_settled(request),
+                b"%d" % max(request.keep_ms, 1),
                 b"1" if self.replicas else b"",
-                b"" if restore else b"1",
+                b"" if request.restore else b"1",
             )
         )
         if word == b"unreadable":
-            raise unreadable(record.identity)
+            raise unreadable(identity)
         if word == b"settled" and not replicated:
-            raise self._not_replicated("settle", record.identity)
+            raise self._not_replicated("settle", identity)
         return bool(word == b"settled")
 
-    def reserve(
-        self,
-        identity: Identity,
-        *,
-        task_id: str,
-        deadline_ms: int,
-        keep_ms: int,
-        fingerprint: bytes | None = None,
-        message: bytes | None = None,
-    ) -> Reservation:
+    def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published."""
+        identity, deadline_ms = request.identity, request.deadline_ms
         bucket, *keys = self._names(identity)
-        owner = pack_text(task_id)
+        owner = pack_text(request.task_id)
         word, *rest = self._ask(
             script("reserve").call(
                 bucket,
@@ -191,10 +176,10 @@ class RedisStore(Browsing, Upkeep, Store):
                 # that of another message.
                 hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
                 b"%d" % deadline_ms,
-                b"%d" % (deadline_ms + keep_ms),
-                _fingerprint_argument(fingerprint),
+                b"%d" % (deadline_ms + request.keep_ms),
+                _fingerprint_argument(request.fingerprint),
                 owner,
-                pack_message(message),
+                pack_message(request.message),
             )
         )
         if word == b"reserved":

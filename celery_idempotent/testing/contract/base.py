@@ -19,6 +19,8 @@ from celery_idempotent.records import (
     Record,
     Renewal,
     Reserved,
+    ReserveRequest,
+    SettleRequest,
     State,
     Stored,
 )
@@ -128,12 +130,13 @@ class ContractBase:
     def try_reserve(self, store: Store, identity: Identity = KEY, **changes: Any) -> Any:
         """Reserve a key, whatever the answer."""
         asked: dict[str, Any] = {
+            "identity": identity,
             "task_id": TASK_ID,
             "deadline_ms": self.lease_ms,
             "keep_ms": self.keep_ms,
             "fingerprint": FINGERPRINT,
         }
-        return store.reserve(identity, **{**asked, **changes})
+        return store.reserve(ReserveRequest(**{**asked, **changes}))
 
     def settle(
         self,
@@ -143,9 +146,8 @@ class ContractBase:
         **changes: Any,
     ) -> bool:
         """Settle a claim."""
-        return store.settle(
-            record, state=state, **{"value": VALUE, "keep_ms": self.keep_ms, **changes}
-        )
+        asked: dict[str, Any] = {"value": VALUE, "keep_ms": self.keep_ms, **changes}
+        return store.settle(SettleRequest(record=record, state=state, **asked))
 
     def lease(self, record: Record, **changes: Any) -> Renewal:
         """Return what renews a claim."""

@@ -1,0 +1,152 @@
+"""What a store is asked for, and how it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from celery_idempotent.records.record import EndState, Identity, OnStale, Record, Stored
+
+__all__ = [
+    "Answer",
+    "ClaimRequest",
+    "Claimed",
+    "Held",
+    "Mismatched",
+    "Renewal",
+    "Reservation",
+    "ReserveRequest",
+    "Reserved",
+    "Retained",
+    "SettleRequest",
+    "Settled",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRequest:
+    """What a worker asks a store for: the key, for whom, and for how long.
+
+    ``attempt`` (8 random bytes, new for every claim) lets a claim whose answer was lost be repeated: while that claim
+    holds, the same attempt gets the same token again. ``unanswered`` are attempts that were given up without an
+    answer, and nothing ran: a record that one of them holds is free, and claiming it counts no crash.
+
+    The lease lasts ``lease_ms``; the record lives ``keep_ms`` longer, so that there is something to sweep and a crash
+    to count. ``on_stale`` tells a sweep what to do should the lease run out, ``message`` what to publish then.
+    """
+
+    identity: Identity
+    attempt: bytes
+    lease_ms: int
+    keep_ms: int
+    fingerprint: bytes | None = None
+    task_id: str = ""
+    worker: str = ""
+    on_stale: OnStale = "interrupt"
+    message: bytes | None = field(default=None, repr=False)  # has arguments
+    unanswered: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRequest:
+    """What a publisher asks a store for: the key, for a message that it is about to publish.
+
+    The message counts as lost ``deadline_ms`` from now; the record lives ``keep_ms`` longer. ``message``, to be
+    published under ``task_id``, is what a sweep sends then, should no worker have claimed the key.
+    """
+
+    identity: Identity
+    task_id: str
+    deadline_ms: int
+    keep_ms: int
+    fingerprint: bytes | None = None
+    message: bytes | None = field(default=None, repr=False)  # has arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettleRequest:
+    """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
+
+    Without ``restore`` (for who did not run it) a record that is gone stays gone.
+    """
+
+    record: Record
+    state: EndState
+    value: Stored | None
+    keep_ms: int
+    replaced: bool = False
+    restore: bool = True
+
+    @classmethod
+    def ending_as(cls, settled: Record, *, record: Record, keep_ms: int) -> SettleRequest:
+        """Return what lets a claim end as another record has."""
+        return cls(
+            record=record,
+            state=cast("EndState", settled.state),
+            value=settled.value,
+            keep_ms=keep_ms,
+            replaced=settled.replaced,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
+
+    identity: Identity
+    token: int
+    lease_ms: int
+    keep_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The caller has the key now: run."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Another live claim holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
+
+    record: Record
+    left_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The operation is done: replay. ``age_ms`` says for how long, by the store's clock."""
+
+    record: Record
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """A committed end: settled ``age_ms`` ago, and kept for ``left_ms`` more, by the store's clock."""
+
+    record: Record
+    age_ms: int
+    left_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatched:
+    """The key belongs to a call with another fingerprint: refuse."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The key waits for the message that we are about to publish, under the record's task id."""
+
+    record: Record
+
+
+#: What a reservation can answer.
+Reservation = Reserved | Held | Settled | Mismatched
+
+#: What a claim can answer.
+Answer = Claimed | Held | Settled | Mismatched
