@@ -34,7 +34,7 @@ __all__ = [
     "Note",
     "Operation",
     "Outcome",
-    "forget",
+    "insist",
     "is_live",
     "notebooks",
     "offered",
@@ -185,10 +185,16 @@ def _carry_out(
             return _forget(by, record)
 
 
-def forget(
-    app: Celery, identity: Identity, *, force: bool = False, who: str = "", reason: str = ""
+def insist(
+    app: Celery,
+    identity: Identity,
+    operation: Operation,
+    *,
+    force: bool = False,
+    who: str = "",
+    reason: str = "",
 ) -> bool:
-    """Forget whatever record a key has; ``False`` if it has none.
+    """Do an operation to whatever record a key has; ``False`` if it has none for which it means something.
 
     Raises:
         InProgress: if an owner within its lease holds the key, and this is not forced.
@@ -198,28 +204,29 @@ def forget(
     if force and not reason:
         raise ValueError("to take a key away from a live owner, say why: reason=…")
     store = get_store(app)
-    while (record := store.get(identity)) is not None:
+    while (record := store.get(identity)) is not None and operation in offered(record):
         outcome = operate(
             app,
             identity,
-            "forget",
+            operation,
             token=record.token,
             state=record.state,
             force=force,
             who=who,
             reason=reason,
         )
-        if outcome is Outcome.DONE:
-            return True
         if outcome is Outcome.LIVE:
             raise InProgress(
-                f"{identity} is held by {record.owner}, and was not forgotten: wait for its end, or give"
+                f"{identity} is held by {record.owner}, and was left alone ({operation}): wait for its end, or give"
                 " force=True and a reason.",
                 task_id=record.task_id,
             )
+        if outcome is not Outcome.CHANGED:
+            return True
         # It has changed since: look again.
-    # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
-    store.forget(identity, token=0)
+    if operation == "forget":
+        # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
+        store.forget(identity, token=0)
     return False
 
 

@@ -24,6 +24,7 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
         "requeue": "acting",
         "fail": "acting",
         "forget": "acting",
+        "erase": "erasing",
         "sweep": "upkeep",
         "prune": "upkeep",
         "outbox": "upkeep",

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import getpass
-import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from celery_idempotent.cli.objects import object_of, row_of
-from celery_idempotent.cli.options import filter_of, filter_options, json_option
-from celery_idempotent.cli.output import Progress, note, write_json
-from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session, command
+from celery_idempotent.cli.doing import (
+    DONE,
+    LIVE,
+    Order,
+    do,
+    order_of,
+    order_options,
+    records_in_words,
+)
+from celery_idempotent.cli.objects import row_of
+from celery_idempotent.cli.options import filter_of, filter_options
+from celery_idempotent.cli.output import Progress, note
+from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.cli.telling import find_one
-from celery_idempotent.operations import Operation, Outcome
-from celery_idempotent.operations.bulk import Ended, Verdict, carry_out, verdict
+from celery_idempotent.operations import Operation
+from celery_idempotent.operations.bulk import Verdict, verdict
 from celery_idempotent.operations.explaining import EFFECTS, story_of
 from celery_idempotent.operations.finding import Filter, pages
 from celery_idempotent.records import Record
 
-__all__ = [
-    "Order",
-    "act_on_all",
-    "fail_command",
-    "forget_command",
-    "order_options",
-    "release_command",
-    "requeue_command",
-]
+__all__ = ["fail_command", "forget_command", "release_command", "requeue_command"]
 
 #: So many records are shown as a sample.
 _SAMPLE = 5
-
-_DONE: dict[Operation, str] = {
-    "release": "released",
-    "requeue": "requeued",
-    "fail": "failed",
-    "forget": "forgotten",
-}
 
 _WHY_NOT: dict[Operation, str] = {
     "release": "only a QUEUED or a PROCESSING record can be released.",
@@ -49,62 +40,6 @@ _WHY_NOT: dict[Operation, str] = {
     "fail": "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
     "forget": "there is no record.",
 }
-
-_LIVE = "its owner is live"
-
-_SAID: dict[Outcome, str] = {
-    Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
-    Outcome.CHANGED: "left alone: it has changed meanwhile",
-    Outcome.LIVE: f"left alone: {_LIVE}",
-}
-
-
-def _user() -> str:
-    """Return who calls, by the name of the machine's account."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number that has no name
-        return f"uid {os.getuid()}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What is to be done, by whom and why, and how it is asked for and told."""
-
-    operation: Operation
-    who: str
-    reason: str
-    force: bool
-    yes: bool
-    as_json: bool
-
-    def confirm(self, question: str) -> None:
-        """Ask, unless the answer was given; without a yes nothing is done."""
-        if self.yes:
-            return
-        try:
-            answer = click.confirm(question, err=True)
-        except click.Abort:
-            note("")
-            answer = False
-        if not answer:
-            note("Nothing was done. (--yes does not ask.)")
-            raise click.exceptions.Exit(FOUND)
-
-
-def _by(value: str | None) -> str:
-    return value or _user()
-
-
-order_options = [
-    click.option("--reason", default="", metavar="TEXT", help="Why: for the log and the event."),
-    click.option(
-        "--who", metavar="NAME", help="Who does it. Default: the account of this machine."
-    ),
-    click.option("--force", is_flag=True, help="Also where the owner is live; takes a --reason."),
-    click.option("--yes", "-y", is_flag=True, help="Do not ask."),
-    json_option,
-]
 
 
 def _command(operation: Operation, text: str) -> click.Command:
@@ -120,13 +55,7 @@ def _command(operation: Operation, text: str) -> click.Command:
     )
     @click.option("--dry-run", is_flag=True, help="With --all: say what would be done.")
     def run(session: Session, key: str | None, every: bool, **given: Any) -> None:
-        order = Order(
-            operation=operation,
-            who=_by(given.pop("who")),
-            **{name: given.pop(name) for name in ("reason", "force", "yes", "as_json")},
-        )
-        if order.force and not order.reason:
-            raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
+        order = order_of(operation, given)
         if every is (key is not None):
             raise click.UsageError("Give a KEY, or --all with filters.")
         limit, dry_run = given.pop("limit"), given.pop("dry_run")
@@ -167,7 +96,7 @@ def _act_on_one(
     story = story_of(session.app, session.store, record)
     choice = next((each for each in story.choices if each.operation == order.operation), None)
     if choice is None or (story.live and not order.force):
-        why = _WHY_NOT[order.operation] if choice is None else f"{_LIVE}."
+        why = _WHY_NOT[order.operation] if choice is None else f"{LIVE}."
         hint = "" if choice is None else " Wait for its end, or give --force and a --reason."
         note(f"{story.headline}\nNothing was done: {why}{hint}")
         raise click.exceptions.Exit(FOUND)
@@ -175,7 +104,7 @@ def _act_on_one(
         note(story.headline)
         note(f"{order.operation} {choice.effect} {choice.cost}")
     order.confirm(f"{order.operation.capitalize()} it?")
-    _do(session, order, [record])
+    do(session, order, [record], total=1)
 
 
 def _act_on_filter(
@@ -183,7 +112,7 @@ def _act_on_filter(
 ) -> None:
     found, more = _collect(session, order.operation, wanted, limit)
     more_text = f"There are more than {limit:,}: run it again for the rest." if more else ""
-    act_on_all(session, order, found, more=more_text, dry_run=dry_run)
+    _act_on_all(session, order, found, more=more_text, dry_run=dry_run)
 
 
 def _collect(
@@ -204,7 +133,7 @@ def _collect(
     return list(found.values()), False
 
 
-def act_on_all(
+def _act_on_all(
     session: Session,
     order: Order,
     records: Sequence[Record],
@@ -224,9 +153,9 @@ def act_on_all(
     if dry_run:
         return
     if doing:
-        order.confirm(f"{order.operation.capitalize()} {_records(len(doing))}?")
+        order.confirm(f"{order.operation.capitalize()} {records_in_words(len(doing))}?")
     left = len(records) - len(doing)
-    _do(session, order, doing, left=left)
+    do(session, order, doing, total=len(doing), left=left)
 
 
 def _preview(
@@ -236,9 +165,9 @@ def _preview(
     doing: Sequence[Record],
     now_ms: int,
 ) -> None:
-    done = _DONE[order.operation]
+    done = DONE[order.operation]
     total = sum(map(len, sorted_out.values()))
-    note(f"{_records(total)} found; {len(doing):,} to be {done}.")
+    note(f"{records_in_words(total)} found; {len(doing):,} to be {done}.")
     if doing:
         states = Counter(each.state.value for each in doing)
         counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
@@ -248,67 +177,11 @@ def _preview(
         if len(doing) > _SAMPLE:
             note(f"  … and {len(doing) - _SAMPLE:,} more")
     if sorted_out["live"] and not order.force:
-        note(f"{_records(len(sorted_out['live']))} left alone: {_LIVE} (--force, with a --reason).")
+        note(
+            f"{records_in_words(len(sorted_out['live']))} left alone: {LIVE} (--force, with a --reason)."
+        )
     if sorted_out["left"]:
-        note(f"{_records(len(sorted_out['left']))} left alone: {_WHY_NOT[order.operation]}")
-
-
-def _do(session: Session, order: Order, records: Sequence[Record], *, left: int = 0) -> None:
-    """Do it to one record after the other, and end with the exit code."""
-    ended: list[Ended] = []
-    try:
-        with Progress("records", total=len(records)) as progress:
-            for each in carry_out(
-                session.app,
-                order.operation,
-                records,
-                force=order.force,
-                who=order.who,
-                reason=order.reason,
-            ):
-                ended.append(each)
-                progress.add()
-                _tell(session, order, each)
-    except KeyboardInterrupt:
-        note(f"\nInterrupted after {len(ended):,} of {len(records):,}: run it again for the rest.")
-        raise click.exceptions.Exit(FOUND) from None
-    trouble = ended[-1].trouble if ended and ended[-1].outcome is None else ""
-    if len(records) > 1 or left:
-        note(_summary(order, ended, left=left, untried=len(records) - len(ended)))
-    if trouble:
-        raise click.exceptions.Exit(UNREACHABLE)
-    if left or any(each.outcome is not Outcome.DONE for each in ended):
-        raise click.exceptions.Exit(FOUND)
-
-
-def _tell(session: Session, order: Order, ended: Ended) -> None:
-    """Write what came of one record."""
-    outcome = "unknown" if ended.outcome is None else ended.outcome.value
-    if order.as_json:
-        now_ms = ended.record.updated_ms
-        told = object_of(session, ended.record, now_ms)
-        write_json({**told, "operation": order.operation, "outcome": outcome})
-        return
-    said = f"it may have been done, or not: {ended.trouble}"
-    if ended.outcome is not None:
-        said = _SAID.get(ended.outcome, _DONE[order.operation])
-    click.echo(f"{ended.record.identity}: {said}")
-
-
-def _summary(order: Order, ended: Iterable[Ended], *, left: int, untried: int) -> str:
-    counts = Counter(each.outcome for each in ended)
-    parts = [
-        (counts[Outcome.DONE], _DONE[order.operation]),
-        (counts[Outcome.UNSENT], "queued and not published yet"),
-        (counts[Outcome.CHANGED] + counts[Outcome.LIVE] + left, "left alone"),
-        (counts[None], "unknown: the store did not answer"),
-        (untried, "not tried: run it again"),
-    ]
-    return ", ".join(f"{number:,} {text}" for number, text in parts if number) + "."
-
-
-def _records(count: int) -> str:
-    return "1 record" if count == 1 else f"{count:,} records"
+        note(f"{records_in_words(len(sorted_out['left']))} left alone: {_WHY_NOT[order.operation]}")
 
 
 release_command = _command(

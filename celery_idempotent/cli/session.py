@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-__all__ = ["FOUND", "UNREACHABLE", "Command", "Session", "app_of", "command", "django_part"]
+__all__ = [
+    "FOUND",
+    "UNREACHABLE",
+    "Command",
+    "Session",
+    "app_of",
+    "command",
+    "django_part",
+    "session_of",
+]
 
 #: Exit codes: something was found or refused; the store cannot be reached. Wrong usage is click's 2.
 FOUND, UNREACHABLE = 1, 3
@@ -81,7 +90,7 @@ def command(name: str, **options: Any) -> Callable[[Callable[..., None]], click.
     def decorate(function: Callable[..., None]) -> click.Command:
         @click.pass_context
         def run(ctx: click.Context, /, **given: Any) -> None:
-            function(_session(ctx), **given)
+            function(session_of(ctx), **given)
 
         return click.command(name, cls=Command, **options)(update_wrapper(run, function))
 
@@ -94,7 +103,8 @@ def app_of(ctx: click.Context) -> Celery:
     return app
 
 
-def _session(ctx: click.Context) -> Session:
+def session_of(ctx: click.Context) -> Session:
+    """Return what a command has."""
     app = app_of(ctx)
     try:
         load_tasks(app)

@@ -105,7 +105,7 @@ class Lease(models.Model):
     requeues = models.IntegerField()
     #: Q, P, I or F, as the record's.
     state = models.CharField(max_length=1)
-    #: i interrupt, f fail, r requeue.
+    #: i interrupt, f fail, r requeue; in upper case while the reservation is not committed.
     on_stale = models.CharField(max_length=1)
     #: Which attempt to claim or reserve wrote this.
     attempt = ShortBinaryField(max_length=16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -38,7 +38,7 @@ def verdict(operation: Operation, record: Record, now_ms: int) -> Verdict:
 def carry_out(
     app: Celery,
     operation: Operation,
-    records: Sequence[Record],
+    records: Iterable[Record],
     *,
     force: bool,
     who: str,

@@ -49,9 +49,12 @@ class Story:
     choices: Sequence[Choice] = ()
 
 
-def story_of(app: Celery, store: Store, record: Record) -> Story:
-    """Tell the story of a record as :meth:`Store.get` returns it; the store is asked three questions at most."""
-    teller = _Teller(app, store, record)
+def story_of(app: Celery, store: Store, record: Record, *, errors: bool = True) -> Story:
+    """Tell the story of a record as :meth:`Store.get` returns it; the store is asked three questions at most.
+
+    ``errors``: may the name of a FAILED record's exception be told?
+    """
+    teller = _Teller(app, store, record, errors=errors)
     return Story(
         headline=teller.headline(),
         past=tuple(teller.past()),
@@ -79,7 +82,8 @@ def story_of_nothing(app: Celery, what: str, namespace: str | None) -> Story:
 class _Teller:
     """Tells of one record, at one time of the store's clock."""
 
-    def __init__(self, app: Celery, store: Store, record: Record) -> None:
+    def __init__(self, app: Celery, store: Store, record: Record, *, errors: bool) -> None:
+        self.error = error_name(app, record) if errors else ""
         self.app = app
         self.store = store
         self.record = record
@@ -115,8 +119,8 @@ class _Teller:
             case State.COMPLETED:
                 return f"{subject} is COMPLETED: it took effect, and is not run again."
             case State.FAILED:
-                name = error_name(self.app, record)
-                return f"{subject} is FAILED for good{f' with {name}' if name else ''}: it is not run again."
+                error = f" with {self.error}" if self.error else ""
+                return f"{subject} is FAILED for good{error}: it is not run again."
 
     def past(self) -> Iterator[str]:
         record = self.record

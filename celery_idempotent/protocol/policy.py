@@ -66,7 +66,7 @@ SETTINGS: Final = (
 )
 
 #: Attributes of the task class with our prefix that are no options.
-_METHODS: Final = ("definition", "policy", "record", "forget")
+_METHODS: Final = ("definition", "policy", "record", "forget", "release", "requeue", "fail")
 
 _UNSET: Final = object()
 

@@ -111,8 +111,9 @@ class Record:
     settled; the id tells machines that share a name apart. ``value`` is the result of a COMPLETED and the exception of
     a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task ended with ``self.replace``:
     another task carries the task id on; ``delivered`` that the callbacks of the settled task were sent; ``reserved``
-    that the key was reserved before its message was published. ``steps`` are the
-    results of the steps that an unfinished run recorded, in their order; ``message`` what to publish when it is
+    that the key was reserved before its message was published, ``uncommitted`` that this reservation is part of a
+    transaction which may still be rolled back. ``steps`` are the results of the steps that an unfinished run recorded,
+    in their order; ``message`` what to publish when it is
     requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
     ``refusals`` are the last five who could not have the key, the latest last. Only ``get`` is sure to bring them, and
@@ -134,6 +135,7 @@ class Record:
     replaced: bool = False
     delivered: bool = False
     reserved: bool = False
+    uncommitted: bool = False
     on_stale: OnStale = "interrupt"
     message: bytes | None = field(default=None, repr=False)  # has arguments
     steps: tuple[tuple[str, Stored], ...] = ()

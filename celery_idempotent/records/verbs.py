@@ -53,6 +53,7 @@ class ReserveRequest:
 
     The message counts as lost ``deadline_ms`` from now; the record lives ``keep_ms`` longer. ``message``, to be
     published under ``task_id``, is what a sweep sends then, should no worker have claimed the key.
+    With ``uncommitted`` a transaction may still be rolled back, and the message then never sent.
     """
 
     identity: Identity
@@ -61,13 +62,15 @@ class ReserveRequest:
     keep_ms: int
     fingerprint: bytes | None = None
     message: bytes | None = field(default=None, repr=False)  # has arguments
+    uncommitted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
-    Without ``restore`` (for who did not run it) a record that is gone stays gone.
+    Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
+    ``record`` stays as it is: it was requeued, for instance, which keeps the token.
     """
 
     record: Record

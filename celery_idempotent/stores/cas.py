@@ -171,6 +171,7 @@ class DecidingStore(Store):
             attempt=b"",
             token=request.record.token,
             keep_ms=max(request.keep_ms, 1),
+            state=None if request.restore else request.record.state,
             restore=request.restore,
             claim=request.record,
         )

@@ -12,10 +12,10 @@ and docs/life-of-a-record.md prints it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from celery_idempotent.records import RefusalKind, State
+from celery_idempotent.records import Record, RefusalKind, State
 
 __all__ = ["TABLE", "Rule", "Verb"]
 
@@ -38,17 +38,21 @@ CLAIM = (*HISTORY, "reserved")
 #: What stays of a claim once it is settled.
 OUTCOME = ("token", "created_ms", "crashes", "attempts", "fingerprint", "task_id")
 #: All but the state, the deadline and the time of the last change.
-# fmt: off
-WHOLE = (
-    *OUTCOME, "worker", "value", "replaced", "delivered", "reserved", "on_stale", "message", "steps",
+WHOLE = tuple(
+    field.name
+    for field in fields(Record)
+    if field.name not in ("identity", "state", "deadline_ms", "updated_ms", "refusals")
 )
-# fmt: on
 #: All but the state and the deadline.
 UNCHANGED = (*WHOLE, "updated_ms")
 
 
 def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
     return tuple(name for name in fields if name not in left_out)
+
+
+#: What a reservation has when it is repeated; its transaction may be committed by now.
+SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +113,9 @@ TABLE: tuple[Rule, ...] = (
     Rule("reserve", (PROCESSING,), "", "held"),
     # The answer to this very reservation was lost, or the first sender publishes again.
     Rule("reserve", (QUEUED,), "the same task id, with a message", "reserved", QUEUED,
-         _without(UNCHANGED, "reserved", "message"), life="anew"),
-    Rule("reserve", (QUEUED,), "the same task id", "reserved", QUEUED, _without(UNCHANGED, "reserved"), life="anew"),
-    Rule("reserve", (QUEUED,), "the same caller", "reserved", QUEUED, _without(UNCHANGED, "reserved"), life="anew"),
+         _without(SAME_RESERVATION, "message"), life="anew"),
+    Rule("reserve", (QUEUED,), "the same task id", "reserved", QUEUED, SAME_RESERVATION, life="anew"),
+    Rule("reserve", (QUEUED,), "the same caller", "reserved", QUEUED, SAME_RESERVATION, life="anew"),
     Rule("reserve", (QUEUED,), "before its deadline", "held"),
     # Its sender died before it published: the message goes out under the same task id.
     Rule("reserve", (QUEUED,), "", "reserved", QUEUED,
@@ -126,6 +130,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("settle", NONE, "", "none"),
     Rule("settle", ANY, "another token", "lost"),
     Rule("settle", ENDS, "", "settled"),
+    # Only by who did not run it: a requeue, which keeps the token, came between the look and this.
+    Rule("settle", LIVE, "another state", "lost"),
     Rule("settle", LIVE, "", "settled", "as asked", OUTCOME, life="anew"),
 
     *_lost("release", INTERRUPTED, *ENDS),

@@ -68,6 +68,11 @@ def crashed(store: Store, _: Record) -> None:
     store.interrupt(KEY, token=claim(store, KEY, message=MESSAGE).token)
 
 
+def requeued(store: Store, _: Record) -> None:
+    """A sweep let its message be sent again, which keeps the token."""
+    assert store.requeue(KEY, deadline_ms=60_000)
+
+
 def anew(store: Store, _: Record) -> None:
     """Somebody else forgot it, and it ran again."""
     store.forget(KEY)
@@ -87,6 +92,9 @@ def anew(store: Store, _: Record) -> None:
         ("fail", "STALE", released),
         ("fail", "STALE", completed),
         ("fail", "STALE", failed),
+        ("fail", "STALE", requeued),
+        ("fail", "INTERRUPTED", requeued),
+        ("forget", "STALE", requeued),
         ("forget", "STALE", claimed),
         ("forget", "STALE", completed),
         ("forget", "INTERRUPTED", claimed),

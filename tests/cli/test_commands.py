@@ -358,3 +358,55 @@ def test_check_tells_of_findings_and_its_exit_code_says_so(run):
     assert result.exit_code == 1
     assert [line["id"] for line in lines(result)] == ["W005"]
     assert "memory:// is for tests" in run("check").stdout
+
+
+def test_health_is_well_where_the_store_answers_and_sweeps_run(run, store):
+    without = run("check", "--health")
+    assert without.exit_code == 1
+    assert "Does beat run?" in without.stdout
+    assert run("sweep").exit_code == 0
+    (line,) = lines(run("check", "--health", "--json"))
+    assert line["well"]
+    assert line["sweep"]["ago_s"] == 0
+    assert "well" in run("check", "--health").stdout
+
+
+def test_health_misses_sweeps_after_three_intervals(run, store):
+    store.note_sweep()
+    store._swept_ms -= 91_000  # every 30 s
+    assert run("check", "--health").exit_code == 1
+    store._swept_ms += 2_000
+    assert run("check", "--health").exit_code == 0
+
+
+def test_health_of_a_store_that_is_down_is_exit_code_3(run, store, monkeypatch):
+    def down(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("it is down")
+
+    monkeypatch.setattr(store, "stats", down)
+    assert run("check", "--health").exit_code == 3
+
+
+def test_erase_deletes_all_of_a_scope_and_nothing_else(every, run, store):
+    settle(store, claim(store, identity("done", scope="acme")))
+    for number in range(30):
+        settle(store, claim(store, identity(f"{number}", scope="acme", namespace="other")))
+    assert run("erase", "--scope", "acme", said="n\n").exit_code == 1
+    assert store.get(identity("done", scope="acme")) is not None
+    erased = run("erase", "--scope", "acme", "--json", said="y\n")
+    assert erased.exit_code == 0, erased.output
+    assert "32 records of other, shop.charge" in erased.stderr
+    assert {line["outcome"] for line in lines(erased)} == {"done"}
+    left = keys(run("list", "--state", "any", "--json"))
+    assert left == ALL_BUT_COMPLETED - {"of acme"} | {"done"}
+    assert "Nothing is stored" in run("erase", "--scope", "acme").stderr
+
+
+def test_erase_leaves_a_live_owner_alone_and_says_so(store, run):
+    claim(store, identity("busy", scope="acme"))
+    result = run("erase", "--scope", "acme", "--yes")
+    assert result.exit_code == 1
+    assert "its owner is live" in result.stdout
+    forced = run("erase", "--scope", "acme", "--yes", "--force", "--reason", "a tenant left")
+    assert forced.exit_code == 0
+    assert store.get(identity("busy", scope="acme")) is None

@@ -134,6 +134,7 @@ class Agreement(RuleBasedStateMachine):
         keep_ms=keeps,
         fingerprint=fingerprints,
         message=messages,
+        uncommitted=st.booleans(),
     )
     def reserve(self, identity: Identity, **asked: Any) -> None:
         self.ask("reserve", ReserveRequest(identity=identity, **asked))

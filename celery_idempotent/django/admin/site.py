@@ -25,6 +25,7 @@ from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.django.outbox import pending
+from celery_idempotent.operations.explaining import story_of
 from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.stores import get_store
 
@@ -140,6 +141,7 @@ class IdempotencyRecordAdmin(BulkPages):
             "title": "Idempotency record",
             "subtitle": str(identity),
             "detail": about,
+            "story": story_of(app, store, record, errors=may_see),
             "record": record,
             "identity": identity,
             "known": definition is not None,

@@ -183,7 +183,7 @@ def _may_be_rolled_back(order: Order, record: Record) -> bool:
     """Is this the reservation of a transaction that is still open, for whose end this request waits?"""
     return (
         order.options.on_pending == "accept"
-        and reservations.is_uncommitted(record)
+        and record.uncommitted
         and not in_testcase(transaction.get_connection(order.using))
     )
 

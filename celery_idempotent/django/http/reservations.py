@@ -23,7 +23,6 @@ from django.db import DatabaseError, transaction
 from kombu.exceptions import OperationalError
 
 from celery_idempotent import signals
-from celery_idempotent.celery.reserving import RESERVED_MS
 from celery_idempotent.django.http.orders import Order
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.protocol import backoff, key_change
@@ -51,15 +50,6 @@ _FORGOTTEN = Line(
 )
 
 
-def is_uncommitted(record: Record) -> bool:
-    """Is this a reservation that may still be rolled back? Its deadline is shorter than that of any other."""
-    return (
-        record.state is State.QUEUED
-        and record.deadline_ms is not None
-        and record.deadline_ms - record.updated_ms < RESERVED_MS
-    )
-
-
 def reserve_key(order: Order, task_id: str, *, promised: bool) -> Reservation:
     """Reserve the key; ``promised``: with its message, which a sweep sends should this process die.
 
@@ -76,6 +66,7 @@ def reserve_key(order: Order, task_id: str, *, promised: bool) -> Reservation:
             deadline_ms=order.patience_ms if promised else UNCOMMITTED_MS,
             keep_ms=order.definition.policy.keep_ms,
             message=message,
+            uncommitted=not promised,
         ),
     )
 

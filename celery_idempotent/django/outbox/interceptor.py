@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -309,9 +310,14 @@ def _group(using: str, name: str | None) -> _Group:
 # -- for operators -----------------------------------------------------------------------------------------------------
 
 
-def pending(*, using: str = "default", limit: int = 100) -> list[Pending]:
-    """Return the messages that wait, oldest first."""
-    waiting = rows.rows(using).annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
+def pending(
+    *, using: str = "default", limit: int = 100, scopes: Collection[str] | None = None
+) -> list[Pending]:
+    """Return the messages that wait, oldest first; only those of ``scopes`` (canonical), if these are given."""
+    staged = rows.rows(using)
+    if scopes is not None:
+        staged = staged.filter(scope__in=scopes)
+    waiting = staged.annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
     copied = ("group", "app", "task", "task_id", "key", "scope", "attempts", "error")
     return [
         Pending(

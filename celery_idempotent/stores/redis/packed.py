@@ -6,7 +6,8 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
     2      flags       1 has a fingerprint
                        C, F: 2 task id is a UUID, 4 has a value, 8 was replaced, 16 is delivered,
                              32 has refusals
-                       P, I, Q: 16 was reserved, 32 fails when stale, 64 is requeued when stale
+                       P, I, Q: 2 its reservation is not committed, 16 was reserved, 32 fails when stale,
+                             64 is requeued when stale
     3-9    token
     10-15  created, ms
     16-21  updated, ms
@@ -42,6 +43,7 @@ from celery_idempotent.records import (
     OnStale,
     Record,
     Refusal,
+    ReserveRequest,
     SettleRequest,
     State,
     Stored,
@@ -60,12 +62,12 @@ _LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
 
 _HAS_FINGERPRINT = 1
 _UUID, _VALUE, _REPLACED, _DELIVERED, _REFUSED = 2, 4, 8, 16, 32
-_RESERVED, _FAIL, _REQUEUE = 16, 32, 64
+_UNCOMMITTED, _RESERVED, _FAIL, _REQUEUE = 2, 16, 32, 64
 _SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
-_LIVE_FLAGS = _HAS_FINGERPRINT | _RESERVED | _FAIL | _REQUEUE
+_LIVE_FLAGS = _HAS_FINGERPRINT | _UNCOMMITTED | _RESERVED | _FAIL | _REQUEUE
 #: What a sweep does with the record once it is stale, as flags.
-ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
-_ON_STALE_WORDS = {flags: word for word, flags in ON_STALE_FLAGS.items()}
+_ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
+_ON_STALE_WORDS = {flags: word for word, flags in _ON_STALE_FLAGS.items()}
 
 _COMMON_HEAD_BYTES = 23
 _LIVE_HEAD_BYTES = 37
@@ -88,6 +90,13 @@ def pack_token(token: int) -> bytes:
 def pack_claimant(request: ClaimRequest) -> bytes:
     """Return the part of a live record that a claim brings: its owner, and the message to publish again."""
     return pack_text(request.task_id) + pack_text(request.worker) + pack_message(request.message)
+
+
+def pack_flags(request: ClaimRequest | ReserveRequest) -> bytes:
+    """Return the flags that a claim or a reservation brings, as a number for a script."""
+    if isinstance(request, ClaimRequest):
+        return b"%d" % _ON_STALE_FLAGS[request.on_stale]
+    return b"%d" % (_RESERVED | (_UNCOMMITTED if request.uncommitted else 0))
 
 
 def pack_message(message: bytes | None) -> bytes:
@@ -181,6 +190,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         replaced=bool(flags & _REPLACED),
         delivered=state.settled and bool(flags & _DELIVERED),
         reserved=bool(live & _RESERVED),
+        uncommitted=bool(live & _UNCOMMITTED),
         on_stale=_ON_STALE_WORDS.get(live & (_FAIL | _REQUEUE), "interrupt"),
         message=message,
         steps=steps,

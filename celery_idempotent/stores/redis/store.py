@@ -31,8 +31,8 @@ from celery_idempotent.stores.redis.channel import Reply, exchange
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import (
-    ON_STALE_FLAGS,
     pack_claimant,
+    pack_flags,
     pack_message,
     pack_settled,
     pack_state,
@@ -44,8 +44,6 @@ from celery_idempotent.stores.redis.scripts import VERBS, Command, plain, script
 from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix
 from celery_idempotent.stores.values import pack_text, pack_value
-
-_ON_STALE_ARGUMENT = {word: b"%d" % flags for word, flags in ON_STALE_FLAGS.items()}
 
 
 class RedisStore(Browsing, Upkeep, Store):
@@ -114,7 +112,7 @@ class RedisStore(Browsing, Upkeep, Store):
                 b"%d" % (lease_ms + request.keep_ms),
                 _fingerprint_argument(request.fingerprint),
                 pack_claimant(request),
-                _ON_STALE_ARGUMENT[request.on_stale],
+                pack_flags(request),
                 b"".join(request.unanswered),
             )
         )
@@ -154,7 +152,7 @@ class RedisStore(Browsing, Upkeep, Store):
                 pack_settled(request),
                 b"%d" % max(request.keep_ms, 1),
                 b"1" if self.replicas else b"",
-                b"" if request.restore else b"1",
+                b"" if request.restore else pack_state(request.record.state),
             )
         )
         if word == b"unreadable":
@@ -180,6 +178,7 @@ class RedisStore(Browsing, Upkeep, Store):
                 _fingerprint_argument(request.fingerprint),
                 owner,
                 pack_message(request.message),
+                pack_flags(request),
             )
         )
         if word == b"reserved":

@@ -11,6 +11,7 @@ pytest.register_assert_rewrite(
     "celery_idempotent.testing.contract.endings",
     "celery_idempotent.testing.contract.identities",
     "celery_idempotent.testing.contract.listing",
+    "celery_idempotent.testing.contract.messages",
     "celery_idempotent.testing.contract.refusals",
     "celery_idempotent.testing.contract.requeues",
     "celery_idempotent.testing.contract.reservations",
@@ -23,6 +24,7 @@ from celery_idempotent.testing.contract.claims import ClaimContract  # noqa: E40
 from celery_idempotent.testing.contract.endings import EndingContract  # noqa: E402
 from celery_idempotent.testing.contract.identities import IdentityContract  # noqa: E402
 from celery_idempotent.testing.contract.listing import ListingContract  # noqa: E402
+from celery_idempotent.testing.contract.messages import MessageContract  # noqa: E402
 from celery_idempotent.testing.contract.refusals import RefusalContract  # noqa: E402
 from celery_idempotent.testing.contract.requeues import RequeueContract  # noqa: E402
 from celery_idempotent.testing.contract.reservations import ReservationContract  # noqa: E402
@@ -39,6 +41,7 @@ class StoreContract(
     ReservationContract,
     StepContract,
     RequeueContract,
+    MessageContract,
     RefusalContract,
     UpkeepContract,
     ListingContract,

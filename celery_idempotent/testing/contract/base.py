@@ -177,6 +177,12 @@ class ContractBase:
         assert found is not None
         return found
 
+    def requeueable(self, store: Store, advance: Advance, **changes: Any) -> Record:
+        """Claim the key with a message and let the lease run out; return the record."""
+        record = self.claim(store, **{"on_stale": "requeue", "message": MESSAGE, **changes})
+        advance(self.lease_ms + 1)
+        return record
+
     def found(self, store: Store, identity: Identity = KEY) -> Record:
         """Return the record that there is."""
         record = store.get(identity)

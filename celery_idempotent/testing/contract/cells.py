@@ -170,7 +170,7 @@ class CellContract(ContractBase):
                 assert store.forget(KEY)
             case State.QUEUED:
                 assert store.release(KEY, token=claim.token, requeue_ms=self.lease_ms)
-                life_ms += self.lease_ms
+                self.reserve(store, uncommitted=True)
                 if scene.taken_over:
                     advance(self.lease_ms + 1)
                     self.reserve(store, task_id=scene.task_id)
@@ -234,6 +234,7 @@ class CellContract(ContractBase):
             "task_id": scene.task_id,
             "message": scene.message,
             "fingerprint": scene.fingerprint,
+            "uncommitted": True,
         }
         answer = self.try_reserve(store, deadline_ms=self.delay_ms, **brought)
         return type(answer).__name__.lower(), {**brought, "reserved": True}
@@ -245,7 +246,11 @@ class CellContract(ContractBase):
     def _settle(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
         claim = dataclasses.replace(record, token=record.token + (scene.token or 0))
         brought: dict[str, Any] = {"state": State.FAILED, "value": ENDING, "replaced": True}
-        return self.settle(store, claim, restore=scene.restore, **brought), brought
+        restore = scene.restore
+        if scene.another_state:
+            claim = dataclasses.replace(claim, state=_another(claim.state))
+            restore = False
+        return self.settle(store, claim, restore=restore, **brought), brought
 
     def _release(
         self, store: Store, scene: Scene, record: Record
@@ -291,7 +296,9 @@ class CellContract(ContractBase):
 
     def _forget(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
         token = record.token + (scene.token or 0)
-        state = record.state
-        if scene.another_state:
-            state = State.QUEUED if state is State.FAILED else State.FAILED
+        state = _another(record.state) if scene.another_state else record.state
         return store.forget(KEY, token=token, state=state), {}
+
+
+def _another(state: State) -> State:
+    return State.QUEUED if state is State.FAILED else State.FAILED

@@ -29,6 +29,13 @@ STATES = ("QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
 class ReservationContract(ContractBase):
     """Reservations, and claims of what was reserved."""
 
+    def test_it_says_whether_its_transaction_may_be_rolled_back(self, store: Store) -> None:
+        for uncommitted in (True, False, True):
+            record = self.reserve(store, uncommitted=uncommitted)
+            assert record.uncommitted is uncommitted
+            assert self.found(store) == record
+        assert self.claim(store).uncommitted is False
+
     def test_an_unclaimed_key_is_reserved(self, store: Store) -> None:
         record = self.reserve(store)
         assert (record.identity, record.state) == (KEY, State.QUEUED)

@@ -14,7 +14,7 @@ end
 
 -- Has a live record a flag that this version does not know?
 local function foreign(record)
-  return bit.band(record:byte(2), 142) ~= 0
+  return bit.band(record:byte(2), 140) ~= 0
 end
 
 -- Make a live record INTERRUPTED, with this many crashes, for as long as it would have lived, and index it.

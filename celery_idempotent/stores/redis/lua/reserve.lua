@@ -3,6 +3,7 @@
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
 -- ARGV     1 who reserves, 8 bytes · 2 until the deadline, ms · 3 life of the record, ms
 --          4 fingerprint, 16 bytes or '' · 5 task id, packed · 6 message, packed, or ''
+--          7 flags: 16, and 2 while a transaction may be rolled back
 -- returns  {'reserved', record}
 --          {'held', record, ms until its lease or its deadline}
 --          {'settled', record, ms since it was settled}
@@ -15,7 +16,7 @@ local time = redis.call('TIME')
 local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
 local deadline = now + ARGV[2]
-local created, crashes, attempts, extra, flags, at = now, 0, 0, '', 16, nil
+local created, crashes, attempts, extra, flags, at = now, 0, 0, '', tonumber(ARGV[7]), nil
 
 local old = redis.call('GET', KEYS[1])
 if old then
@@ -31,7 +32,7 @@ if old then
     return {'held', old, math.max(struct.unpack('>I6', old, 24) - now, 0)}
   end
 
-  flags = bit.bor(old:byte(2), 16)
+  flags = bit.bor(bit.band(old:byte(2), 253), ARGV[7])
   if state == 'Q' then
     local own = old:sub(at, at + #ARGV[5] - 1) == ARGV[5]
     if own or old:sub(30, 37) == ARGV[1] then
@@ -52,7 +53,7 @@ if old then
     owner, extra = '', old:sub(at)
   else
     -- Its message was under another task id: there will be a new one.
-    flags = bit.band(flags, 17)
+    flags = bit.band(flags, 19)
     at = extension(old)
     if old:sub(at, at) == 'M' then at = past(old, at) end
     extra = old:sub(at)

@@ -3,7 +3,7 @@
 -- KEYS     1 record · 2 leases · 3 failures · 4 interrupted
 -- ARGV     1 the record as settled, with the claim's times and counts · 2 how long to keep it, ms
 --          3 '1' to write a settled record again, so that a WAIT waits for it, else ''
---          4 '1' to leave it at that where the record is gone, else ''
+--          4 letter of the state that it must be in, unless it has ended; '' for any, also where the record is gone
 -- returns  'settled' (now, or before with this token: then the first value stays)
 --          'lost' | 'none' (it is gone) | 'unreadable'
 local new = ARGV[1]
@@ -21,11 +21,12 @@ if old then
     end
     return 'settled'
   end
+  if ARGV[4] ~= '' and state ~= ARGV[4] then return 'lost' end
   -- A sweep may have counted a crash since the claim.
   new = new:sub(1, 2) .. old:sub(3, 15) .. struct.pack('>I6', now) .. old:sub(22, 23) .. new:sub(24)
   local at, rest = refusals_of(old)
   if at then new = settled_with(new, old:sub(at + 5, rest - 1)) end
-elseif ARGV[4] == '1' then
+elseif ARGV[4] ~= '' then
   return 'none'
 else
   -- Flushed or evicted, maybe with the index.

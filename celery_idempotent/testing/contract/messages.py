@@ -1,0 +1,103 @@
+"""The contract of a reservation's message: who brings it, and when a sweep sends it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from celery_idempotent.records import Held
+from celery_idempotent.stores.base import Store
+from celery_idempotent.testing.contract.base import (
+    KEY,
+    MESSAGE,
+    TASK_ID,
+    VALUE,
+    Advance,
+    ContractBase,
+)
+
+
+class MessageContract(ContractBase):
+    """A reservation with a message, and one without."""
+
+    def test_a_reservation_without_a_message_is_left_to_the_next_one(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.reserve(store)
+        advance(self.lease_ms + 1)
+        for _ in range(2):
+            report = store.sweep(limit=10)
+            assert (report.interrupted, report.requeued, report.more) == ((), (), False)
+        assert store.get(KEY) == record
+        again = self.reserve(store, task_id="another")
+        assert again.task_id == record.task_id
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).requeued == ()
+        assert self.claim(store).attempts == 1
+
+    def test_the_message_of_a_reservation_is_requeued_past_its_deadline_until_it_is_claimed(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.reserve(store, message=MESSAGE)
+        assert record.message == MESSAGE
+        assert store.get(KEY) == record
+        assert store.sweep(limit=10, requeue_ms=self.lease_ms).requeued == ()
+        assert isinstance(self.try_reserve(store, task_id="another", message=b"mine"), Held)
+        for waited in (self.lease_ms, 2 * self.lease_ms):
+            assert record.deadline_ms is not None
+            advance(record.deadline_ms - store.now_ms() + 1)
+            (swept,) = store.sweep(limit=10, requeue_ms=self.lease_ms).requeued
+            assert swept.deadline_ms is not None
+            assert swept.deadline_ms - record.deadline_ms >= waited
+            # No crash: it was never claimed.
+            assert swept == dataclasses.replace(record, deadline_ms=swept.deadline_ms)
+            assert store.get(KEY) == swept
+            record = swept
+        claimed = self.claim(store)
+        assert (claimed.message, claimed.crashes, claimed.reserved) == (None, 0, True)
+        advance(self.lease_ms + 1)
+        assert store.sweep(limit=10).requeued == ()
+
+    def test_who_reserves_again_may_bring_a_message_and_else_leaves_the_first(
+        self, store: Store, advance: Advance
+    ) -> None:
+        first = self.claim(store)
+        assert store.checkpoint(KEY, token=first.token, name="pay", value=VALUE)
+        store.interrupt(KEY, token=first.token)
+        assert self.reserve(store).message is None
+        for given, kept in ((MESSAGE, MESSAGE), (None, MESSAGE), (b"longer " * 9, b"longer " * 9)):
+            record = self.reserve(store, message=given)
+            assert (record.message, record.steps) == (kept, (("pay", VALUE),))
+            assert store.get(KEY) == record
+        advance(self.lease_ms + 1)
+        (swept,) = store.sweep(limit=10).requeued
+        assert (swept.message, swept.steps) == (b"longer " * 9, (("pay", VALUE),))
+
+    def test_who_takes_a_reservation_over_brings_its_message_under_the_first_task_id(
+        self, store: Store, advance: Advance
+    ) -> None:
+        self.reserve(store)
+        advance(self.lease_ms + 1)
+        # Of another task id: the first stays in the record.
+        for _ in range(2):
+            record = self.reserve(store, task_id="another", message=b"for another")
+            assert (record.task_id, record.message) == (TASK_ID, None)
+        assert self.reserve(store, message=MESSAGE).message == MESSAGE
+        advance(self.lease_ms + 1)
+        again = self.reserve(store, task_id="a third", message=b"for a third")
+        assert (again.task_id, again.message) == (TASK_ID, MESSAGE)
+        advance(self.lease_ms + 1)
+        (swept,) = store.sweep(limit=10).requeued
+        assert swept.message == MESSAGE
+
+    def test_an_interrupted_key_is_reserved_with_the_new_message(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.requeueable(store, advance)
+        store.interrupt(KEY, token=record.token)
+        again = self.reserve(store, task_id="another", message=b"another")
+        assert (again.task_id, again.message, again.on_stale) == (
+            "another",
+            b"another",
+            "interrupt",
+        )
+        assert store.get(KEY) == again
