@@ -13,6 +13,7 @@ from drf_spectacular.utils import OpenApiParameter
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.rest import StatusView
 from celery_idempotent.django.http.views import Marks, marks_of
+from celery_idempotent.records import State
 
 _PROBLEM: Final[dict[str, object]] = {
     "type": "object",
@@ -39,7 +40,7 @@ _STATUS: Final[dict[str, object]] = {
         "key": {"type": "string"},
         "state": {
             "type": "string",
-            "enum": ["QUEUED", "PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED"],
+            "enum": [state.name for state in State],
         },
         "settled": {"type": "boolean"},
         "created_at": {"type": "string", "format": "date-time"},
