@@ -9,9 +9,15 @@ import pytest
 
 from celery_idempotent.records import Identity, Record, Selection, State
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import KEY, MESSAGE, VALUE, Advance, ContractBase
-
-EVERY = ("QUEUED", "PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED")
+from celery_idempotent.testing.contract.base import (
+    ENDS,
+    EVERY,
+    KEY,
+    MESSAGE,
+    VALUE,
+    Advance,
+    ContractBase,
+)
 
 
 class ListingContract(ContractBase):
@@ -41,8 +47,8 @@ class ListingContract(ContractBase):
         record = self.claim(store, identity)
         if state == "INTERRUPTED":
             store.interrupt(identity, token=record.token)
-        elif state in ("COMPLETED", "FAILED"):
-            self.settle(store, record, State.COMPLETED if state == "COMPLETED" else State.FAILED)
+        elif state in ENDS:
+            self.settle(store, record, ENDS[state])
         return self.found(store, identity)
 
     def test_an_empty_store_lists_and_counts_nothing(self, store: Store) -> None:
@@ -132,13 +138,15 @@ class ListingContract(ContractBase):
         assert self.found(store).state is State.INTERRUPTED
         assert store.stats().interrupted == 1
 
-    def test_what_was_interrupted_and_is_over_is_not_counted(
-        self, store: Store, advance: Advance
+    @pytest.mark.parametrize("state", ["INTERRUPTED", "FAILED"])
+    def test_what_ended_badly_and_is_over_is_not_counted(
+        self, store: Store, advance: Advance, state: str
     ) -> None:
-        self.make(store, "INTERRUPTED", "over")
+        self.make(store, state, "over")
         advance(self.lease_ms + self.keep_ms + 1)
-        assert store.stats().interrupted == 0
-        assert self.keys(store, Selection(states=frozenset({State.INTERRUPTED}))) == []
+        stats = store.stats()
+        assert (stats.interrupted, stats.failed) == (0, 0)
+        assert self.keys(store, Selection(states=frozenset({State(state)}))) == []
 
     def test_a_page_looks_at_so_many_keys_only(self, store: Store) -> None:
         for n in range(30):
