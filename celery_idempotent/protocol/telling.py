@@ -212,9 +212,38 @@ class Reporter:
             reason=reason,
         )
         if logged:
-            logger.log(line.level, "idempotency: " + line.text, _words(event))  # noqa: G003  a constant
+            extra = {
+                f"idempotency_{name}": value for name, value in _fields(counter, event).items()
+            }
+            logger.log(line.level, "idempotency: " + line.text, _words(event), extra=extra)  # noqa: G003  a constant
         if outcome.receivers:
             emit(outcome, self._sender(), event)
+
+
+def facts(outcome: str, event: Event) -> dict[str, str | int | bool]:
+    """Return what logs and traces say of an event beside the key, under the names that both use; only what is known."""
+    found: dict[str, str | int | bool] = {"outcome": outcome, "task": event.task}
+    if event.namespace:
+        found["namespace"] = event.namespace
+    if event.state is not None:
+        found["state"] = event.state.value
+    if event.error is not None:
+        found["error"] = type(event.error).__name__
+    if event.observed:
+        found["observed"] = True
+    if (record := event.record) is not None:
+        found |= {"attempt": record.attempts, "crashes": record.crashes}
+        if record.task_id != event.task_id:
+            found["first_task_id"] = record.task_id
+    return found
+
+
+def _fields(outcome: str, event: Event) -> dict[str, str | int | bool]:
+    """Return the fields of a log record: for machines, where :func:`_words` are for people."""
+    found = facts(outcome, event) | {"task_id": event.task_id, "who": event.who}
+    if event.identity is not None:
+        found |= {"key": event.identity.key, "scope": event.identity.scope}
+    return found
 
 
 def _words(event: Event) -> dict[str, object]:
