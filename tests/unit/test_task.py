@@ -84,6 +84,7 @@ def published() -> Iterator[Published]:
                 embed=embed,
                 properties=dict(properties),
                 retries=headers["retries"],
+                at=datetime.now(timezone.utc),
             )
         )
 
@@ -872,9 +873,9 @@ class TestConflicts:
 
 
 def eta_in(message: SimpleNamespace) -> float:
-    """In how many seconds a message is due."""
-    eta = datetime.fromisoformat(message.headers["eta"])
-    return (eta - datetime.now(timezone.utc)).total_seconds()
+    """How many seconds after its publishing a message is due."""
+    due: timedelta = datetime.fromisoformat(message.headers["eta"]) - message.at
+    return due.total_seconds()
 
 
 class TestStoreFailures:
