@@ -27,7 +27,7 @@ _SHOWN = 20
 class Note:
     """Who does what to which key, and why: written down before it is done, so that nothing is done without a trace.
 
-    Should the process die in between, the note says that nobody knows how it ended.
+    If the process dies in between, the entry says that the outcome is unknown.
     """
 
     def __init__(self, begun: Begun, user_pk: int | str) -> None:

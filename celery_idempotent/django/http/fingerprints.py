@@ -26,7 +26,7 @@ from celery_idempotent.identity.fingerprints import (
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
 
-#: So many digits, times ten to the power of up to so much, a float tells apart.
+#: A float distinguishes numbers of so many digits, times ten to the power of up to so much.
 _FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
 
 _FORM = "application/x-www-form-urlencoded"
@@ -106,7 +106,7 @@ def _json(raw: bytes) -> str | None:
 
 
 def _number(text: str) -> float | Written:
-    """Return a number of JSON as what tells it from any other: as a float, unless it has more digits than that.
+    """Return a JSON number in a form that differs from that of every other: a float, unless it has more digits.
 
     Numbers of up to 15 digits are as many floats. ``0.1``, ``0.10`` and ``1e-1`` are one number.
     """
