@@ -127,14 +127,16 @@ def _between(record: Record) -> list[Moment]:
     moments = []
     if earlier > 1 or (earlier == 1 and record.state is State.PROCESSING):
         before = " before" if record.state is State.PROCESSING else ""
-        moments.append(Moment(what=f"Claimed {_times(earlier)}{before}"))
+        moments.append(Moment(what=f"Claimed {_recorded_times(earlier)}{before}"))
     if record.crashes > shown:
         before = " before" if shown else ""
-        moments.append(Moment(what=f"Lost to a crash {_times(record.crashes - shown)}{before}"))
+        moments.append(
+            Moment(what=f"Lost to a crash {_recorded_times(record.crashes - shown)}{before}")
+        )
     return moments
 
 
-def _times(count: int) -> str:
+def _recorded_times(count: int) -> str:
     # Redis counts in one byte.
     return {1: "once", 255: "255 times or more"}.get(count, f"{count} times")
 

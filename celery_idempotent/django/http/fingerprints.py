@@ -79,7 +79,7 @@ def _body(request: HttpRequest) -> str:
         raw = request.body
         if content_type == _FORM:
             data = QueryDict(raw, encoding=request.encoding or "utf-8")
-            return f"form {_fields(data)}"
+            return f"form {_form_fields(data)}"
     except (MultiPartParserError, UnicodeError) as error:
         raise RequestRefused("body_unreadable", "The form in it is malformed.") from error
     if content_type == "application/json" or content_type.endswith("+json"):
@@ -122,7 +122,7 @@ def _number(text: str) -> float | Written:
     return Written(f"{'-' if text.startswith('-') else ''}{digits}e{power}")
 
 
-def _fields(data: QueryDict) -> str:
+def _form_fields(data: QueryDict) -> str:
     return form(dict(data.lists()))
 
 
@@ -140,7 +140,7 @@ def _multipart(request: HttpRequest) -> str:
     hashed: Mapping[str, list[str]] = {
         name: [_file(file) for file in many] for name, many in files.lists()
     }
-    return f"multipart {_fields(data)} {form(hashed)}"
+    return f"multipart {_form_fields(data)} {form(hashed)}"
 
 
 def _file(file: UploadedFile) -> str:

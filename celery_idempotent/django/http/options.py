@@ -158,7 +158,7 @@ _headers = _items(
     lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
     f"takes names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
 )
-_attributes = _items(
+_attribute_names = _items(
     lambda item: (
         isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
     ),
@@ -197,7 +197,7 @@ class HttpOptions(Guarding):
     on_pending: OnPending = option("accept", one_of(OnPending), views="keyed")
     retry_after: float = option(1, _amount, views=_BOTH)
     headers: tuple[str, ...] = option((), _headers)
-    attributes: tuple[str, ...] = option((), _attributes)
+    attributes: tuple[str, ...] = option((), _attribute_names)
     unstored: tuple[int, ...] = option(
         (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429), _statuses
     )
