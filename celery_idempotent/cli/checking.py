@@ -63,22 +63,7 @@ def _tell_health(session: Session, *, as_json: bool) -> None:
     """Tell whether all is well right now, and end with the exit code."""
     found = health(session.app, session.store, outbox_ms=_outbox_ms(session))
     if as_json:
-        write_json(
-            {
-                "well": found.well,
-                "store": {"well": True, "answered_ms": round(found.answered_ms, 1)},
-                "sweep": {
-                    "well": found.sweeps_well,
-                    "ago_s": None
-                    if found.sweeps is None or found.sweeps.last is None
-                    else found.sweeps.ago_ms // 1000,
-                },
-                "outbox": {
-                    "well": found.outbox_well,
-                    "oldest_s": None if found.outbox_ms is None else found.outbox_ms // 1000,
-                },
-            }
-        )
+        write_json(found.as_json())
     else:
         for name, well, said in _sentences(found):
             paragraph(said, indent=f"{name:<8}{'well     ' if well else 'TROUBLE  '}")
@@ -105,9 +90,5 @@ def _sentences(found: Health) -> Iterator[tuple[str, bool, str]]:
 
 def _outbox_ms(session: Session) -> int | None:
     """Return for how long the oldest message of the outbox waits."""
-    alias, outbox = (
-        session.store.outbox_alias,
-        django_part("celery_idempotent.django.outbox"),
-    )
-    waiting = [] if alias is None or outbox is None else outbox.pending(using=alias, limit=1)
-    return int(waiting[0].age_ms) if waiting else None
+    outbox = django_part("celery_idempotent.django.outbox")
+    return None if outbox is None else outbox.oldest_ms(using=session.store.outbox_alias)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-__all__ = ["OUTBOX_MS", "Health", "Sweeps", "health", "sweeps"]
+__all__ = ["OUTBOX_MS", "UNREACHABLE", "Health", "Sweeps", "health", "sweeps"]
 
 #: A message that waits in the outbox for longer has lost its sender, or its broker.
 OUTBOX_MS = 60_000
@@ -72,6 +72,23 @@ class Health:
     def well(self) -> bool:
         """Is all well?"""
         return self.sweeps_well and self.outbox_well
+
+    def as_json(self) -> dict[str, object]:
+        """Return it for programs; what is not known is ``None``."""
+        last = None if self.sweeps is None or self.sweeps.last is None else self.sweeps.ago_ms
+        return {
+            "well": self.well,
+            "store": {"well": True, "answered_ms": round(self.answered_ms, 1)},
+            "sweep": {"well": self.sweeps_well, "ago_s": None if last is None else last // 1000},
+            "outbox": {
+                "well": self.outbox_well,
+                "oldest_s": None if self.outbox_ms is None else self.outbox_ms // 1000,
+            },
+        }
+
+
+#: The same for a store that does not answer.
+UNREACHABLE: dict[str, object] = {"well": False, "store": {"well": False, "answered_ms": None}}
 
 
 def health(app: Celery, store: Store, *, outbox_ms: int | None) -> Health:

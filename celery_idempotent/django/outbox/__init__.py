@@ -13,13 +13,14 @@ if TYPE_CHECKING:
         Pending,
         Sent,
         discard,
+        oldest_ms,
         pending,
         send,
         stage,
         sweep,
     )
 
-__all__ = ["Pending", "Sent", "discard", "pending", "send", "stage", "sweep"]
+__all__ = ["Pending", "Sent", "discard", "oldest_ms", "pending", "send", "stage", "sweep"]
 
 
 def __getattr__(name: str) -> object:

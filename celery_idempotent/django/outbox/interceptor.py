@@ -332,6 +332,12 @@ def pending(
     ]
 
 
+def oldest_ms(*, using: str | None) -> int | None:
+    """Return for how long the oldest message waits; ``None`` if none does, or without a database (``using``)."""
+    waiting = [] if using is None else pending(using=using, limit=1)
+    return waiting[0].age_ms if waiting else None
+
+
 def discard(message_id: int, *, using: str = "default") -> bool:
     """Delete a message that shall never be sent; later ones of its group go on. ``False`` if it is gone already."""
     with committing(connections[using]):

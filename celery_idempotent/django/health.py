@@ -1,0 +1,31 @@
+"""A view for load balancers and orchestrators: is all well right now?
+
+``path("health/idempotency/", health)``. It asks nobody who they are, and says nothing about keys, tasks or callers.
+"""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, JsonResponse
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+from celery_idempotent.django import outbox
+from celery_idempotent.django.applications import celery_app
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.operations.health import UNREACHABLE
+from celery_idempotent.operations.health import health as ask
+from celery_idempotent.stores import get_store
+
+__all__ = ["health"]
+
+
+@never_cache
+@require_safe
+def health(request: HttpRequest) -> JsonResponse:  # noqa: ARG001  any request gets the same answer
+    """Answer 200 if all is well, 503 if not: with ``celery idempotency check --health --json``'s fields."""
+    try:
+        store = get_store(app := celery_app())
+        found = ask(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))
+    except (StoreUnavailable, StoreMisconfigured):
+        return JsonResponse(UNREACHABLE, status=503)
+    return JsonResponse(found.as_json(), status=200 if found.well else 503)

@@ -1,0 +1,79 @@
+"""The view that tells load balancers whether all is well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from celery_idempotent.operations.health import OUTBOX_MS
+from celery_idempotent.stores import Store, open_store
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(database: None) -> Ask:
+    from django.test import RequestFactory
+
+    from celery_idempotent.django.health import health
+
+    def ask(method: str = "get") -> Any:
+        return health(getattr(RequestFactory(), method)("/health/idempotency/"))
+
+    return ask
+
+
+def test_all_is_well_once_a_sweep_has_ended(
+    store: Store, serve: Callable[..., Any], ask: Ask
+) -> None:
+    serve(store, idempotency_sweep_interval=30)
+    answer = ask()
+    told = json.loads(answer.content)
+    assert answer.status_code == 503
+    assert told["sweep"] == {"well": False, "ago_s": None}
+    assert told["store"]["well"]
+
+    store.note_sweep()
+    answer = ask()
+    told = json.loads(answer.content)
+    assert (answer.status_code, told["well"], told["sweep"]["well"]) == (200, True, True)
+    assert "no-store" in answer["Cache-Control"]
+    assert ask("head").status_code == 200
+    assert ask("post").status_code == 405
+
+
+def test_a_message_that_waits_for_over_a_minute_is_trouble(
+    serve: Callable[..., Any], ask: Ask
+) -> None:
+    from celery_idempotent.django.outbox.models import OutboxMessage
+
+    store = open_store("django://default")
+    serve(store, idempotency_sweep_interval=None)
+    assert ask().status_code == 200
+    now = store.now_ms()
+    OutboxMessage.objects.create(
+        group="g",
+        app="a",
+        task="t",
+        task_id="i",
+        payload=b"",
+        created_ms=now - OUTBOX_MS - 1000,
+        due_ms=now,
+    )
+    answer = ask()
+    told = json.loads(answer.content)
+    assert (answer.status_code, told["outbox"]["well"]) == (503, False)
+    assert told["outbox"]["oldest_s"] >= OUTBOX_MS // 1000
+    OutboxMessage.objects.all().delete()
+
+
+def test_a_store_that_does_not_answer_is_told_and_nothing_else(
+    serve: Callable[..., Any], ask: Ask
+) -> None:
+    serve("redis://:secret@127.0.0.1:1/0")
+    answer = ask()
+    assert answer.status_code == 503
+    assert answer.content == b'{"well": false, "store": {"well": false, "answered_ms": null}}'
