@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from celery.canvas import maybe_signature
 from kombu.exceptions import OperationalError, SerializationError, SerializerNotInstalled
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
-from celery_idempotent.protocol import backoff
 
 if TYPE_CHECKING:
     from celery.app.task import Context

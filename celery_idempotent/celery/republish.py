@@ -13,13 +13,13 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
+from celery_idempotent import backoff
 from celery_idempotent.celery import sentry
 from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.patience import patience
 from celery_idempotent.celery.typed import Options, Sig
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
-from celery_idempotent.protocol import backoff
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 

@@ -21,11 +21,10 @@ from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.celery.delivery import has_callbacks
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
-from celery_idempotent.protocol import backoff
 from celery_idempotent.protocol.background import background
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.counters import counters

@@ -10,8 +10,8 @@ import threading
 import time
 from typing import Protocol
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import backoff
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import LeaseLost, StoreUnavailable
-from celery_idempotent.protocol import backoff
 from celery_idempotent.records import Record, Renewal, Stored
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import backoff, key_change
+from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import Claim, ObservedClaim, UnguardedClaim
 from celery_idempotent.protocol.policy import Policy

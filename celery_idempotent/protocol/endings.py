@@ -11,8 +11,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_idempotent import signals
-from celery_idempotent.protocol import backoff, deferred
+from celery_idempotent import backoff, signals
+from celery_idempotent.protocol import deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import OVER, Claim, Phase
 from celery_idempotent.protocol.policy import Policy

@@ -23,14 +23,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
     ProcessingTimedOut,
     TooManyCrashes,
 )
-from celery_idempotent.protocol import backoff, deferred, key_change, unfinished
+from celery_idempotent.protocol import deferred, key_change, unfinished
 from celery_idempotent.protocol.atomic import AtomicRun, in_transaction
 from celery_idempotent.protocol.calls import (
     STORE_ERRORS,

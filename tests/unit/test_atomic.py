@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError
+from celery_idempotent import IdempotencyError, backoff
 from celery_idempotent.celery.receivers import open_store
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import atomic, backoff, claiming, endings, lease, runner
+from celery_idempotent.protocol import atomic, claiming, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.options import read_table

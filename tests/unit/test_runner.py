@@ -22,15 +22,15 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.dispatch import Signal
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.errors import (
     FingerprintMismatch,
     StoreMisconfigured,
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.protocol import backoff, claiming, endings, lease, runner, telling
 from celery_idempotent.protocol import claim as claim_module
+from celery_idempotent.protocol import claiming, endings, lease, runner, telling
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.claiming import Asked, Claiming
 from celery_idempotent.protocol.policy import Policy

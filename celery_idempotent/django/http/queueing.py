@@ -25,7 +25,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import transaction
 from django.http import HttpResponse, JsonResponse
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.django.http import reservations
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
@@ -33,7 +33,6 @@ from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.orders import Order, read_order
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
-from celery_idempotent.protocol import backoff
 from celery_idempotent.records import (
     Held,
     Mismatched,

@@ -22,10 +22,10 @@ from typing import TypeVar
 from django.db import DatabaseError, transaction
 from kombu.exceptions import OperationalError
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.django.http.orders import Order
 from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.protocol import backoff, key_change
+from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS
 from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Record, Reservation, State
