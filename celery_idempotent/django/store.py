@@ -16,9 +16,10 @@ from django.core.exceptions import ImproperlyConfigured
 
 from celery_idempotent.django.sql import atomic, browse, elsewhere, shortcuts, upkeep
 from celery_idempotent.django.sql.autocommit import commits_by_hand, committing
+from celery_idempotent.django.sql.columns import ENDED, digest
 from celery_idempotent.django.sql.connections import Busy, Lines, Session
 from celery_idempotent.django.sql.reach import missing_bounds
-from celery_idempotent.django.sql.rows import digest, read
+from celery_idempotent.django.sql.rows import read
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
@@ -92,9 +93,10 @@ class DjangoStore(DecidingStore):
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         if fields["fingerprint"] is not None and len(fields["fingerprint"]) != FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
-        for name in ("task_id", "worker"):
-            # PostgreSQL knows no NUL, and a message may bring one.
-            fields[name] = fields.get(name, "").replace("\0", "\ufffd")
+        for name, value in fields.items():
+            if isinstance(value, str):
+                # PostgreSQL knows no NUL, and a message may bring one.
+                fields[name] = value.replace("\0", "\ufffd")
 
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
@@ -235,7 +237,7 @@ class DjangoStore(DecidingStore):
             return bool(
                 session.rows(
                     "SELECT 1 FROM celery_idempotent_record"
-                    " WHERE digest = %s AND token = %s AND state IN ('C', 'F')",
+                    f" WHERE digest = %s AND token = %s AND {ENDED}",
                     (name, record.token),
                 )
             )

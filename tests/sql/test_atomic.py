@@ -51,10 +51,10 @@ from django.db import (
 )
 
 from celery_idempotent.django.sql import atomic, holders
+from celery_idempotent.django.sql.columns import digest
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import DIALECTS
 from celery_idempotent.django.sql.ended import TransactionEnded
-from celery_idempotent.django.sql.rows import digest
 from celery_idempotent.django.store import DjangoStore
 
 KEY = Identity(namespace="charge", key="order-17")

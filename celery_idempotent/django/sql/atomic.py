@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 from django.db import Error
 from django.db.transaction import Atomic
 
+from celery_idempotent.django.sql.columns import LIVE, PRUNE_SLACK_MS, digest
 from celery_idempotent.django.sql.commit_hooks import make_robust
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
@@ -31,7 +32,6 @@ from celery_idempotent.django.sql.elsewhere import Surroundings
 from celery_idempotent.django.sql.ended import SessionLost, still_there
 from celery_idempotent.django.sql.holders import lock_name, lock_number
 from celery_idempotent.django.sql.interruptions import drop, sound, struck
-from celery_idempotent.django.sql.rows import LETTERS, PRUNE_SLACK_MS, digest
 from celery_idempotent.errors import (
     IdempotencyError,
     LeaseLost,
@@ -39,7 +39,7 @@ from celery_idempotent.errors import (
     StoreUnavailable,
 )
 from celery_idempotent.records import Identity, Record, SettleRequest
-from celery_idempotent.stores.values import pack_value
+from celery_idempotent.stores.values import LETTERS, pack_value
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -50,7 +50,7 @@ __all__ = ["ClaimTransaction", "abandon", "answer", "transaction"]
 _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
 
 _SAVEPOINT = "celery_idempotent_run"
-_OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
+_OURS = f" WHERE digest = %s AND token = %s AND {LIVE}"
 
 #: Bounds one wait of ours, and no statement of the task, nor its COMMIT.
 _PATIENCE = (
