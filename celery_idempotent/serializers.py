@@ -224,7 +224,7 @@ def _decompress(body: bytes, method: str, limit: int) -> bytes | None:
         KeyError: if the compression is not installed.
         Exception: if the body is damaged; each compressor has errors of its own.
     """
-    decoder: Any = compression.get_decoder(method)
+    decoder = compression.get_decoder(method)
     unpacker = _unpacker(decoder)
     if unpacker is None:
         whole: bytes = decoder(body)
@@ -235,12 +235,12 @@ def _decompress(body: bytes, method: str, limit: int) -> bytes | None:
     return whole if len(whole) <= limit else None
 
 
-def _unpacker(decoder: Any) -> Any:
+def _unpacker(decoder: object) -> Any:
     """Return a decompressor that unpacks a bounded size at a time; ``None`` for a compressor that a project registered.
 
     What the standard library and zstd call so stands beside their ``decompress()``.
     """
-    module: Any = sys.modules.get(getattr(decoder, "__module__", None) or "")
+    module = sys.modules.get(getattr(decoder, "__module__", None) or "")
     if getattr(module, "decompress", None) is not decoder:
         return None
     if (make := getattr(module, "LZMADecompressor", None)) is not None:

@@ -29,7 +29,7 @@ class Snapshot:
 
     def holds(self, app: Celery) -> bool:
         """Are all values as they were? This is asked for every call of a task, so it has to be cheap."""
-        conf: Any = app.conf
+        conf = app.conf
         if conf is not self._conf:
             return False
         if len(conf.changes) != self._size:

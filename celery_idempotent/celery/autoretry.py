@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from celery.app.autoretry import add_autoretry_behaviour
 
@@ -22,10 +22,9 @@ def outcome(task: IdempotentTask, error: Exception) -> Exception:
     def run() -> NoReturn:
         raise error
 
-    late: Any = object.__new__(type(task))
-    vars(late).update(vars(task))
+    late = object.__new__(type(task))
+    vars(late).update({**vars(task), "run": run})
     vars(late).pop("_orig_run", None)
-    late.run = run
     add_autoretry_behaviour(late)
     try:
         late.run()

@@ -26,7 +26,7 @@ from celery import canvas as celery_canvas
 from celery.canvas import maybe_signature
 
 from celery_idempotent.celery import registry
-from celery_idempotent.celery.typed import Options, Sig
+from celery_idempotent.celery.typed import Options, Result, Sig
 from celery_idempotent.identity import trees
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.identity.stamp import (
@@ -68,14 +68,16 @@ class _Given:
 def install() -> None:
     """Let canvases take ``idempotency_key`` and ``idempotency_scope``; without them they do what they did."""
     for name in ("group", "_chain", "_chord"):
-        kind: Any = getattr(celery_canvas, name)
+        kind = getattr(celery_canvas, name)
         for method in ("apply_async", "apply"):
             setattr(kind, method, _spreading(getattr(kind, method)))
 
 
-def _spreading(original: Callable[..., Any]) -> Callable[..., Any]:
+def _spreading(original: Callable[..., Result]) -> Callable[..., Result]:
     @wraps(original)
-    def apply(canvas: Any, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any) -> Any:
+    def apply(
+        canvas: Any, args: object = None, kwargs: object = None, *rest: object, **options: object
+    ) -> Result:
         if not registry.is_installed(canvas.app):
             return original(canvas, args, kwargs, *rest, **options)
         own = dict(canvas.options)
@@ -106,7 +108,7 @@ def _spread(canvas: Sig, given: _Given) -> None:
     canvas["kwargs"] = trees.with_parts(canvas, part)
 
 
-def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) -> Any:
+def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) -> object:
     """Return a copy of a part with its keys; ``leading`` is what it is given if it is a task."""
     part = maybe_signature(part, app=canvas._app, clone=True)  # noqa: SLF001
     options = part.options = dict(part.options)

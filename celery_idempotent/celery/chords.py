@@ -22,6 +22,7 @@ from celery.canvas import maybe_signature
 from kombu.exceptions import OperationalError, SerializationError, SerializerNotInstalled
 
 from celery_idempotent import backoff
+from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class PatientBackend(Base):
         prepared.chord = body
         return cast("Context", prepared)
 
-    def _publish(self, body: Any, result: object) -> object:
+    def _publish(self, body: Sig, result: object) -> object:
         failures, give_up = 0, time.monotonic() + _PATIENCE
         while True:
             try:
@@ -164,7 +165,7 @@ class PatientBackend(Base):
             self.claim = options["keys"][5], options["args"][7]
         return answer
 
-    def chord_error_from_stack(self, callback: Any, exc: Any = None) -> Any:
+    def chord_error_from_stack(self, callback: object, exc: Exception | None = None) -> Exception:
         """End a chord as failed, unless it was the way to a server that failed, and no member."""
         error = sys.exc_info()[1]
         if self._is_outage(error):
@@ -180,7 +181,7 @@ class PatientBackend(Base):
             self._give_up(error)
 
     def _is_outage(self, error: BaseException | None) -> bool:
-        known: Any = getattr(self.whole, "connection_errors", ())
+        known = getattr(self.whole, "connection_errors", ())
         if error is None or not isinstance(error, (OperationalError, OSError, *known)):
             return False
         # Joining raises a member's own exception again, which may be of any type.
@@ -207,5 +208,5 @@ def _is_redis(backend: object) -> bool:
 
 
 @cache
-def _patient_kind(kind: Any) -> type[PatientBackend]:
+def _patient_kind(kind: type) -> type[PatientBackend]:
     return type(f"Patient{kind.__name__}", (PatientBackend, kind), {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from celery.canvas import Signature
 from celery.result import ResultBase
@@ -78,7 +78,7 @@ class TaskCodec:
             )
         return stored
 
-    def load_value(self, stored: Stored) -> Any:
+    def load_value(self, stored: Stored) -> object:
         """Return a stored result, as ``AsyncResult.get`` would.
 
         Raises:
@@ -111,7 +111,7 @@ class TaskCodec:
             StoreMisconfigured: if the app does not accept its format.
             ResultUnavailable: if it cannot be read.
         """
-        content: Any = self._messages.load(stored)
+        content = cast("dict[str, object]", self._messages.load(stored))
         return Signature.from_dict(content, app=self._app)
 
     def load_message(self, message: bytes) -> Sig:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import Task
 
@@ -31,6 +31,9 @@ from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from celery import Celery
+    from typing_extensions import Unpack
+
+    from celery_idempotent.identity.keys import About
 
 __all__ = ["Definition", "define", "is_celerys_own"]
 
@@ -57,9 +60,7 @@ class Definition:
         self,
         args: Sequence[object] | None,
         kwargs: Mapping[str, object] | None,
-        *,
-        task_id: str,
-        **about: Any,
+        **about: Unpack[About],
     ) -> Identified:
         """Return what a call is about; one that is only observed falls back to its task id.
 
@@ -67,11 +68,11 @@ class Definition:
             InvalidKey: if the key or scope cannot be used, or is missing where one is required, and that is enforced.
         """
         try:
-            return self.identifier.identify(args, kwargs, task_id=task_id, **about)
+            return self.identifier.identify(args, kwargs, **about)
         except InvalidKey as error:
             if self.policy.mode != "observe":
                 raise
-            return self.observed(error, task_id)
+            return self.observed(error, about["task_id"])
 
     def observed(self, refused: InvalidKey, task_id: str) -> Identified:
         """Say what would have been refused, and return what a call without a key is about."""

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 
@@ -67,7 +66,7 @@ def put_claim_first(task: type, claiming: object, enter: Callable[..., object]) 
 
     ``claiming`` is the ``__call__`` that enters by itself: nothing to do if it comes first.
     """
-    found: Any = inspect.getattr_static(task, "__call__")
+    found = inspect.getattr_static(task, "__call__")
     if found is claiming or hasattr(found, _MARK):
         return
 

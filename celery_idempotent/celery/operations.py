@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from celery_idempotent import signals
 from celery_idempotent.celery import reaper
-from celery_idempotent.errors import FailedByOperator, InProgress
+from celery_idempotent.errors import FailedByOperator, IdempotencyError, InProgress
+from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Identity, Record, State
@@ -27,10 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OPERATIONS",
+    "Begun",
+    "Note",
     "Operation",
     "Outcome",
-    "forget",
+    "insist",
     "is_live",
+    "notebooks",
     "offered",
     "operate",
 ]
@@ -54,6 +60,35 @@ class Outcome(enum.Enum):
     LIVE = "live"
     #: Requeued, but its message could not be published: the next sweep after its deadline tries again.
     UNSENT = "unsent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """An operation that is about to be done: by whom, to what, why, and whether it is forced on a live owner."""
+
+    identity: Identity
+    operation: Operation
+    who: str
+    reason: str
+    forced: bool
+
+
+class Note(Protocol):
+    """What a notebook writes about one operation: begun before it is done, completed after."""
+
+    def done(self, trouble: str = "") -> None:
+        """Note that it was done."""
+
+    def failed(self, trouble: str) -> None:
+        """Note that it was tried."""
+
+    def withdraw(self) -> None:
+        """Note nothing: nothing was done."""
+
+
+#: Where operations of named people are written down, beside the event and the log: Django's admin log, where our app is
+#: installed. ``None``: this notebook has no place for that person.
+notebooks: list[Callable[[Begun], Note | None]] = []
 
 
 def is_live(record: Record, now_ms: int) -> bool:
@@ -87,7 +122,8 @@ def operate(
     """Do one of :data:`OPERATIONS` to the record that has this token and this state.
 
     A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
-    at work. The next claim gets a larger token. The log and the event tell ``who`` did it and why.
+    at work. The next claim gets a larger token. The log and the event tell ``who`` did it and why; so do the
+    :data:`notebooks`, which have it before it is done, so that nothing a person does is without a trace.
 
     Raises:
         StoreUnavailable: if the store did not answer; what was asked for may have been done.
@@ -98,28 +134,67 @@ def operate(
         return Outcome.CHANGED
     if operation not in offered(record):
         return Outcome.CHANGED
-    if not force and is_live(record, store.now_ms()):
+    live = is_live(record, store.now_ms())
+    if live and not force:
         return Outcome.LIVE
-    line = Line(logging.WARNING, f"%(who)s chose to {operation} %(identity)s%(why)s")
-    by = _Operator(app, store, who or "an operator", reason, line)
-    match operation:
-        case "release":
-            outcome = _release(by, record)
-        case "requeue":
-            outcome = _requeue(by, record)
-        case "fail":
-            outcome = _fail(by, record)
-        case "forget":
-            outcome = _forget(by, record)
+    begun = Begun(identity=identity, operation=operation, who=who, reason=reason, forced=live)
+    notes = [note for open_note in notebooks if who and (note := open_note(begun))]
+    try:
+        outcome = _carry_out(app, store, record, operation, who=who, reason=reason)
+    except IdempotencyError:
+        for note in notes:
+            note.failed(_aftermath(store, record))
+        raise
+    for note in notes:
+        match outcome:
+            case Outcome.DONE:
+                note.done()
+            case Outcome.UNSENT:
+                note.done("its message could not be published yet")
+            case Outcome.CHANGED | Outcome.LIVE:
+                note.withdraw()
     if outcome is not Outcome.CHANGED:
         heartbeat.start()  # which writes the counters
     return outcome
 
 
-def forget(
-    app: Celery, identity: Identity, *, force: bool = False, who: str = "", reason: str = ""
+def _aftermath(store: Store, before: Record) -> str:
+    """Say what is known of an operation that the store did not confirm."""
+    try:
+        record = store.get(before.identity)
+    except IdempotencyError:
+        return "the store did not answer: it may have been done"
+    if record is not None and (record.token, record.state) == (before.token, before.state):
+        return "right after that the record was still there, unchanged"
+    return "right after that the record was gone, or another"
+
+
+def _carry_out(
+    app: Celery, store: Store, record: Record, operation: Operation, *, who: str, reason: str
+) -> Outcome:
+    line = Line(logging.WARNING, f"%(who)s chose to {operation} %(identity)s%(why)s")
+    by = _Operator(app, store, who or worker_name(os.getpid()), reason, line)
+    match operation:
+        case "release":
+            return _release(by, record)
+        case "requeue":
+            return _requeue(by, record)
+        case "fail":
+            return _fail(by, record)
+        case "forget":
+            return _forget(by, record)
+
+
+def insist(
+    app: Celery,
+    identity: Identity,
+    operation: Operation,
+    *,
+    force: bool = False,
+    who: str = "",
+    reason: str = "",
 ) -> bool:
-    """Forget whatever record a key has; ``False`` if it has none.
+    """Do an operation to whatever record a key has; ``False`` if it has none for which it means something.
 
     Raises:
         InProgress: if an owner within its lease holds the key, and this is not forced.
@@ -129,28 +204,29 @@ def forget(
     if force and not reason:
         raise ValueError("to take a key away from a live owner, say why: reason=…")
     store = get_store(app)
-    while (record := store.get(identity)) is not None:
+    while (record := store.get(identity)) is not None and operation in offered(record):
         outcome = operate(
             app,
             identity,
-            "forget",
+            operation,
             token=record.token,
             state=record.state,
             force=force,
             who=who,
             reason=reason,
         )
-        if outcome is Outcome.DONE:
-            return True
         if outcome is Outcome.LIVE:
             raise InProgress(
-                f"{identity} is held by {record.owner}, and was not forgotten: wait for its end, or give"
+                f"{identity} is held by {record.owner}, and was left alone ({operation}): wait for its end, or give"
                 " force=True and a reason.",
                 task_id=record.task_id,
             )
+        if outcome is not Outcome.CHANGED:
+            return True
         # It has changed since: look again.
-    # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
-    store.forget(identity, token=0)
+    if operation == "forget":
+        # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
+        store.forget(identity, token=0)
     return False
 
 

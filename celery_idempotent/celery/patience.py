@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from celery_idempotent.celery.typed import Options
 
@@ -42,7 +42,7 @@ _AZURE_RENEWS = 3600.0
 
 def patience(app: Celery) -> Patience | None:
     """Return the patience of the broker that the app's messages are read from, ``None`` if it waits for no time."""
-    url: Any = app.conf.broker_read_url
+    url = cast("object", app.conf.broker_read_url)  # its stub knows one URL only
     first = url[0] if isinstance(url, (list, tuple)) and url else url
     scheme = str(first or "").partition("://")[0].partition("+")[0].lower()
     if scheme not in _TRANSPORTS:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_idempotent import signals
 from celery_idempotent.celery.registry import definition_of, find_task, real_app
+from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
@@ -24,6 +25,7 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.beat import Service
     from celery.utils.dispatch import Signal
 
     from celery_idempotent.stores.base import Store
@@ -109,15 +111,14 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     return counts
 
 
-def report(app: Celery, store: Store, outcome: Signal, record: Record, **more: Any) -> None:
+def report(app: Celery, store: Store, outcome: Signal, record: Record, **details: Any) -> None:
     """Report what became of a record without a run; the caller sees to it that the counters are written."""
     namespace = record.identity.namespace
     task = find_task(app, namespace)
     name = namespace if task is None else task.name
     reporter = Reporter(name, lambda: task, lambda: store)
-    reporter.report(
-        outcome, record.identity, record.task_id, record, store=store, has_writer=False, **more
-    )
+    about = record.identity, record.task_id, record
+    reporter.report(outcome, *about, store=store, has_writer=False, **details)
 
 
 def _time_out(app: Celery, store: Store, record: Record) -> bool:
@@ -127,8 +128,8 @@ def _time_out(app: Celery, store: Store, record: Record) -> bool:
     )
     if not settle_failed(app, store, record, error):
         return False
-    failed: dict[str, Any] = {"state": State.FAILED, "error": error, "line": FAILED_WITHOUT_RUN}
-    report(app, store, signals.settled, record, reason=_STALE, **failed)
+    about = {"error": error, "reason": _STALE, "line": FAILED_WITHOUT_RUN}
+    report(app, store, signals.settled, record, state=State.FAILED, **about)
     return True
 
 
@@ -258,7 +259,7 @@ def _register(app: Celery, interval: float | None) -> None:
     # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and mixins do
     # to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
     @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
-    def sweep_task(self: Any, limit: int = LIMIT) -> dict[str, object]:
+    def sweep_task(self: AnyTask, limit: int = LIMIT) -> dict[str, object]:
         return sweep(self.app, limit=limit, sender=self)
 
     if interval is None or SWEEP in app.conf.beat_schedule:
@@ -275,7 +276,7 @@ def _register(app: Celery, interval: float | None) -> None:
         conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
 
 
-def mend_row(sender: Any, **_: object) -> None:
+def mend_row(sender: Service, **_: object) -> None:
     """Let django-celery-beat's row of the sweep be as the app's settings are: it never takes back what it once copied.
 
     Beat makes a row of our entry when it starts, without ``expires``, and leaves it when the entry is gone.

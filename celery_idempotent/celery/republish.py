@@ -268,7 +268,7 @@ def _send(
     """Publish; a message that cannot be published must not be lost.
 
     With late acks the broker still has it. If it is the broker that fails, pause, and give it back as it is: once, for
-    there are queues that drop what comes back too often (RabbitMQ's quorum queues, after 20 times). Any other message
+    there are queues that drop what comes back too often (RabbitMQ's quorum queues, after 20 times). Every other message
     stays where it is, and waits there for what it had to wait for. So does each if it is to ``stay``.
 
     Raises:

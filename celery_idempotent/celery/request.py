@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from billiard.einfo import ExceptionWithTraceback  # type: ignore[attr-defined]
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
@@ -188,12 +188,12 @@ class Request(CeleryRequest):
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
         """Tell the process that runs the task how the message is written: some transports do not."""
         super().__init__(message, *args, **options)
-        request: dict[str, Any] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
+        request: dict[str, object] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
         content_type = getattr(message, "content_type", None)
         request["properties"] = {**as_mapping(request["properties"]), "content_type": content_type}
 
     def on_failure(
-        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+        self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False
     ) -> Any:
         """Interrupt the claim of a child that was lost, before the message goes back; tell of a dropped duplicate."""
         error = exc_info.exception

@@ -122,7 +122,9 @@ def _is_celerys(request: Context) -> bool:
     return bool(request.is_eager or not request.id)
 
 
-def _succeed(task: IdempotentTask, request: Any, value: object) -> None:
+def _succeed(
+    task: IdempotentTask, request: Any, value: object
+) -> None:  # its stub takes a chain for a text
     """Send what follows a success, as Celery's tracer does."""
     app = task.app
     inherited = app.conf.task_inherit_parent_priority
@@ -151,14 +153,14 @@ def _succeed(task: IdempotentTask, request: Any, value: object) -> None:
     backend.mark_as_done(request.id, value, backend.prepared(request), stored)
 
 
-def _fail(task: IdempotentTask, request: Any, error: Exception) -> None:
+def _fail(task: IdempotentTask, request: Context, error: Exception) -> None:
     """Send what follows a failure, as Celery's tracer does."""
-    failure: Any = get_pickleable_exception(error)
-    info: Any = ExceptionInfo((type(failure), failure, error.__traceback__))
+    failure = get_pickleable_exception(error)
+    info = ExceptionInfo((type(failure), failure, error.__traceback__))
     stored = not _ignores_result(task, request) or task.store_errors_even_if_ignored
     backend = patient(task.backend)
     backend.mark_as_failure(
-        request.id, failure, info.traceback, request=request, store_result=stored
+        str(request.id), failure, info.traceback, request=request, store_result=stored
     )
 
 

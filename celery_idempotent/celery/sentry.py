@@ -16,7 +16,7 @@ _MONITOR = "sentry-monitor-slug"
 
 def reported_before(error: BaseException) -> None:
     """Keep an error that is answered from a record out of what the delivery at work reports."""
-    scope: Any = getattr(sys.modules.get("sentry_sdk"), "get_isolation_scope", None)
+    scope = getattr(sys.modules.get("sentry_sdk"), "get_isolation_scope", None)
     if scope is None:
         return
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.celery import (
     installation,
-    operations,
     publishing,
     replacing,
     republish,
@@ -18,15 +16,13 @@ from celery_idempotent.celery import (
 )
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
+from celery_idempotent.celery.operable import OperableTask
 from celery_idempotent.celery.registry import real_app
-from celery_idempotent.celery.typed import Result, Sig, TaskBase
+from celery_idempotent.celery.typed import Result, Sig
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
-from celery_idempotent.records import Identity, Record
-from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -38,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["IdempotentTask"]
 
 
-class IdempotentTask(TaskBase):
+class IdempotentTask(OperableTask):
     """A task that takes effect once for each idempotency key.
 
     Use it as ``@app.task(base=IdempotentTask, idempotency_key="order_id")``, or for a whole app as
@@ -147,7 +143,7 @@ class IdempotentTask(TaskBase):
         link: object = None,
         link_error: object = None,
         shadow: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> Result:
         """Publish, with the key and the fingerprint computed now and stamped on the message.
 
@@ -184,7 +180,7 @@ class IdempotentTask(TaskBase):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
         entry = entry_of(self.request)
         if entry is None:
@@ -287,43 +283,3 @@ class IdempotentTask(TaskBase):
         definition, request = self._ours(), self.request
         call = running.call_of(self, definition, request, request.args or (), request.kwargs or {})
         return definition.runner.unguarded_claim(call)
-
-    def idempotency_record(self, key: object, *, scope: object = None) -> Record | None:
-        """Return the record of a key of this task, or ``None``.
-
-        Raises:
-            InvalidKey: if the key or scope cannot be used.
-            StoreUnavailable: if the store did not answer.
-        """
-        store = get_store(self.app)
-        return next(filter(None, map(store.get, self._identities(key, scope))), None)
-
-    def idempotency_forget(
-        self,
-        key: object,
-        *,
-        scope: object = None,
-        reason: str = "",
-        who: str = "",
-        force: bool = False,
-    ) -> bool:
-        """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
-
-        The log and the signal ``forgotten`` tell who did it (this process, if nobody is named) and the reason. To take
-        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
-
-        Raises:
-            InProgress: if an owner within its lease holds the key, and this is not forced.
-            InvalidKey: if the key or scope cannot be used.
-            StoreUnavailable: if the store did not answer.
-        """
-        who = who or worker_name(os.getpid())
-        forget = partial(operations.forget, self.app, force=force, who=who, reason=reason)
-        return True in [forget(identity) for identity in self._identities(key, scope)]
-
-    def _identities(self, key: object, scope: object) -> list[Identity]:
-        """Return the identity of a key, and what it was in the namespace of before a deploy."""
-        identifier = self._ours().identifier
-        identified = identifier.renamed(Identified(identifier.identity(key, scope)))
-        before = identified.before
-        return [identified.identity, *([before.identity] if before else [])]

@@ -13,8 +13,7 @@ from celery_idempotent.django.transactions import alias_in_use, transactions_aro
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from celery.canvas import Signature
-
+    from celery_idempotent.celery.typed import Sig
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
@@ -36,7 +35,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
 
     abstract = True
 
-    def delay_on_commit(self, *args: Any, **kwargs: Any) -> Any:
+    def delay_on_commit(self, *args: object, **kwargs: object) -> Any:
         """Call :meth:`delay` when the transaction at work is committed; returns nothing, as Celery's."""
         self.apply_async_on_commit(args, kwargs)
 
@@ -45,9 +44,9 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         args: Any = None,
         kwargs: Any = None,
         task_id: str | None = None,
-        producer: Any = None,
-        link: Any = None,
-        link_error: Any = None,
+        producer: object = None,
+        link: object = None,
+        link_error: object = None,
         shadow: str | None = None,
         **options: Any,
     ) -> Any:
@@ -71,7 +70,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
         return transactions_around(store)
 
-    def on_replace(self, sig: Signature[Any]) -> Any:
+    def on_replace(self, sig: Sig) -> Any:
         """Publish the replacement: that of an atomic task after the commit, of which its message is part."""
         alias = alias_in_use()
         if alias is None or self.request.is_eager:

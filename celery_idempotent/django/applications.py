@@ -62,13 +62,13 @@ def _current() -> Celery:
         apps = [app for app in list(state._get_active_apps()) if app is not state.default_app]  # noqa: SLF001
         if (state.default_app is None or state.default_app.main == "default") and len(apps) == 1:
             return apps[0]  # type: ignore[no-any-return]  # untyped
-    proxy: Any = celery.current_app
+    proxy = celery.current_app
     found: Celery = getattr(proxy, "_get_current_object", lambda: proxy)()
     return found
 
 
 def has_app() -> bool:
     """Is there an app, or would Celery have to make a default one?"""
-    made: Any = getattr(_state, "_tls", None)
-    current: Any = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
+    made = getattr(_state, "_tls", None)
+    current = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
     return bool(_named() or current)

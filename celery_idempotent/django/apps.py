@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from django.apps import AppConfig
+from django.apps import AppConfig, apps
 
 __all__ = ["IdempotencyConfig"]
 
@@ -16,5 +16,11 @@ class IdempotencyConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the checks."""
+        """Register the checks, and the admin's log as a place where operations are written down."""
+        from celery_idempotent.celery.operations import notebooks
         from celery_idempotent.django import checks  # noqa: F401
+
+        if apps.is_installed("django.contrib.admin"):
+            from celery_idempotent.django.admin.audit import open_note
+
+            notebooks.append(open_note)

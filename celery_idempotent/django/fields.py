@@ -39,7 +39,7 @@ class EndedIndex(models.Index):
         model: type[models.Model],
         schema_editor: BaseDatabaseSchemaEditor,
         using: str = "",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Statement:
         """Return the statement that makes it."""
         if not schema_editor.connection.features.supports_partial_indexes:

@@ -15,11 +15,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.keys import KeyRules
+from celery_idempotent.identity.keys import About, KeyRules
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Identifier(KeyRules):
@@ -50,7 +53,10 @@ class Identifier(KeyRules):
         super().__init__(task_name, signature, **options, require_key=require_key)
 
     def identify(
-        self, args: Sequence[object] | None, kwargs: Mapping[str, object] | None, **about: Any
+        self,
+        args: Sequence[object] | None,
+        kwargs: Mapping[str, object] | None,
+        **about: Unpack[About],
     ) -> Identified:
         """Return the identity by the new rules, and in ``before`` that by the old ones where it differs."""
         identified = super().identify(args, kwargs, **about)
@@ -68,7 +74,7 @@ class Identifier(KeyRules):
         header: object,
         args: Sequence[object] | None,
         kwargs: Mapping[str, object] | None,
-        **about: Any,
+        **about: Unpack[About],
     ) -> Identified | None:
         """Return what a message's stamp says to this task, ``None`` if it says nothing about the key.
 

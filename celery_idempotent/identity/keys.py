@@ -22,6 +22,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.identity.arguments import (
@@ -125,6 +126,18 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     if is_text(text):
         return text
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+class _AboutId(TypedDict):
+    task_id: str
+
+
+class About(_AboutId, total=False):
+    """What :meth:`KeyRules.identify` takes beside the arguments of a call."""
+
+    nesting: int
+    key: object
+    scope: object
 
 
 class KeyRules:

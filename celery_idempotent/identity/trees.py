@@ -27,7 +27,7 @@ Place = tuple[int | str, ...]
 AnySignature = Mapping[str, Any]
 
 #: Which of its ``kwargs`` hold the parts of a canvas.
-_PARTS = {
+PARTS = {
     "celery.chain": ("tasks",),
     "celery.group": ("tasks",),
     "celery.chord": ("header", "body"),
@@ -38,13 +38,15 @@ _LAST = {"celery.chain": "tasks", "celery.chord": "body"}
 
 def is_canvas(signature: AnySignature) -> bool:
     """Has this signature parts, or is it one task?"""
-    return signature.get("task") in _PARTS
+    return signature.get("task") in PARTS
 
 
-def with_parts(canvas: AnySignature, change: Callable[[Any, Place], object]) -> dict[str, Any]:
+def with_parts(
+    canvas: AnySignature, change: Callable[[object, Place], object]
+) -> dict[str, object]:
     """Return the ``kwargs`` of a canvas with ``change(part, place)`` for each of its parts, not for theirs."""
     kwargs = dict(canvas.get("kwargs") or {})
-    for name in _PARTS[canvas["task"]]:
+    for name in PARTS[canvas["task"]]:
         inner = kwargs.get(name)
         if isinstance(inner, (list, tuple)):
             kwargs[name] = [change(each, (index,)) for index, each in enumerate(inner)]
@@ -54,7 +56,7 @@ def with_parts(canvas: AnySignature, change: Callable[[Any, Place], object]) -> 
 
 
 def with_tasks(
-    signature: Any, change: Callable[[AnySignature, Place], AnySignature], place: Place = ()
+    signature: object, change: Callable[[AnySignature, Place], AnySignature], place: Place = ()
 ) -> Any:
     """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks."""
     if not isinstance(signature, Mapping):
@@ -62,13 +64,13 @@ def with_tasks(
     if not is_canvas(signature):
         return change(signature, place)
 
-    def part(inner: Any, at: Place) -> object:
+    def part(inner: object, at: Place) -> object:
         return with_tasks(inner, change, (*place, *at))
 
     return {**signature, "kwargs": with_parts(signature, part)}
 
 
-def with_last_task(signature: Any, change: Callable[[AnySignature], AnySignature]) -> Any:
+def with_last_task(signature: object, change: Callable[[AnySignature], AnySignature]) -> Any:
     """Return a copy of a canvas with ``change(task)`` for what runs last in it, which may be a group."""
     if not isinstance(signature, Mapping):
         return signature
@@ -84,7 +86,7 @@ def with_last_task(signature: Any, change: Callable[[AnySignature], AnySignature
     return {**signature, "kwargs": {**kwargs, name: inner}}
 
 
-def canvas_tasks(signature: Any) -> list[AnySignature]:
+def canvas_tasks(signature: object) -> list[AnySignature]:
     """Return the signatures of the tasks of a canvas: those that it has, no copies."""
     found: list[AnySignature] = []
 
@@ -96,7 +98,7 @@ def canvas_tasks(signature: Any) -> list[AnySignature]:
     return found
 
 
-def unstamp(signature: Any, task_id: str | None) -> None:
+def unstamp(signature: object, task_id: str | None) -> None:
     """Take out of a canvas what was handed on of the message with this task id, which its replacement takes over."""
     for task in canvas_tasks(signature):
         options = task.get("options") or {}

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from enum import Enum
-from typing import Any
 
 from celery_idempotent.errors import LeaseLost, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol import unfinished
@@ -99,13 +98,13 @@ class AtomicRun:
         self._repeats = repeats
         self._stage = Stage.BEGINNING
         #: What the body returned, or the exception that it raised because another task carries on.
-        self._value: Any = None
+        self._value: object = None
         self._left: Exception | None = None
         self._transaction: Transaction | None = None
         #: The store failed before the body, or at the settle: nothing is committed.
         self._trouble: StoreUnavailable | StoreMisconfigured | None = None
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         """Return what the body returned, once that is committed.
 
         Raises:
@@ -249,7 +248,7 @@ class AtomicRun:
         return end
 
 
-def in_transaction(store: Store, call: Call, task: str, body: Body) -> Any:
+def in_transaction(store: Store, call: Call, task: str, body: Body) -> object:
     """Call a body that expects a transaction, where nothing is settled in it."""
     returned = False
     try:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
-#: What a call runs. Its result is a user's, and may be anything.
-Body = Callable[[], Any]
+#: What a call runs.
+Body = Callable[[], object]
 
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
 
@@ -73,7 +73,7 @@ class Call:
 class Codec(StepCodec, Protocol):
     """How values and exceptions are stored; ``None`` means: settle without it."""
 
-    def dump_value(self, value: Any) -> Stored | None:
+    def dump_value(self, value: Any) -> Stored | None:  # each codec takes its own kind of result
         """Serialize a result."""
         ...
 
@@ -86,7 +86,7 @@ class Codec(StepCodec, Protocol):
 class Ran:
     """The body ran, and its result is recorded (or could not be: that was reported)."""
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class Claim:
         return self.phase is not Phase.RUNNING
 
     def lose(self) -> None:
-        """RUNNING becomes LOST: the store refused a renewal or a step. Any other phase stays what it is.
+        """RUNNING becomes LOST: the store refused a renewal or a step. Every other phase stays what it is.
 
         The heartbeat calls this in its own thread, and must not overwrite what the run has written meanwhile. No lock
         can be taken here (:class:`~.lease.Heartbeat` says why), but ``setdefault`` looks and writes in one step::

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from celery_idempotent import backoff
 from celery_idempotent.errors import StoreUnavailable
@@ -19,6 +19,7 @@ from celery_idempotent.records import (
     ClaimRequest,
     Identity,
     Mismatched,
+    OnStale,
     Record,
     Renewal,
     Settled,
@@ -88,7 +89,14 @@ class Claiming:
         return Asked(answer, attempt, sent, old)
 
     def _take(
-        self, call: Call, attempt: bytes, identity: Identity, fingerprint: bytes | None, **how: Any
+        self,
+        call: Call,
+        attempt: bytes,
+        identity: Identity,
+        fingerprint: bytes | None,
+        *,
+        on_stale: OnStale = "interrupt",
+        message: bytes | None = None,
     ) -> tuple[Answer, float]:
         """Return the answer, and when it was asked for (``time.monotonic``)."""
         store = self._store()
@@ -101,7 +109,8 @@ class Claiming:
             task_id=call.task_id,
             worker=call.worker,
             unanswered=call.unanswered,
-            **how,
+            on_stale=on_stale,
+            message=message,
         )
         sent = time.monotonic()
         while isinstance(answer := store.claim(request), (Settled, Mismatched)):

@@ -9,18 +9,19 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.protocol import deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import OVER, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
+from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
 from celery_idempotent.records import EndState, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
+    from typing_extensions import Unpack
 
     from celery_idempotent.records import Record
 
@@ -329,8 +330,10 @@ class Endings:
             with suppress(*STORE_ERRORS):
                 claim.store.release(claim.record.identity, token=claim.token)
 
-    def _report(self, outcome: Signal, about: Call | Record, claim: Claim, **more: Any) -> None:
-        store = claim.store if claim.old is None else None  # that one is two
+    def _report(
+        self, outcome: Signal, about: Call | Record, claim: Claim, **details: Unpack[Details]
+    ) -> None:
+        store = claim.store if claim.old is None else None  # that one stands for two records
         self._reporter.report(
-            outcome, about.identity, about.task_id, claim.record, store=store, **more
+            outcome, about.identity, about.task_id, claim.record, store=store, **details
         )

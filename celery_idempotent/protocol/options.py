@@ -30,6 +30,9 @@ Mode = Literal["enforce", "observe", "off"]
 
 T = TypeVar("T")
 
+#: Reads what was given for an option; what it returns has the type of its field.
+Reader = Callable[[object], Any]
+
 
 def option(default: T, read: Callable[[object], T], *, views: str = "idempotent") -> T:
     """Return a line of a table. ``views``: which decorators of views take the option, ``"idempotent"``, ``"keyed"``."""
@@ -40,7 +43,7 @@ def option(default: T, read: Callable[[object], T], *, views: str = "idempotent"
 # -- what reads a value ------------------------------------------------------------------------------------------------
 
 
-def fitting(fits: Callable[[Any], bool], allowed: str) -> Callable[[object], Any]:
+def fitting(fits: Callable[[object], bool], allowed: str) -> Reader:
     """Take a value that ``fits``, as it is; ``allowed`` tells what that is."""
 
     def read(value: object) -> object:
@@ -51,7 +54,7 @@ def fitting(fits: Callable[[Any], bool], allowed: str) -> Callable[[object], Any
     return read
 
 
-def one_of(literal: object) -> Callable[[object], Any]:
+def one_of(literal: object) -> Reader:
     """Take one of the words of a ``Literal``."""
     words = get_args(literal)
     return fitting(lambda value: value in words, f"is one of {', '.join(map(repr, words))}")
@@ -100,7 +103,7 @@ class Guarding:
 Table = TypeVar("Table", bound=Guarding)
 
 
-def table_of(kind: type) -> dict[str, Field[Any]]:
+def table_of(kind: type) -> dict[str, Field[object]]:
     """Return the fields of a table by the names of their options: the field ``lease_ms`` is the option ``lease``."""
     return {entry.name.removesuffix("_ms"): entry for entry in fields(kind)}
 

@@ -66,7 +66,7 @@ SETTINGS: Final = (
 )
 
 #: Attributes of the task class with our prefix that are no options.
-_METHODS: Final = ("definition", "policy", "record", "forget")
+_METHODS: Final = ("definition", "policy", "record", "forget", "release", "requeue", "fail")
 
 _UNSET: Final = object()
 
@@ -200,6 +200,6 @@ def is_explicit(app: Celery, name: str) -> bool:
     return any(key in mapping for mapping in maps for key in keys)
 
 
-def _set_by_user(conf: Any) -> list[Mapping[str, object]]:
+def _set_by_user(conf: object) -> list[Mapping[str, object]]:
     """Return all layers of the settings but the last, which holds Celery's defaults."""
     return list(getattr(conf, "maps", ()))[:-1]

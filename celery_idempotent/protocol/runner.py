@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.errors import (
@@ -49,12 +49,13 @@ from celery_idempotent.protocol.endings import End, Endings, Settlement
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.outcome import Outcome
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import Reporter
+from celery_idempotent.protocol.telling import Details, Reporter
 from celery_idempotent.records import Claimed, Held, Mismatched, Record, Settled, State
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,15 @@ class Runner:
                     raise FingerprintMismatch(_MISMATCH.format(call.identity, record.task_id))
 
     def _report(
-        self, outcome: Signal, call: Call, record: Record | None = None, **more: Any
+        self,
+        outcome: Signal,
+        call: Call,
+        record: Record | None = None,
+        *,
+        store: Store | None = None,
+        **details: Unpack[Details],
     ) -> None:
-        self.reporter.report(outcome, call.identity, call.task_id, record, **more)
+        self.reporter.report(outcome, call.identity, call.task_id, record, store=store, **details)
 
     # -- when another holds the key ------------------------------------------------------------------------------------
 
@@ -190,7 +197,7 @@ class Runner:
         self._report(outcome, call, record, observed=True)
         return Ran(self.unguarded(call, body))
 
-    def unguarded(self, call: Call, body: Body) -> Any:
+    def unguarded(self, call: Call, body: Body) -> object:
         """Run without protection, with a current claim that holds nothing."""
         before = running.get()
         running.set(self.unguarded_claim(call))
@@ -298,7 +305,7 @@ class Runner:
         return end is End.NEWER_CLAIM and self.policy.mode != "observe"
 
     def _returned(
-        self, call: Call, claim: Claim, value: Any, late: BaseException | None
+        self, call: Call, claim: Claim, value: object, late: BaseException | None
     ) -> Ran | End:
         """Record that the body returned; ``late`` is an exception that came after that."""
         at_exit = late is not None and not isinstance(late, Exception)

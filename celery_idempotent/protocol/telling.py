@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from celery_idempotent import signals
 from celery_idempotent.protocol.calls import STORE_ERRORS, worker_name
@@ -133,6 +133,18 @@ _WOULD_HAVE: Final[Mapping[Signal, Line]] = {
         "dropped",
     ),
 }
+
+
+class Details(TypedDict, total=False):
+    """What a report may say beside the outcome and the call: see :meth:`Reporter.report`."""
+
+    state: State | None
+    error: BaseException | None
+    who: str
+    reason: str
+    count: int
+    observed: bool
+    line: Line | None
 
 
 class Reporter:

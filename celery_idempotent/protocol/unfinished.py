@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Generator
 from functools import partial
-from typing import Any
 
 from celery_idempotent.errors import IdempotencyError
 
 
-def kind_of(function: Any) -> str:
+def kind_of(function: object) -> str:
     """Return what a call of ``function`` gives instead of running it, ``""`` if it runs it.
 
     What is hidden behind a decorator or a lambda is found when it returns (:func:`is_unfinished`).
@@ -31,7 +30,7 @@ def is_unfinished(value: object) -> bool:
     return isinstance(value, (Awaitable, Generator, AsyncGenerator))
 
 
-def close(name: str, value: Any) -> IdempotencyError:
+def close(name: str, value: object) -> IdempotencyError:
     """Close a run that was never begun, and return the error that says so."""
     for end in ("close", "cancel"):
         if callable(how := getattr(value, end, None)):

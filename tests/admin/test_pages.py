@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.operations import story_of
 from celery_idempotent.records import ReserveRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, address, keys, text
@@ -410,3 +411,23 @@ def test_a_dotted_name_breaks_behind_its_dots(store: Store, serve: Serve) -> Non
     template = Template("{% load celery_idempotent %}{{ name|breakable }}")
     shown = template.render(Context({"name": "shop.<b>.charge"}))
     assert shown == "shop.<wbr>&lt;b&gt;.<wbr>charge"
+
+
+DECLINED = value('{"exc_type": "Declined", "exc_message": [], "exc_module": "shop"}')
+
+
+def test_the_page_of_a_record_says_what_explain_says(memory, serve, operator):
+    app = serve(memory)
+    settle(memory, claim(memory, "order-1"), State.FAILED, DECLINED)
+    story = story_of(app, memory, memory.get(identity("order-1")))
+    page = text(operator.get(address("order-1")))
+    for sentence in (story.headline, *story.past, *story.future, story.choices[0].cost):
+        assert sentence.split(" (")[0] in page
+
+
+def test_the_story_does_not_name_the_error_to_those_who_may_not_see_it(memory, serve, log_in):
+    serve(memory)
+    settle(memory, claim(memory, "order-1"), State.FAILED, DECLINED)
+    page = text(log_in("view_idempotencyrecord").get(address("order-1")))
+    assert "is FAILED for good" in page
+    assert "Declined" not in page

@@ -25,7 +25,7 @@ def carried(rule: Rule) -> str:
     """Return what the record has from the one before, with what is added to it."""
     more = [name for name in ("crashes", "attempts") if getattr(rule, name)]
     missing = [name for name in WHOLE if name not in rule.carried]
-    if len(missing) > 2:
+    if len(missing) > 3:
         fields = [name for name in rule.carried if name not in more]
     else:
         fields = ["all but " + ", ".join(missing)] if missing else ["all"]

@@ -79,7 +79,8 @@ def test_it_is_asked_for_its_time_and_the_checks_compare_that_with_ours(app: Cel
 def test_an_atomic_task_is_refused_at_the_start_of_a_worker_and_by_the_run(
     app: Celery, store: Any
 ) -> None:
-    @app.task(base=IdempotentTask, name="own.atomic", idempotency_atomic=True)
+    # Not shared: the apps of other tests would have it, too, and their settings may exclude it.
+    @app.task(base=IdempotentTask, name="own.atomic", shared=False, idempotency_atomic=True)
     def task() -> int:
         return 1
 

@@ -129,7 +129,7 @@ def _tasks(app: Celery) -> Tasks:
     Raises:
         InvalidOption: if an option of one is bad.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, tuple[Any, Any]] = {}  # the registry is typed as one of plain tasks
     for name, task in sorted(app.tasks.items()):
         if not hasattr(task, "idempotency_definition"):
             continue
@@ -146,7 +146,7 @@ def _silenced(app: Celery) -> Collection[str]:
     Raises:
         InvalidOption: if the setting holds anything else.
     """
-    given: Any = app.conf.get("idempotency_silenced_checks") or ()
+    given = app.conf.get("idempotency_silenced_checks") or ()
     if isinstance(given, str) or not all(isinstance(each, str) for each in given):
         raise InvalidOption("idempotency_silenced_checks takes a list of ids, such as ['W009'].")
     return frozenset(given)

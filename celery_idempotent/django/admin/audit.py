@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
+from django.contrib.auth import get_user_model
 from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import SynchronousOnlyOperation
+from django.db import DatabaseError
 
-from celery_idempotent.celery.operations import Operation
+from celery_idempotent.celery.operations import Begun
 from celery_idempotent.django.admin.identities import unparse
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.models import IdempotencyRecord
 from celery_idempotent.records import Identity
 
-if TYPE_CHECKING:
-    from django.http import HttpRequest
+logger = logging.getLogger(__name__)
 
 #: So many entries a page shows.
 _SHOWN = 20
@@ -27,25 +29,16 @@ class Note:
     Should the process die in between, the note says that nobody knows how it ended.
     """
 
-    def __init__(
-        self,
-        request: HttpRequest,
-        identity: Identity,
-        operation: Operation,
-        *,
-        reason: str,
-        forced: bool,
-    ) -> None:
-        self._wording = WORDINGS[operation]
-        self._forced, self._reason = forced, reason
-        user: Any = request.user
+    def __init__(self, begun: Begun, user_pk: int | str) -> None:
+        self._wording = WORDINGS[begun.operation]
+        self._forced, self._reason = begun.forced, begun.reason
         # Not log_action(): Django 5.1 gave it another name and other arguments.
         self._entry = LogEntry.objects.create(
-            user_id=user.pk,
+            user_id=user_pk,
             content_type=_content_type(),
-            object_id=unparse(identity),
-            object_repr=str(identity)[:200],
-            action_flag=DELETION if operation == "forget" else CHANGE,
+            object_id=unparse(begun.identity),
+            object_repr=str(begun.identity)[:200],
+            action_flag=DELETION if begun.operation == "forget" else CHANGE,
             change_message=self._message(
                 f"{self._wording.button}: begun, and it is not known how it ended"
             ),
@@ -75,6 +68,18 @@ class Note:
         if self._reason:
             message += f". Reason: {self._reason}"
         return message
+
+
+def open_note(begun: Begun) -> Note | None:
+    """Begin a note about somebody who is a user of this project; ``None`` about anybody else."""
+    users = get_user_model()._default_manager  # noqa: SLF001  a model of the project's own may have no `objects`
+    try:
+        user = users.filter(**{get_user_model().USERNAME_FIELD: begun.who}).first()
+        return None if user is None else Note(begun, user.pk)
+    except (DatabaseError, SynchronousOnlyOperation) as error:
+        # An incident does not wait for this database: the event and the log have it.
+        logger.warning("idempotency: the admin's log does not have what follows: %s", error)
+        return None
 
 
 def entries(identity: Identity) -> Sequence[LogEntry]:

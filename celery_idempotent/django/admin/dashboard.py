@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks import Finding, check_settings, check_store
-from celery_idempotent.celery.reaper import SWEEP, sweep_interval
+from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.django.admin.charts import Chart, charts
-from celery_idempotent.django.admin.detail import time_in_words
 from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
-from celery_idempotent.errors import InvalidOption
+from celery_idempotent.operations.health import Sweeps, sweeps
+from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Record, Stats
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import COUNTED_HOURS
@@ -26,30 +25,6 @@ if TYPE_CHECKING:
 
 #: So many tasks have a chart, if none is named.
 CHARTS = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sweeps:
-    """Whether sweeps run: ``last`` is when the last one ended, ``ago_ms`` how long ago that was.
-
-    ``interval`` is in seconds, ``None`` where somebody else than this app asks for sweeps, if anybody does.
-    """
-
-    interval: float | None
-    last: datetime | None
-    ago_ms: int
-
-    @property
-    def ago(self) -> str:
-        """How long ago the last one ended, for people."""
-        return time_in_words(self.ago_ms)
-
-    @property
-    def well(self) -> bool:
-        """Did one end less than three intervals ago? Without an interval: did any?"""
-        if self.last is None:
-            return False
-        return self.interval is None or self.ago_ms < 3000 * self.interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +83,8 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         else time_in_words(max(stats.now_ms - oldest.updated_ms, 0)),
         oldest_of_many=oldest_of_many,
         counts=store.supports_counting,
-        sweeps=_sweeps(app, stats),
+        sweeps=sweeps(app, stats),
         charts=drawn[:CHARTS],
         more=len(drawn[CHARTS:]),
         findings=[*check_settings(app), *check_store(app)],  # workers would take a second
     )
-
-
-def _sweeps(app: Celery, stats: Stats) -> Sweeps:
-    try:
-        interval = sweep_interval(app)
-    except InvalidOption:
-        interval = None  # a worker does not start with it, and says so
-    ago_ms = max(stats.now_ms - (stats.swept_ms or 0), 0)
-    return Sweeps(interval=interval, last=stats.swept_at, ago_ms=ago_ms)

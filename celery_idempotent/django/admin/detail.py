@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from celery_idempotent.celery.operations import Operation, is_live, offered
+from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores.refusals import KEPT
 
@@ -72,17 +73,6 @@ def detail(record: Record, now_ms: int) -> Detail:
         steps=[(name, len(stored.body)) for name, stored in record.steps],
         now=_EPOCH + timedelta(milliseconds=now_ms),
     )
-
-
-def time_in_words(ms: int) -> str:
-    """Return a time in its two largest units."""
-    seconds = ms // 1000
-    parts: list[str] = []
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, seconds = divmod(seconds, size)
-        if count or (unit == "s" and not parts):
-            parts.append(f"{count} {unit}")
-    return " ".join(parts[:2])
 
 
 def _timeline(record: Record, now_ms: int) -> list[Moment]:

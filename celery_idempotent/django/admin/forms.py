@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django import forms
 
@@ -136,6 +136,8 @@ class ConfirmForm(forms.Form):
         required=False, max_length=500, strip=True, widget=forms.Textarea(attrs={"rows": 3})
     )
     label = "{operation} also those with a live owner ({live})"
+    #: Says why a live owner's record needs the tick and the reason; empty: without them it is left alone.
+    must_force = ""
 
     def __init__(
         self,
@@ -150,6 +152,9 @@ class ConfirmForm(forms.Form):
         self.fields["force"].label = label
         if not live:
             del self.fields["force"]
+        elif self.must_force:
+            self.fields["reason"].required = self.fields["force"].required = True
+            self.fields["force"].error_messages["required"] = self.must_force
 
     def clean(self) -> dict[str, object]:
         """Refuse to force without a reason."""
@@ -167,11 +172,4 @@ class OperationForm(ConfirmForm):
         choices=[(state.value, state.value) for state in State], widget=forms.HiddenInput
     )
     label = "{operation} it although its owner is live"
-
-    def __init__(self, *args: Any, live: bool, **kwargs: Any) -> None:
-        super().__init__(*args, live=live, **kwargs)
-        if live:
-            self.fields["reason"].required = self.fields["force"].required = True
-            self.fields["force"].error_messages["required"] = (
-                "The owner of this key is at work, within its lease. To take the key away from it, say so here."
-            )
+    must_force = "The owner of this key is at work, within its lease. To take the key away from it, say so here."

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_idempotent.django.admin.forms import FilterForm
-from celery_idempotent.errors import InvalidKey
-from celery_idempotent.identity.keys import canonical, task_id_key
+from celery_idempotent.operations.finding import UNFINISHED_AND_FAILED, spellings
 from celery_idempotent.records import Identity, Record, Selection, State
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ def search(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing
     found = [
         record
         for namespace in known[:SEARCHED]
-        for key in _spellings(text)
+        for key in spellings(text)
         if (
             record := store.get(
                 Identity(namespace=namespace, scope=form.cleaned_data["scope"], key=key)
@@ -89,7 +87,7 @@ def search(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing
     ]
     owned = store.list(
         Selection(
-            states=frozenset(State) - {State.COMPLETED},
+            states=UNFINISHED_AND_FAILED,
             namespace=task or None,
             scope=form.cleaned_data["scope"] or None,
         ),
@@ -114,12 +112,3 @@ def oldest_processing(store: Store) -> tuple[Record | None, bool]:
     )
     oldest = min(page.records, key=lambda record: record.updated_ms, default=None)
     return oldest, bool(page.cursor)
-
-
-def _spellings(text: str) -> list[str]:
-    """Return the canonical keys that somebody who types this may mean: as it is, as a str, as a task id."""
-    found = [text]
-    with contextlib.suppress(InvalidKey):
-        found.append(canonical(text, task="search"))
-    found.append(task_id_key(text))
-    return list(dict.fromkeys(found))

@@ -22,13 +22,11 @@ from celery_idempotent.celery.operations import (
     offered,
     operate,
 )
-from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.wording import OUTCOMES, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 
@@ -167,37 +165,13 @@ class OperationPages(Pages):
         Raises:
             IdempotencyError: if the store did not answer; the note says what is known then.
         """
-        note = audit.Note(request, mark.identity, operation, reason=reason, forced=force)
-        try:
-            outcome = operate(
-                celery_app(),
-                mark.identity,
-                operation,
-                token=mark.token,
-                state=mark.state,
-                force=force,
-                who=request.user.get_username(),
-                reason=reason,
-            )
-        except IdempotencyError:
-            note.failed(_aftermath(mark))
-            raise
-        match outcome:
-            case Outcome.DONE:
-                note.done()
-            case Outcome.UNSENT:
-                note.done("its message could not be published yet")
-            case Outcome.CHANGED | Outcome.LIVE:
-                note.withdraw()
-        return outcome
-
-
-def _aftermath(mark: Mark) -> str:
-    """Say what is known of an operation that the store did not confirm."""
-    try:
-        record = get_store(celery_app()).get(mark.identity)
-    except IdempotencyError:
-        return "the store did not answer: it may have been done"
-    if record is not None and Mark.of(record) == mark:
-        return "right after that the record was still there, unchanged"
-    return "right after that the record was gone, or another"
+        return operate(
+            celery_app(),
+            mark.identity,
+            operation,
+            token=mark.token,
+            state=mark.state,
+            force=force,
+            who=request.user.get_username(),
+            reason=reason,
+        )

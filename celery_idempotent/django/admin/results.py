@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
-from celery_idempotent.django.admin.values import Shown, text_of
+from celery_idempotent.operations.values import Shown, text_of
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.backends.base import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def result_of(app: Celery, task_id: str, *, may_see: bool) -> BackendResult:
     return BackendResult(state=state, done=meta.get("date_done"), value=value)
 
 
-def _meta(backend: Any, task_id: str) -> dict[str, Any]:
+def _meta(backend: Backend, task_id: str) -> dict[str, Any]:
     """Ask in a thread of its own: whatever the backend is, a page does not hang because it does."""
     if not _asking.acquire(blocking=False):
         raise NotYet

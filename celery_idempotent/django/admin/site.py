@@ -15,7 +15,7 @@ from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.bulk import BulkPages
 from celery_idempotent.django.admin.dashboard import board
-from celery_idempotent.django.admin.detail import detail, time_in_words
+from celery_idempotent.django.admin.detail import detail
 from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
 from celery_idempotent.django.admin.listing import list_page, search
 from celery_idempotent.django.admin.operating import Mark
@@ -25,6 +25,8 @@ from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.django.outbox import pending
+from celery_idempotent.operations.explaining import story_of
+from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -139,12 +141,13 @@ class IdempotencyRecordAdmin(BulkPages):
             "title": "Idempotency record",
             "subtitle": str(identity),
             "detail": about,
+            "story": story_of(app, store, record, errors=may_see),
             "record": record,
             "identity": identity,
             "known": definition is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
-            "value": shown(app, definition, record) if may_see and record.state.settled else None,
+            "value": shown(app, record) if may_see and record.state.settled else None,
             "buttons": buttons,
             "result_url": self.address_of(identity, "result"),
             "log": audit.entries(identity),

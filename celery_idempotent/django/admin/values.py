@@ -1,62 +1,27 @@
-"""Results and errors for people: read only as the app accepts them, never more of them than fits a page."""
+"""The stored answers of views, beside what tasks leave (:mod:`celery_idempotent.operations.values`)."""
 
 from __future__ import annotations
 
 import contextlib
-import pprint
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.django.http.messages import CONTENT_TYPE, REPLAYED, read_response
-from celery_idempotent.errors import IdempotencyError, ResultUnavailable
-from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.operations import values
+from celery_idempotent.operations.values import Shown, text_of
+from celery_idempotent.records import Record, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.celery.definition import Definition
 
-#: So many characters of a value are shown.
-LONGEST = 10_000
-
-#: Bodies of more bytes are not even read; compressed ones may hold a thousand times as much.
-_LARGEST, _LARGEST_COMPRESSED = 1024 * 1024, 16 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """A value as text; ``trouble`` says why there is none, ``cut`` that there is more of it."""
-
-    text: str = ""
-    trouble: str = ""
-    cut: bool = False
-
-
-def shown(app: Celery, definition: Definition | None, record: Record) -> Shown:
-    """Return what a settled record says: its result or its error."""
+def shown(app: Celery, record: Record) -> Shown:
+    """Return what a settled record says: its result, its error, or its view's answer."""
     stored = record.value
-    if stored is None or record.replaced:
-        return Shown(trouble="It was not kept in the record.")
-    if len(stored.body) > _limit(stored):
-        return Shown(trouble=f"It is too large to be shown: {len(stored.body):,} bytes.")
-    if stored.content_type == CONTENT_TYPE:
-        return _response(stored)
-    codec = (
-        TaskCodec(app, record.identity.namespace, Policy())
-        if definition is None
-        else definition.codec
-    )
-    try:
-        if record.state is State.FAILED:
-            error = codec.load_error(stored)
-            return text_of(error)
-        return text_of(codec.load_value(stored))
-    except IdempotencyError as error:
-        return Shown(trouble=str(error))
-    except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
-        return Shown(trouble=f"It cannot be read ({type(error).__name__}).")
+    response = stored is not None and stored.content_type == CONTENT_TYPE
+    if stored is None or not response or values.too_large(stored):
+        return values.shown(app, record)
+    return _response(stored)
 
 
 def _response(stored: Stored) -> Shown:
@@ -73,18 +38,3 @@ def _response(stored: Stored) -> Shown:
     head = [f"{response.status_code} {response.reason_phrase}"]
     head += [f"{name}: {value}" for name, value in response.items()]
     return text_of("\n".join([*head, "", body]))
-
-
-def text_of(value: object) -> Shown:
-    """Return a value as people read it."""
-    if isinstance(value, BaseException):
-        text = f"{type(value).__name__}: {value}"
-    elif isinstance(value, str):
-        text = value
-    else:
-        text = pprint.pformat(value, width=100)
-    return Shown(text=text[:LONGEST], cut=len(text) > LONGEST)
-
-
-def _limit(stored: Stored) -> int:
-    return _LARGEST_COMPRESSED if stored.compression else _LARGEST

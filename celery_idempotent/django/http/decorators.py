@@ -33,7 +33,7 @@ ViewFunction = Callable[..., Any]
 View = TypeVar("View", bound=ViewFunction)
 
 
-def idempotent_view(view: Any = None, /, **options: Any) -> Any:
+def idempotent_view(view: ViewFunction | None = None, /, **options: object) -> Any:
     """Let a view take effect once for each ``Idempotency-Key`` of a caller; whoever asks again gets the first answer.
 
     ``@idempotent_view`` or ``@idempotent_view(required=False, ...)``, over a view function, a coroutine, a class-based
@@ -46,7 +46,7 @@ def idempotent_view(view: Any = None, /, **options: Any) -> Any:
     return _decorator(view, options, guards=True)
 
 
-def keyed_view(view: Any = None, /, **options: Any) -> Any:
+def keyed_view(view: ViewFunction | None = None, /, **options: object) -> Any:
     """Check the ``Idempotency-Key`` of a view that hands it to :func:`~celery_idempotent.django.http.enqueue`.
 
     A missing or malformed key is refused before anything else is looked at. Used as :func:`idempotent_view`, with the
@@ -68,7 +68,7 @@ def _decorator(view: ViewFunction | None, options: dict[str, object], *, guards:
     return decorate if view is None else decorate(view)
 
 
-def _decorate(target: ViewFunction, marks: Marks) -> Any:
+def _decorate(target: ViewFunction, marks: Marks) -> object:
     if isinstance(target, type):
         return _class(target, marks)
     rest: Any = getattr(target, "cls", None)
@@ -107,7 +107,7 @@ def _rest_class(cls: Any, marks: Marks) -> None:
     non_atomic = non_atomic_databases(dispatch)
 
     @wraps(dispatch)
-    def checked(self: Any, request: HttpRequest, *args: object, **kwargs: object) -> Any:
+    def checked(self: object, request: HttpRequest, *args: object, **kwargs: object) -> object:
         refused = _read_request(request, marks, whole=False)
         if refused is not None:
             return refused

@@ -166,7 +166,7 @@ def _result_of(
     return {"result_kept": False}, record.state
 
 
-def _response_of(record: Record) -> dict[str, object]:
+def _response_of(record: Record) -> dict[str, Any]:
     assert record.value is not None
     try:
         response = read_response(record.value)
@@ -183,7 +183,7 @@ def _response_of(record: Record) -> dict[str, object]:
     return _if_json({"result": described})
 
 
-def _if_json(members: dict[str, object]) -> dict[str, object]:
+def _if_json(members: dict[str, object]) -> dict[str, Any]:
     """Return the members if JSON can say them."""
     try:
         json.dumps(members, cls=DjangoJSONEncoder)

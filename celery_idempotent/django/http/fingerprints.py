@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
@@ -134,7 +134,7 @@ def _multipart(request: HttpRequest) -> str:
     else:
         # What is read here as a whole stays readable for the view.
         raw = request.body
-        upload: Any = request.upload_handlers
+        upload = request.upload_handlers
         parser = MultiPartParser(request.META, BytesIO(raw), upload, request.encoding)
         data, files = parser.parse()
     hashed: Mapping[str, list[str]] = {

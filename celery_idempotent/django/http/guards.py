@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.authorizing import refused_replay
@@ -189,7 +189,7 @@ class Guard:
     def _answer(self, result: Result, call: Call, guarded: Guarded) -> HttpResponseBase:
         match result:
             case Ran(response):
-                return response  # type: ignore[no-any-return]  # what _run returned
+                return cast("HttpResponseBase", response)  # what _run returned
             case Replay(record):
                 return self._refused(guarded) or self._replay(record)
             case Conflict():
@@ -201,7 +201,8 @@ class Guard:
             case StoreFailed(condemned=condemned):
                 if self.options.on_store_error == "open" and not condemned:
                     try:
-                        return self._runner.unguarded(call, lambda: self._run(guarded))  # type: ignore[no-any-return]
+                        answer = self._runner.unguarded(call, lambda: self._run(guarded))
+                        return cast("HttpResponseBase", answer)
                     except _NotToKeepError as answered:
                         return answered.response
                 begun = getattr(guarded.request, "idempotency_guarded", False)

@@ -16,7 +16,7 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.http import FileResponse, HttpResponse, HttpResponseBase
@@ -62,7 +62,7 @@ def awaited(response: T, name: str) -> T:
 def finished(response: HttpResponseBase, options: HttpOptions) -> HttpResponseBase:
     """Return the response with its body rendered, a file of known and bearable size read whole.
 
-    Any other stream stays one: what it would bring is not known before it is sent.
+    Every other stream stays one: what it would bring is not known before it is sent.
     """
     if not getattr(response, "is_rendered", True):
         response = response.render()  # type: ignore[attr-defined]  # of a template
@@ -135,7 +135,7 @@ def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str
     }
 
 
-def _as_json(value: Any, name: str) -> Any:
+def _as_json(value: object, name: str) -> object:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):

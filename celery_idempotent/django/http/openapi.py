@@ -13,6 +13,7 @@ from drf_spectacular.utils import OpenApiParameter
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.rest import StatusView
 from celery_idempotent.django.http.views import Marks, marks_of
+from celery_idempotent.records import State
 
 __all__ = ["AutoSchema", "IdempotencySchemaMixin"]
 
@@ -41,7 +42,7 @@ _STATUS: Final[dict[str, object]] = {
         "key": {"type": "string"},
         "state": {
             "type": "string",
-            "enum": ["QUEUED", "PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED"],
+            "enum": [state.name for state in State],
         },
         "settled": {"type": "boolean"},
         "created_at": {"type": "string", "format": "date-time"},

@@ -15,6 +15,7 @@ from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.protocol.options import (
     Guarding,
+    Reader,
     duration,
     fitting,
     flag,
@@ -101,6 +102,9 @@ NEVER_KEPT: Final = frozenset(
     ("connection", "content-length", "date", "set-cookie", "transfer-encoding")
 )
 
+#: A function of the request: Django's own, or that of Django REST framework.
+OfRequest = Callable[[Any], object]
+
 #: Runs before the key is looked up: an answer that it returns is sent, and not stored.
 Check = Callable[..., "HttpResponseBase | None"]
 
@@ -126,7 +130,7 @@ def _imported(value: object) -> object:
     return import_string(value) if isinstance(value, str) else value
 
 
-def _callable(value: object) -> Callable[[Any], object]:
+def _callable(value: object) -> OfRequest:
     found = _imported(value)
     if not callable(found) or iscoroutinefunction(found):
         raise ValueError("takes a function of the request, no coroutine, or its dotted path")
@@ -134,11 +138,13 @@ def _callable(value: object) -> Callable[[Any], object]:
 
 
 def _items(
-    fits: Callable[[Any], bool], allowed: str, read: Callable[[Any], Any] = lambda item: item
-) -> Callable[[object], tuple[Any, ...]]:
+    fits: Callable[[object], bool],
+    allowed: str,
+    read: Callable[[object], object] = lambda item: item,
+) -> Reader:
     """Take a sequence whose items all fit, once they are read."""
 
-    def read_all(value: object) -> tuple[Any, ...]:
+    def read_all(value: object) -> tuple[object, ...]:
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError("takes a sequence")
         found = tuple(map(read, value))
@@ -187,7 +193,7 @@ class HttpOptions(Guarding):
     """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, beside what tasks take, too."""
 
     lease_ms: int = option(30_000, duration(at_least_ms=100))
-    scope: Callable[[Any], object] | None = option(None, optional(_callable), views=_BOTH)
+    scope: OfRequest | None = option(None, optional(_callable), views=_BOTH)
     anonymous: Anonymous = option("refuse", one_of(Anonymous), views=_BOTH)
     required: bool = option(True, flag, views=_BOTH)
     strict: bool = option(False, flag, views=_BOTH)
@@ -197,7 +203,7 @@ class HttpOptions(Guarding):
     )
     checks: tuple[Check, ...] = option((), _checks)
     authorize: Callable[..., object] | None = option(None, optional(_callable))
-    fingerprint: Callable[[Any], object] | None = option(None, optional(_callable))
+    fingerprint: OfRequest | None = option(None, optional(_callable))
     on_conflict: OnConflict = option("refuse", one_of(OnConflict))
     on_pending: OnPending = option("accept", one_of(OnPending), views="keyed")
     retry_after: float = option(1, _amount, views=_BOTH)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from celery_idempotent.celery.publishing import stamp_call
 from celery_idempotent.celery.reserving import lost_after_ms
+from celery_idempotent.celery.typed import Options
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.bodies import receive
 from celery_idempotent.django.http.headers import read_key
@@ -18,7 +19,7 @@ from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.scopes import caller_scope, http_identity
 from celery_idempotent.django.http.status import status_url
-from celery_idempotent.django.outbox.payload import MEANS, Options, absolute
+from celery_idempotent.django.outbox.payload import MEANS, absolute
 from celery_idempotent.django.sql.autocommit import commits_by_hand
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import Identified
@@ -29,9 +30,12 @@ from celery_idempotent.stores import Store, get_store
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
     from django.http import HttpRequest
+    from typing_extensions import Unpack
 
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.typed import AnyTask
+    from celery_idempotent.protocol.telling import Details
 
 #: What ``enqueue()`` itself says about a message.
 _CHOSEN_HERE = ("task_id", "idempotency_key", "idempotency_scope")
@@ -61,10 +65,12 @@ class Order:
         """Where the record is."""
         return get_store(self.task.app)
 
-    def report(self, outcome: Signal, record: Record | None = None, **more: Any) -> None:
+    def report(
+        self, outcome: Signal, record: Record | None = None, **details: Unpack[Details]
+    ) -> None:
         """Report what became of the request: under the id of the task that its key has."""
         identity, task_id = self.identified.identity, "" if record is None else record.task_id
-        self.definition.runner.reporter.report(outcome, identity, task_id, record, **more)
+        self.definition.runner.reporter.report(outcome, identity, task_id, record, **details)
 
     @property
     def eager(self) -> bool:
@@ -117,7 +123,7 @@ class Order:
 
 def read_order(
     request: HttpRequest,
-    task: Any,
+    task: AnyTask,
     args: Sequence[object],
     kwargs: Mapping[str, object],
     *,
@@ -144,6 +150,7 @@ def read_order(
         scope = scope(request)
     if scope is None:
         scope = caller_scope(request, options)
+    task = cast("IdempotentTask", task)
     definition = task.idempotency_definition()
     if definition is None:
         task.apply_async(args, kwargs, **publish)

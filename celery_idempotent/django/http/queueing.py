@@ -17,7 +17,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -42,16 +42,21 @@ from celery_idempotent.records import (
     State,
 )
 
+if TYPE_CHECKING:
+    from django.http import HttpRequest
+
+    from celery_idempotent.celery.typed import AnyTask
+
 
 def enqueue(
-    request: Any,
-    task: Any,
+    request: HttpRequest,
+    task: AnyTask,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
     *,
     scope: object = None,
     using: str | None = None,
-    **publish: Any,
+    **publish: object,
 ) -> HttpResponse:
     """Let ``task`` do the work of ``request``, once for each key of the caller, and return the answer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rest_framework.exceptions import NotAuthenticated
@@ -16,6 +17,9 @@ from celery_idempotent.django.http.status import respond
 
 if TYPE_CHECKING:
     from django.http import HttpResponseBase
+    from rest_framework.parsers import BaseParser
+    from rest_framework.permissions import _SupportsHasPermission
+    from rest_framework.renderers import BaseRenderer
     from rest_framework.request import Request
 
 __all__ = ["StatusView"]
@@ -24,18 +28,19 @@ __all__ = ["StatusView"]
 class _Ours(BaseContentNegotiation):
     """The resource itself looks at ``Accept``: a page is no renderer's work."""
 
-    def select_parser(self, request: Any, parsers: Any) -> Any:  # noqa: ARG002  the interface
+    def select_parser(self, request: Request, parsers: Iterable[BaseParser]) -> BaseParser:  # noqa: ARG002  the interface
         """There is no body to parse."""
-        return parsers[0]
+        return next(iter(parsers))
 
     def select_renderer(
         self,
-        request: Any,  # noqa: ARG002  the interface
-        renderers: Any,
-        format_suffix: Any = None,  # noqa: ARG002  the interface
-    ) -> Any:
+        request: Request,  # noqa: ARG002  the interface
+        renderers: Iterable[BaseRenderer],
+        format_suffix: str | None = None,  # noqa: ARG002  the interface
+    ) -> tuple[BaseRenderer, str]:
         """For the errors of the framework."""
-        return renderers[0], renderers[0].media_type
+        first = next(iter(renderers))
+        return first, first.media_type
 
 
 class StatusView(APIView):
@@ -45,7 +50,7 @@ class StatusView(APIView):
     renderer_classes = (JSONRenderer,)
     http_method_names = ("get", "head", "options")
 
-    def get_permissions(self) -> Any:
+    def get_permissions(self) -> Sequence[_SupportsHasPermission]:
         """Callers are known by the project's own rule, or else are to log in."""
         options = http_options()
         known = options.scope is not None or options.anonymous == "session"
@@ -55,9 +60,9 @@ class StatusView(APIView):
         """Show the status of a key of the caller."""
         return respond(request, namespace, key)
 
-    def handle_exception(self, exc: Exception) -> Any:
+    def handle_exception(self, exc: Exception) -> Any:  # a redirect is no Response of the framework
         """Lead people to the login; programs get what the project answers."""
-        request: Any = self.request
+        request = self.request
         found = None
         if isinstance(exc, NotAuthenticated) and for_people(request):
             found = login_redirect(request)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def user_scope(user: Any) -> tuple[object, ...]:
+def user_scope(user: object) -> tuple[object, ...]:
     """Return the scope of a user's keys, for ``apply_async(..., idempotency_scope=user_scope(user))``.
 
     It says that it is a user's: the scopes that a project gives its tasks for reasons of its own (``tenant 5``) never

@@ -33,16 +33,16 @@ class _Confirmed(Producer):
 class _Producers(_pools.PoolGroup):  # type: ignore[misc]  # kombu is not typed
     """Pools of such producers, which a forked child does not share with its parent."""
 
-    def create(self, connection: Any, limit: int) -> Any:
+    def create(self, connection: object, limit: int) -> object:
         """Make the pool for one broker."""
         return _pools.ProducerPool(_pools.connections[connection], limit=limit, Producer=_Confirmed)
 
 
-_producers: Any = _pools.register_group(_Producers(limit=_pools.use_global_limit))
+_producers = _pools.register_group(_Producers(limit=_pools.use_global_limit))
 
 
 @contextmanager
-def confirming(app: Celery) -> Iterator[Any]:
+def confirming(app: Celery) -> Iterator[object]:
     """Give a producer that waits until the broker has what it publishes; ``None`` where Celery's own one does.
 
     RabbitMQ takes messages without an answer: what was written to the socket when it died is gone, without an error.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,12 @@ from celery.utils import uuid as new_id
 from django.db import connections, transaction
 
 from celery_idempotent.celery.definition import is_celerys_own
-from celery_idempotent.celery.publishing import DeferredCall, outbox_interceptor
+from celery_idempotent.celery.publishing import Args, DeferredCall, Kwargs, outbox_interceptor
 from celery_idempotent.celery.task import IdempotentTask
+from celery_idempotent.celery.typed import AnyTask, Options, Result, Sig
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
-from celery_idempotent.django.outbox.payload import Options, Payload, absolute, dump, fixed
+from celery_idempotent.django.outbox.payload import Payload, absolute, dump, fixed
 from celery_idempotent.django.outbox.sending import (
     Sent,
     name_of,
@@ -45,7 +47,7 @@ from celery_idempotent.identity.stamp import as_mapping, stamp_of
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
-    from celery import Celery, Task
+    from celery import Celery
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 __all__ = ["Pending", "Sent", "alias_in_use", "discard", "pending", "send", "stage", "sweep"]
@@ -127,8 +129,8 @@ _groups_lock = threading.Lock()
 
 
 def stage(
-    task: Task[Any, Any] | Signature[Any],
-    args: Any = None,
+    task: AnyTask | Sig,
+    args: Any = None,  # to Celery's stubs a tuple and a dict alone
     kwargs: Any = None,
     options: Options | None = None,
     *,
@@ -162,7 +164,7 @@ def stage(
         return _stage_canvas(task, args, kwargs, options, using, group)
     staged: list[str] = []
 
-    def intercept(task: Any, call: DeferredCall) -> Any:
+    def intercept(task: IdempotentTask, call: DeferredCall) -> Result:
         staged.append(_stage_call(task, call, using, group))
         return task.AsyncResult(staged[-1])
 
@@ -184,18 +186,18 @@ def _check_swept(app: Celery, using: str) -> None:
         )
 
 
-def _stamps_itself(task: Any) -> bool:
+def _stamps_itself(task: object) -> bool:
     """Is this one call of a task that stamps its calls itself, or a chain, which is one call of its first task?"""
     if isinstance(task, Signature):
         kind, app = str(task.task), task.app
         if kind == "celery.chain":
-            steps: Any = task.kwargs["tasks"]
+            steps = task.kwargs["tasks"]
             return bool(steps) and _stamps_itself(maybe_signature(steps[0], app=app))
         task = app.tasks.get(kind)
     return isinstance(task, IdempotentTask) and not is_celerys_own(task)
 
 
-def _stage_call(task: Any, call: DeferredCall, using: str, group: str | None) -> str:
+def _stage_call(task: IdempotentTask, call: DeferredCall, using: str, group: str | None) -> str:
     check = getattr(task, "__header__", None) if task.typing else None
     if check is not None:
         check(*(call.args or ()), **(call.kwargs or {}))
@@ -226,9 +228,9 @@ def _stage_call(task: Any, call: DeferredCall, using: str, group: str | None) ->
 
 
 def _stage_canvas(
-    canvas: Signature[Any],
-    args: Any,
-    kwargs: Any,
+    canvas: Sig,
+    args: Args,
+    kwargs: Kwargs,
     options: Options,
     using: str,
     group: str | None,
@@ -308,9 +310,14 @@ def _group(using: str, name: str | None) -> _Group:
 # -- for operators -----------------------------------------------------------------------------------------------------
 
 
-def pending(*, using: str = "default", limit: int = 100) -> list[Pending]:
-    """Return the messages that wait, oldest first."""
-    waiting = rows.rows(using).annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
+def pending(
+    *, using: str = "default", limit: int = 100, scopes: Collection[str] | None = None
+) -> list[Pending]:
+    """Return the messages that wait, oldest first; only those of ``scopes`` (canonical), if these are given."""
+    staged = rows.rows(using)
+    if scopes is not None:
+        staged = staged.filter(scope__in=scopes)
+    waiting = staged.annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
     copied = ("group", "app", "task", "task_id", "key", "scope", "attempts", "error")
     return [
         Pending(

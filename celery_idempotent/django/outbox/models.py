@@ -63,6 +63,10 @@ class OutboxMessage(models.Model):
         return f"{self.task}[{self.task_id}]"
 
 
+#: A piece of SQL, and its parameters.
+_Sql = tuple[str, list[str | int]]
+
+
 class NowMs(models.Func):
     """Milliseconds since the epoch by the database's clock, when the statement runs."""
 
@@ -74,17 +78,17 @@ class NowMs(models.Func):
         del compiler, connection
         return "%s", [int(time.time() * 1000)]
 
-    def as_postgresql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
+    def as_postgresql(self, compiler: object, connection: BaseDatabaseWrapper, **_: object) -> _Sql:
         """Not ``now()``, which stands still within a transaction."""
         del compiler, connection
         return "(extract(epoch from clock_timestamp()) * 1000)::bigint", []
 
-    def as_mysql(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
+    def as_mysql(self, compiler: object, connection: BaseDatabaseWrapper, **_: object) -> _Sql:
         """In UTC, which no time zone of a session moves."""
         del compiler, connection
         return "(timestampdiff(microsecond, '1970-01-01', utc_timestamp(3)) div 1000)", []
 
-    def as_sqlite(self, compiler: Any, connection: BaseDatabaseWrapper, **_: object) -> Any:
+    def as_sqlite(self, compiler: object, connection: BaseDatabaseWrapper, **_: object) -> _Sql:
         """A Julian day is a float that knows milliseconds."""
         del compiler, connection
         return "cast(round((julianday('now') - 2440587.5) * 86400000) as integer)", []

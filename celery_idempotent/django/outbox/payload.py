@@ -6,13 +6,15 @@ import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, cast
 
 from celery.utils import uuid
 from celery.utils.functional import maybe_list
 from kombu import serialization
 
+from celery_idempotent.celery.typed import Options
 from celery_idempotent.errors import IdempotencyError, InvalidOption
+from celery_idempotent.identity.trees import PARTS, AnySignature
 from celery_idempotent.serializers import NotStored, Serializer, decode, from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -23,17 +25,6 @@ MAX_BYTES = 1024 * 1024
 
 #: Options that say by which connection to send: the sender has its own.
 MEANS = ("producer", "publisher", "connection", "router")
-
-_PARTS = {
-    "celery.chain": ("tasks",),
-    "celery.group": ("tasks",),
-    "celery.chord": ("header", "body"),
-}
-
-
-#: Options of ``apply_async``, and a signature as a dict: Celery has no types for what is in them.
-Options: TypeAlias = dict[str, Any]
-Canvas: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +40,7 @@ class Payload:
     options: Options
     stamped: bool
     once: bool = False
-    canvas: Canvas | None = None
+    canvas: AnySignature | None = None
 
 
 def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
@@ -89,17 +80,17 @@ def load(app: Celery, content: bytes) -> Payload:
         DecodeError: if it cannot be read.
     """
     accept = serialization.prepare_accept_content(app.conf.accept_content)
-    found: Any = decode(from_bytes(content), accept)
+    found = cast("Options", decode(from_bytes(content), accept))
     return Payload(**found)
 
 
-def absolute(options: Mapping[str, Any], *, task: str) -> Options:
+def absolute(options: Mapping[str, object], *, task: str) -> Options:
     """Return options that mean the same whenever the message is sent: delays become points in time.
 
     Raises:
         IdempotencyError: for an option that means something in this process only.
     """
-    kept = dict(options)
+    kept: Options = dict(options)
     if found := [name for name in MEANS if kept.pop(name, None) is not None]:
         raise IdempotencyError(
             f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
@@ -116,14 +107,14 @@ def absolute(options: Mapping[str, Any], *, task: str) -> Options:
     return kept
 
 
-def fixed(app: Celery, signature: Canvas, *, leading: bool = True) -> Options:
+def fixed(app: Celery, signature: AnySignature, *, leading: bool = True) -> Options:
     """Return a copy of a canvas whose every part has its id, so that sending it twice sends the same messages twice.
 
     The delays of those parts that start at once (``leading``) become points in time. What Celery still names anew each
     time it looks is the group of a chord further down a chain that a plain task leads.
     """
     task = str(signature.get("task"))
-    parts = _PARTS.get(task)
+    parts = PARTS.get(task)
     options = dict(signature.get("options") or {})
     if leading:
         options = absolute(options, task=task)

@@ -82,6 +82,7 @@ def record_of(row: Sequence[Any]) -> Record:
 
 
 def record_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
+    """Return what the columns of :data:`RECORD` are for a record."""
     record = stored.record
     return (
         record.token,
@@ -102,6 +103,7 @@ def record_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
 
 
 def lease_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
+    """Return what the columns of :data:`LEASE` are for a record."""
     record = stored.record
     return (
         record.token,
@@ -125,6 +127,7 @@ def stored_record(
     lease: Sequence[Any] | None,
     refusals: tuple[Refusal, ...] = (),
 ) -> StoredRecord:
+    """Return the record of what was read; ``lease``: of its lease row, if that counts."""
     token, created_ms, updated_ms, expires_ms, _, crashes, attempts, letter = record[:8]
     reserved, replaced, delivered, fingerprint, task_id, value = record[8:]
     state = STATES.get(letter)

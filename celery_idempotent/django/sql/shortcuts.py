@@ -41,7 +41,6 @@ _OF_RECORD = {
     "prune_ms": "us / 1000 + %s",
 }
 _OF_LEASE = {
-    "token": "token + %s - 1",
     "deadline_ms": "created_ms + %s",
     "due_ms": "created_ms + %s",
     "expires_ms": "created_ms + %s",
@@ -69,6 +68,7 @@ def claim(session: Session, asked: Asked) -> Record | None:
         **_filled(RECORD, record_values(new, 0)),
     }
     lease = _filled(LEASE, lease_values(new, 0))
+    del lease["token"]  # the one that the record gets
     found = session.rows(
         _claim_statement(_clock(session), tuple(record), tuple(lease)),
         (*record.values(), name, *lease.values()),
@@ -94,8 +94,8 @@ def _claim_statement(clock: str, record: tuple[str, ...], lease: tuple[str, ...]
         # Not left to the conflict alone: that waits for the transaction that is writing the row.
         " WHERE NOT EXISTS (SELECT 1 FROM celery_idempotent_record WHERE digest = %s)"
         " ON CONFLICT (digest) DO NOTHING RETURNING digest, token, created_ms"
-        f"), l AS (INSERT INTO celery_idempotent_lease AS lease (digest, {', '.join(lease)})"
-        f" SELECT digest, {', '.join(_OF_LEASE.get(column, '%s') for column in lease)} FROM r"
+        f"), l AS (INSERT INTO celery_idempotent_lease AS lease (digest, token, {', '.join(lease)})"
+        f" SELECT digest, token, {', '.join(_OF_LEASE.get(column, '%s') for column in lease)} FROM r"
         f" ON CONFLICT (digest) DO UPDATE SET {_OVER}"
         ") SELECT token, created_ms FROM r"
     )

@@ -1,0 +1,122 @@
+"""What code asks and does about the keys of a task: ``task.idempotency_record``, ``_forget`` and the other methods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from celery_idempotent.celery import operations
+from celery_idempotent.celery.typed import TaskBase
+from celery_idempotent.identity.identified import Identified
+from celery_idempotent.records import Identity, Record
+from celery_idempotent.stores import get_store
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.definition import Definition
+
+__all__ = ["OperableTask"]
+
+
+class OperableTask(TaskBase):
+    """A task that has records."""
+
+    abstract = True
+
+    def _ours(self) -> Definition:
+        """Return the task's definition.
+
+        Raises:
+            IdempotencyError: for one of Celery's own tasks.
+        """
+        raise NotImplementedError
+
+    def idempotency_record(self, key: object, *, scope: object = None) -> Record | None:
+        """Return the record of a key of this task, or ``None``.
+
+        Raises:
+            InvalidKey: if the key or scope cannot be used.
+            StoreUnavailable: if the store did not answer.
+        """
+        store = get_store(self.app)
+        return next(filter(None, map(store.get, self._identities(key, scope))), None)
+
+    def idempotency_forget(
+        self,
+        key: object,
+        *,
+        scope: object = None,
+        reason: str = "",
+        who: str = "",
+        force: bool = False,
+    ) -> bool:
+        """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
+
+        The log and the signal ``forgotten`` tell who did it (this process, if nobody is named) and the reason. To take
+        the key away from a live owner, who may still be at work, this has to be forced, with a reason.
+
+        Raises:
+            InProgress: if an owner within its lease holds the key, and this is not forced.
+            InvalidKey: if the key or scope cannot be used.
+            StoreUnavailable: if the store did not answer.
+        """
+        return self._operate("forget", key, scope, reason=reason, who=who, force=force)
+
+    def idempotency_release(
+        self,
+        key: object,
+        *,
+        scope: object = None,
+        reason: str = "",
+        who: str = "",
+        force: bool = False,
+    ) -> bool:
+        """End the claim of a key of this task: the next delivery or call runs. ``False`` if nothing is queued or runs.
+
+        It is told, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        """
+        return self._operate("release", key, scope, reason=reason, who=who, force=force)
+
+    def idempotency_requeue(
+        self,
+        key: object,
+        *,
+        scope: object = None,
+        reason: str = "",
+        who: str = "",
+        force: bool = False,
+    ) -> bool:
+        """Publish the message that the record of a key keeps once more. ``False`` if it keeps none.
+
+        That takes ``idempotency_on_stale="requeue"``, and an unfinished run. It is told, refused and forced as
+        :meth:`idempotency_forget` is, and raises the same.
+        """
+        return self._operate("requeue", key, scope, reason=reason, who=who, force=force)
+
+    def idempotency_fail(
+        self,
+        key: object,
+        *,
+        scope: object = None,
+        reason: str = "",
+        who: str = "",
+        force: bool = False,
+    ) -> bool:
+        """Settle an unfinished key of this task FAILED: callers get ``FailedByOperator``. ``False`` if there is none.
+
+        It is told, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        """
+        return self._operate("fail", key, scope, reason=reason, who=who, force=force)
+
+    def _operate(
+        self, operation: operations.Operation, key: object, scope: object, **how: Any
+    ) -> bool:
+        identities = self._identities(key, scope)
+        return True in [
+            operations.insist(self.app, identity, operation, **how) for identity in identities
+        ]
+
+    def _identities(self, key: object, scope: object) -> list[Identity]:
+        """Return the identity of a key, and what it was in the namespace of before a deploy."""
+        identifier = self._ours().identifier
+        identified = identifier.renamed(Identified(identifier.identity(key, scope)))
+        before = identified.before
+        return [identified.identity, *([before.identity] if before else [])]

@@ -1,0 +1,199 @@
+"""``release``, ``requeue``, ``fail``, ``forget``: an operation on one record, or on all that a filter means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from celery_idempotent.cli.doing import (
+    DONE,
+    LIVE,
+    Order,
+    do,
+    order_of,
+    order_options,
+    records_in_words,
+)
+from celery_idempotent.cli.objects import row_of
+from celery_idempotent.cli.options import filter_of, filter_options
+from celery_idempotent.cli.output import Progress, note
+from celery_idempotent.cli.session import FOUND, Session, command
+from celery_idempotent.cli.telling import find_one
+from celery_idempotent.operations import Operation
+from celery_idempotent.operations.bulk import Verdict, verdict
+from celery_idempotent.operations.explaining import EFFECTS, story_of
+from celery_idempotent.operations.finding import Filter, pages
+from celery_idempotent.records import Record
+
+__all__ = ["fail_command", "forget_command", "release_command", "requeue_command"]
+
+#: So many records are shown as a sample.
+_SAMPLE = 5
+
+_WHY_NOT: dict[Operation, str] = {
+    "release": "only a QUEUED or a PROCESSING record can be released.",
+    "requeue": "only an INTERRUPTED or a PROCESSING record that keeps its message"
+    ' (idempotency_on_stale="requeue") can be requeued.',
+    "fail": "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
+    "forget": "there is no record.",
+}
+
+
+def _command(operation: Operation, text: str) -> click.Command:
+    @click.argument("key", required=False)
+    @click.option("--all", "every", is_flag=True, help="All that the filters mean, not one KEY.")
+    @filter_options
+    @click.option(
+        "--limit",
+        type=click.IntRange(1, 100_000),
+        default=1000,
+        show_default=True,
+        help="With --all: so many at most.",
+    )
+    @click.option("--dry-run", is_flag=True, help="With --all: say what would be done.")
+    def run(session: Session, key: str | None, every: bool, **given: Any) -> None:
+        order = order_of(operation, given)
+        if every is (key is not None):
+            raise click.UsageError("Give a KEY, or --all with filters.")
+        limit, dry_run = given.pop("limit"), given.pop("dry_run")
+        if key is None:
+            wanted = filter_of(session, given)
+            _act_on_filter(session, order, wanted, limit=limit, dry_run=dry_run)
+        else:
+            names = [f"--{name}" for name, value in given.items() if value is not None]
+            names = [name for name in names if name not in ("--task", "--scope")]
+            if names or dry_run:
+                raise click.UsageError(
+                    f"{(names or ['--dry-run'])[0]} goes with --all, not with a KEY."
+                )
+            _act_on_one(session, order, key, task=given["task"], scope=given["scope"])
+
+    for option in reversed(order_options):
+        run = option(run)
+    run.__doc__ = f"{text}\n\n    {_HELP}"
+    examples = [
+        f"{operation} order-17 --task shop.charge --reason 'customer called'",
+        f"{operation} --all --task shop.charge --state stale --before 10m",
+    ]
+    if operation == "forget":
+        examples[1] = f"{operation} --all --task shop.charge --error CardDeclined --since 2h"
+    return command(operation, examples=examples)(run)
+
+
+_HELP = (
+    "It asks first, and does nothing to a record that has changed since, or whose owner is live (unless forced)."
+    " Exit code 1 if anything was left alone."
+)
+
+
+def _act_on_one(
+    session: Session, order: Order, key: str, *, task: str | None, scope: str | None
+) -> None:
+    record = find_one(session, key, task=task, scope=scope)
+    story = story_of(session.app, session.store, record)
+    choice = next((each for each in story.choices if each.operation == order.operation), None)
+    if choice is None or (story.live and not order.force):
+        why = _WHY_NOT[order.operation] if choice is None else f"{LIVE}."
+        hint = "" if choice is None else " Wait for its end, or give --force and a --reason."
+        note(f"{story.headline}\nNothing was done: {why}{hint}")
+        raise click.exceptions.Exit(FOUND)
+    if not order.yes:
+        note(story.headline)
+        note(f"{order.operation} {choice.effect} {choice.cost}")
+    order.confirm(f"{order.operation.capitalize()} it?")
+    do(session, order, [record], total=1)
+
+
+def _act_on_filter(
+    session: Session, order: Order, wanted: Filter, *, limit: int, dry_run: bool
+) -> None:
+    found, more = _collect(session, order.operation, wanted, limit)
+    more_text = f"There are more than {limit:,}: run it again for the rest." if more else ""
+    _act_on_all(session, order, found, more=more_text, dry_run=dry_run)
+
+
+def _collect(
+    session: Session, operation: Operation, wanted: Filter, limit: int
+) -> tuple[list[Record], bool]:
+    """Return what a filter means, up to a limit, and whether there is more."""
+    found: dict[Any, Record] = {}
+    with Progress("keys looked at") as progress:
+        for page in pages(session.app, session.store, wanted):
+            progress.add(page.looked_at)
+            for each in page.records:
+                if len(found) == limit:
+                    return list(found.values()), True
+                # Lists leave out whether there is a message.
+                record = session.store.get(each.identity) if operation == "requeue" else each
+                if record is not None:
+                    found[record.identity] = record
+    return list(found.values()), False
+
+
+def _act_on_all(
+    session: Session,
+    order: Order,
+    records: Sequence[Record],
+    *,
+    more: str = "",
+    dry_run: bool = False,
+) -> None:
+    """Say what would be done to these records, ask, do it, and tell what came of each."""
+    now_ms = session.store.now_ms()
+    sorted_out: dict[Verdict, list[Record]] = {"do": [], "live": [], "left": []}
+    for record in records:
+        sorted_out[verdict(order.operation, record, now_ms)].append(record)
+    doing = sorted_out["do"] + (sorted_out["live"] if order.force else [])
+    _preview(session, order, sorted_out, doing, now_ms)
+    if more:
+        note(more)
+    if dry_run:
+        return
+    if doing:
+        order.confirm(f"{order.operation.capitalize()} {records_in_words(len(doing))}?")
+    left = len(records) - len(doing)
+    do(session, order, doing, total=len(doing), left=left)
+
+
+def _preview(
+    session: Session,
+    order: Order,
+    sorted_out: dict[Verdict, list[Record]],
+    doing: Sequence[Record],
+    now_ms: int,
+) -> None:
+    done = DONE[order.operation]
+    total = sum(map(len, sorted_out.values()))
+    note(f"{records_in_words(total)} found; {len(doing):,} to be {done}.")
+    if doing:
+        states = Counter(each.state.value for each in doing)
+        counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
+        note(f"{order.operation} {EFFECTS[order.operation]} ({counted})")
+        for row in (row_of(session, each, now_ms, whole=False) for each in doing[:_SAMPLE]):
+            note("  " + "  ".join(cell for cell in row[:5] if cell))
+        if len(doing) > _SAMPLE:
+            note(f"  … and {len(doing) - _SAMPLE:,} more")
+    if sorted_out["live"] and not order.force:
+        note(
+            f"{records_in_words(len(sorted_out['live']))} left alone: {LIVE} (--force, with a --reason)."
+        )
+    if sorted_out["left"]:
+        note(f"{records_in_words(len(sorted_out['left']))} left alone: {_WHY_NOT[order.operation]}")
+
+
+release_command = _command(
+    "release", "End the claim of KEY, or of all that match: the next delivery or call runs."
+)
+requeue_command = _command(
+    "requeue", "Publish the message that the record of KEY keeps again, or those of all that match."
+)
+fail_command = _command(
+    "fail",
+    "Settle KEY, or all that match, as FAILED: nothing runs until the retention ends.",
+)
+forget_command = _command(
+    "forget", "Delete the record of KEY, or of all that match: the next call runs, done or not."
+)

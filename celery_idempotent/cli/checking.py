@@ -1,0 +1,113 @@
+"""``check``: what may go wrong, and for orchestrators, whether all is well right now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from celery_idempotent.celery.checks import check
+from celery_idempotent.cli.options import json_option
+from celery_idempotent.cli.output import note, paragraph, write_json
+from celery_idempotent.cli.session import (
+    FOUND,
+    UNREACHABLE,
+    Command,
+    Session,
+    app_of,
+    django_part,
+    session_of,
+)
+from celery_idempotent.operations.health import Health, health
+from celery_idempotent.operations.wording import time_in_words
+
+__all__ = ["check_command"]
+
+#: Findings that mean that the store does not answer.
+_STORE_DOWN = "E006"
+
+
+@click.command("check", cls=Command, examples=["check", "check --health"])
+@click.option(
+    "--health", "only_health", is_flag=True, help="Is all well right now? Quick, for orchestrators."
+)
+@json_option
+@click.pass_context
+def check_command(ctx: click.Context, only_health: bool, as_json: bool) -> None:
+    """Check how the app, its store, its broker and its workers are set up.
+
+    Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
+    answer. What you accept: idempotency_silenced_checks.
+
+    With --health nothing is said about settings: does the store answer, did a sweep end within three intervals, does no
+    message wait in the outbox for over a minute?
+    """
+    if only_health:
+        _tell_health(session_of(ctx), as_json=as_json)
+        return
+    found = check(app_of(ctx))
+    for each in found:
+        if as_json:
+            write_json(
+                {"id": each.id, "level": each.level, "problem": each.problem, "hint": each.hint}
+            )
+        else:
+            paragraph(f"{each.problem} {each.hint}", indent=f"{each.id}  ")
+    if not found:
+        note("Nothing found.")
+    codes = {UNREACHABLE if each.id == _STORE_DOWN else FOUND for each in found}
+    ctx.exit(max(codes, default=0))
+
+
+def _tell_health(session: Session, *, as_json: bool) -> None:
+    """Tell whether all is well right now, and end with the exit code."""
+    found = health(session.app, session.store, outbox_ms=_outbox_ms(session))
+    if as_json:
+        write_json(
+            {
+                "well": found.well,
+                "store": {"well": True, "answered_ms": round(found.answered_ms, 1)},
+                "sweep": {
+                    "well": found.sweeps_well,
+                    "ago_s": None
+                    if found.sweeps is None or found.sweeps.last is None
+                    else found.sweeps.ago_ms // 1000,
+                },
+                "outbox": {
+                    "well": found.outbox_well,
+                    "oldest_s": None if found.outbox_ms is None else found.outbox_ms // 1000,
+                },
+            }
+        )
+    else:
+        for name, well, said in _sentences(found):
+            paragraph(said, indent=f"{name:<8}{'well     ' if well else 'TROUBLE  '}")
+    if not found.well:
+        raise click.exceptions.Exit(FOUND)
+
+
+def _sentences(found: Health) -> Iterator[tuple[str, bool, str]]:
+    yield "store", True, f"It counted in {found.answered_ms:.0f} ms."
+    sweeps = found.sweeps
+    if sweeps is None:
+        said = "This store does not note when sweeps end."
+    elif sweeps.interval is None:
+        said = "This app asks for no sweeps."
+    elif sweeps.last is None:
+        said = f"None has ended yet; one is due every {sweeps.interval:g} s. Does beat run?"
+    else:
+        said = f"The last ended {sweeps.ago} ago; one is due every {sweeps.interval:g} s."
+    yield "sweep", found.sweeps_well, said
+    waiting = found.outbox_ms
+    said = "Nothing waits." if waiting is None else f"A message waits for {time_in_words(waiting)}."
+    yield "outbox", found.outbox_well, said
+
+
+def _outbox_ms(session: Session) -> int | None:
+    """Return for how long the oldest message of the outbox waits."""
+    alias, outbox = (
+        session.store.outbox_alias,
+        django_part("celery_idempotent.django.outbox"),
+    )
+    waiting = [] if alias is None or outbox is None else outbox.pending(using=alias, limit=1)
+    return int(waiting[0].age_ms) if waiting else None

@@ -1,0 +1,153 @@
+"""Carrying out what was asked for: the question, a line for each record, how far one came, the exit code."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from celery_idempotent.cli.objects import object_of
+from celery_idempotent.cli.options import json_option
+from celery_idempotent.cli.output import Progress, note, write_json
+from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session
+from celery_idempotent.operations import Operation, Outcome
+from celery_idempotent.operations.bulk import Ended, carry_out
+from celery_idempotent.records import Record
+
+__all__ = ["DONE", "LIVE", "Order", "do", "order_of", "order_options", "records_in_words"]
+
+DONE: dict[Operation, str] = {
+    "release": "released",
+    "requeue": "requeued",
+    "fail": "failed",
+    "forget": "forgotten",
+}
+
+LIVE = "its owner is live"
+
+_SAID: dict[Outcome, str] = {
+    Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
+    Outcome.CHANGED: "left alone: it has changed meanwhile",
+    Outcome.LIVE: f"left alone: {LIVE}",
+}
+
+
+#: How an operation is asked for.
+order_options = [
+    click.option("--reason", default="", metavar="TEXT", help="Why: for the log and the event."),
+    click.option(
+        "--who", metavar="NAME", help="Who does it. Default: the account of this machine."
+    ),
+    click.option("--force", is_flag=True, help="Also where the owner is live; takes a --reason."),
+    click.option("--yes", "-y", is_flag=True, help="Do not ask."),
+    json_option,
+]
+
+
+def order_of(operation: Operation, given: dict[str, Any]) -> Order:
+    """Return the order that these options give; they are taken out of ``given``."""
+    order = Order(
+        operation=operation,
+        who=given.pop("who") or _user(),
+        **{name: given.pop(name) for name in ("reason", "force", "yes", "as_json")},
+    )
+    if order.force and not order.reason:
+        raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
+    return order
+
+
+def _user() -> str:
+    """Return who calls, by the name of the machine's account."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        return f"uid {os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be done, by whom and why, and how it is asked for and told."""
+
+    operation: Operation
+    who: str
+    reason: str
+    force: bool
+    yes: bool
+    as_json: bool
+
+    def confirm(self, question: str) -> None:
+        """Ask, unless the answer was given; without a yes nothing is done."""
+        if self.yes:
+            return
+        try:
+            answer = click.confirm(question, err=True)
+        except click.Abort:
+            note("")
+            answer = False
+        if not answer:
+            note("Nothing was done. (--yes does not ask.)")
+            raise click.exceptions.Exit(FOUND)
+
+
+def do(
+    session: Session, order: Order, records: Iterable[Record], *, total: int, left: int = 0
+) -> None:
+    """Do it to one record after the other, and end with the exit code; ``left`` were left alone before."""
+    counts: Counter[Outcome | None] = Counter()
+    try:
+        with Progress("records", total=total) as progress:
+            for each in carry_out(
+                session.app,
+                order.operation,
+                records,
+                force=order.force,
+                who=order.who,
+                reason=order.reason,
+            ):
+                counts[each.outcome] += 1
+                progress.add()
+                _tell(session, order, each)
+    except KeyboardInterrupt:
+        note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
+        raise click.exceptions.Exit(FOUND) from None
+    if total > 1 or left:
+        note(_summary(order, counts, left=left, untried=total - counts.total()))
+    if counts[None]:
+        raise click.exceptions.Exit(UNREACHABLE)
+    if left or counts.total() > counts[Outcome.DONE]:
+        raise click.exceptions.Exit(FOUND)
+
+
+def _tell(session: Session, order: Order, ended: Ended) -> None:
+    """Write what came of one record."""
+    outcome = "unknown" if ended.outcome is None else ended.outcome.value
+    if order.as_json:
+        now_ms = ended.record.updated_ms
+        told = object_of(session, ended.record, now_ms)
+        write_json({**told, "operation": order.operation, "outcome": outcome})
+        return
+    said = f"it may have been done, or not: {ended.trouble}"
+    if ended.outcome is not None:
+        said = _SAID.get(ended.outcome, DONE[order.operation])
+    click.echo(f"{ended.record.identity}: {said}")
+
+
+def _summary(order: Order, counts: Mapping[Outcome | None, int], *, left: int, untried: int) -> str:
+    parts = [
+        (counts[Outcome.DONE], DONE[order.operation]),
+        (counts[Outcome.UNSENT], "queued and not published yet"),
+        (counts[Outcome.CHANGED] + counts[Outcome.LIVE] + left, "left alone"),
+        (counts[None], "unknown: the store did not answer"),
+        (max(untried, 0), "not tried: run it again"),
+    ]
+    return ", ".join(f"{number:,} {text}" for number, text in parts if number) + "."
+
+
+def records_in_words(count: int) -> str:
+    """Return how many records, for people."""
+    return "1 record" if count == 1 else f"{count:,} records"

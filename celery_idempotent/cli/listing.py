@@ -1,0 +1,122 @@
+"""``list`` and ``stats``: which records there are, and how many."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import click
+
+from celery_idempotent.cli.objects import COLUMNS, object_of, row_of
+from celery_idempotent.cli.options import filter_of, filter_options, json_option
+from celery_idempotent.cli.output import Column, Progress, note, paragraph, table, write_json
+from celery_idempotent.cli.session import Session, command
+from celery_idempotent.operations.finding import pages
+from celery_idempotent.operations.wording import ago, iso
+from celery_idempotent.records import Record
+
+__all__ = ["list_command", "stats_command"]
+
+#: What the table of counts shows, in this order: what ran, what was spared, what needs somebody.
+_OUTCOMES = (
+    ("RUNS", ("claimed",)),
+    ("REPLAYS", ("replayed",)),
+    ("CONFLICTS", ("conflicted",)),
+    ("MISMATCHES", ("mismatched",)),
+    ("CRASHES", ("interrupted", "requeued")),
+    ("LOST", ("lease_lost", "settle_failed", "store_failed")),
+)
+
+
+@command(
+    "list",
+    examples=["list --state stale", "list --task shop.charge --state FAILED --since 10m"],
+)
+@filter_options
+@click.option(
+    "--limit",
+    type=click.IntRange(1),
+    default=50,
+    show_default=True,
+    help="So many records at most.",
+)
+@json_option
+def list_command(session: Session, limit: int, as_json: bool, **given: Any) -> None:
+    """List records: the unfinished and the failed ones, or those of a --state.
+
+    COMPLETED records have no index: to list them (--state COMPLETED, --state any), keys are looked at one after the
+    other, until --limit is reached.
+    """
+    wanted = filter_of(session, given)
+    found: list[Record] = []
+    now_ms, more = 0, False
+    with Progress("keys looked at") as progress:
+        for page in pages(session.app, session.store, wanted):
+            progress.add(page.looked_at)
+            now_ms = page.now_ms
+            left = limit - len(found)
+            found += page.records[:left]
+            more = len(page.records) > left or (len(found) == limit and bool(page.cursor))
+            if len(found) == limit:
+                break
+    if as_json:
+        for record in found:
+            write_json(object_of(session, record, now_ms))
+    elif found:
+        whole = not sys.stdout.isatty()
+        table(COLUMNS, [row_of(session, each, now_ms, whole=whole) for each in found])
+    if more:
+        note(f"The first {limit}. There may be more: --limit takes a larger number.")
+    elif not found:
+        left_out = "" if wanted.scans else " COMPLETED ones are listed with --state COMPLETED."
+        note(f"No such records.{left_out}")
+
+
+@command("stats", examples=["stats --hours 1"])
+@click.option("--task", metavar="NAME", help="Only the outcomes of this task.")
+@click.option(
+    "--hours",
+    type=click.IntRange(1, 720),
+    default=24,
+    show_default=True,
+    help="Outcomes of so many hours.",
+)
+@json_option
+def stats_command(session: Session, task: str | None, hours: int, as_json: bool) -> None:
+    """Count records by state, and the outcomes of tasks in the last hours."""
+    stats = session.store.stats()
+    counts: dict[str, Counter[str]] = {}
+    for each in session.store.counts(hours=hours):
+        if task in (None, each.task):
+            counts.setdefault(each.task, Counter())[each.outcome] += each.count
+    names = ("live", "stale", "interrupted", "failed")
+    if as_json:
+        known = {name: getattr(stats, name) for name in names}
+        write_json(
+            {
+                **known,
+                "at_least": sorted(stats.at_least),
+                "last_sweep": iso(stats.swept_ms),
+                "hours": hours,
+                "outcomes": {name: dict(sorted(of.items())) for name, of in sorted(counts.items())},
+            }
+        )
+        return
+    said = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
+    paragraph(f"{said}. COMPLETED records are not counted.")
+    swept = "none has ended yet" if stats.swept_ms is None else ago(stats.swept_ms, stats.now_ms)
+    paragraph(f"Last sweep: {swept}.")
+    if not session.store.supports_counting:
+        note("This store does not count outcomes.")
+        return
+    rows = [
+        [name, *(f"{sum(of[each] for each in outcomes):,}" for _, outcomes in _OUTCOMES)]
+        for name, of in sorted(counts.items())
+    ]
+    hour = "hour" if hours == 1 else f"{hours} hours"
+    if not rows:
+        note(f"No outcomes in the last {hour}.")
+        return
+    paragraph(f"In the last {hour}:")
+    table([Column(title="TASK"), *(Column(title=name, right=True) for name, _ in _OUTCOMES)], rows)

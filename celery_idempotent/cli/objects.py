@@ -1,0 +1,65 @@
+"""Records as JSON objects and as rows: one form in every command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery_idempotent.cli.output import Column
+from celery_idempotent.cli.session import Session
+from celery_idempotent.operations.finding import task_name
+from celery_idempotent.operations.wording import ago, iso
+from celery_idempotent.records import Record
+
+__all__ = ["COLUMNS", "object_of", "row_of", "state_of"]
+
+#: Of a list; the narrow ones come first.
+COLUMNS = (
+    Column(title="KEY"),
+    Column(title="TASK"),
+    Column(title="SCOPE"),
+    Column(title="STATE"),
+    Column(title="CHANGED", right=True),
+    Column(title="CRASHES", right=True, least=100),
+    Column(title="TASK ID", least=140),
+    Column(title="WORKER", least=100),
+)
+
+
+def state_of(record: Record, now_ms: int) -> str:
+    """Return the state for people: one whose lease ran out is stale."""
+    return f"{record.state.value}, stale" if record.stale(now_ms) else record.state.value
+
+
+def row_of(session: Session, record: Record, now_ms: int, *, whole: bool) -> list[str]:
+    """Return the cells of a record; ``whole``: for a pipe, where times do not depend on now."""
+    changed = iso(record.updated_ms) if whole else ago(record.updated_ms, now_ms)
+    return [
+        record.identity.key,
+        task_name(session.app, record.identity),
+        record.identity.scope,
+        state_of(record, now_ms),
+        changed or "",
+        str(record.crashes) if record.crashes or whole else "",
+        record.task_id,
+        record.worker if whole else record.worker.partition("/")[0],
+    ]
+
+
+def object_of(session: Session, record: Record, now_ms: int) -> dict[str, Any]:
+    """Return a record for programs; times are those of the store's clock."""
+    return {
+        "key": record.identity.key,
+        "task": task_name(session.app, record.identity),
+        "scope": record.identity.scope,
+        "state": record.state.value,
+        "stale": record.stale(now_ms),
+        "namespace": record.identity.namespace,
+        "token": record.token,
+        "task_id": record.task_id,
+        "worker": record.worker,
+        "crashes": record.crashes,
+        "attempts": record.attempts,
+        "created": iso(record.created_ms),
+        "updated": iso(record.updated_ms),
+        "deadline": iso(record.deadline_ms),
+    }

@@ -1,0 +1,150 @@
+"""The options that several commands share: which records are meant, and in which form they are written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from celery.app.utils import find_app
+
+from celery_idempotent.celery.registry import load_tasks, namespaces
+from celery_idempotent.cli.output import note
+from celery_idempotent.cli.session import Session
+from celery_idempotent.identity.keys import canonical
+from celery_idempotent.operations.finding import (
+    UNFINISHED_AND_FAILED,
+    Filter,
+    namespace_of,
+    spellings,
+)
+from celery_idempotent.records import State
+
+__all__ = ["filter_of", "filter_options", "json_option", "key_options", "scopes_of"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_LENGTH = re.compile(r"([0-9]{1,9})\s*(s|min|m|h|d)", re.ASCII)
+
+_STATES = {
+    "live": frozenset({State.QUEUED, State.PROCESSING}),
+    "stale": frozenset({State.PROCESSING}),
+    "any": frozenset(State),
+    **{state.value: frozenset({state}) for state in State},
+}
+
+#: A primary key that is no text.
+_NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
+
+
+class _Length(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """A length of time, in milliseconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read ``90s``, ``10m``, ``2h`` or ``1d``."""
+        if isinstance(value, int):
+            return value
+        found = _LENGTH.fullmatch(str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is no length of time: 90s, 10m, 2h or 1d.", param, ctx)
+        return int(found[1]) * _UNITS[found[2]] * 1000
+
+
+def _complete_task(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of tasks that begin so, for a shell."""
+    root = ctx.find_root()
+    try:
+        app = find_app(root.params["app"])
+        load_tasks(app)
+        return [name for name in namespaces(app) if name.startswith(incomplete)]
+    except Exception:  # noqa: BLE001  a shell that completes shows no errors
+        return []
+
+
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+_task = click.option(
+    "--task", metavar="NAME", shell_complete=_complete_task, help="Only this task (or namespace)."
+)
+_scope = click.option(
+    "--scope", metavar="SCOPE", help="Only this scope; `user 17` for what that user sent over HTTP."
+)
+
+#: Which record a key is about.
+key_options = _options(_task, _scope)
+
+filter_options = _options(
+    _task,
+    _scope,
+    click.option(
+        "--state",
+        type=click.Choice(list(_STATES), case_sensitive=False),
+        help="Only this state. Default: all but COMPLETED, which no index finds.",
+    ),
+    click.option(
+        "--since", type=_Length(), metavar="TIME", help="Changed within the last 10m, 2h, 1d."
+    ),
+    click.option(
+        "--before", type=_Length(), metavar="TIME", help="Not changed for 10m, 2h, 1d, or longer."
+    ),
+    click.option("--error", metavar="TYPE", help="FAILED with this exception: CardDeclined."),
+    click.option(
+        "--worker", metavar="TEXT", help="Claimed by a worker whose host:pid has this in it."
+    ),
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+
+
+def filter_of(session: Session, given: dict[str, Any]) -> Filter:
+    """Return the filter that these options make; they are taken out of ``given``."""
+    task, scope, state = given.pop("task"), given.pop("scope"), given.pop("state")
+    since, before = given.pop("since"), given.pop("before")
+    now_ms = session.store.now_ms()
+    error = given.pop("error") or ""
+    states = _STATES[state] if state else UNFINISHED_AND_FAILED
+    if error and State.FAILED not in states:
+        raise click.UsageError(f"--error is about FAILED records, and --state is {state}.")
+    return Filter(
+        states=states,
+        stale=state == "stale",
+        namespace=task and known_namespace(session, task),
+        scopes=frozenset(scopes_of(scope)) if scope else frozenset(),
+        since_ms=None if since is None else now_ms - since,
+        before_ms=None if before is None else now_ms - before,
+        error=error.rpartition(".")[2],
+        worker=given.pop("worker") or "",
+    )
+
+
+def known_namespace(session: Session, name: str) -> str:
+    """Return the namespace that a task's name stands for; say so if no task of the app has it."""
+    namespace = namespace_of(session.app, name)
+    if namespace is None and name not in session.namespaces():
+        note(f"No task of this app is called {name}: looking for records of that namespace.")
+    return namespace or name
+
+
+def scopes_of(text: str) -> list[str]:
+    """Return the canonical scopes that somebody who types this may mean.
+
+    Raises:
+        InvalidKey: if there is no such scope.
+    """
+    word, _, number = text.partition(" ")
+    if word == "user" and number.strip():
+        pk = number.strip()
+        user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
+        return [canonical(user, what="scope", task="search")]
+    return spellings(text, what="scope")

@@ -1,0 +1,227 @@
+"""Metrics for Prometheus: outcomes and run times from our signals, and gauges that ask the store when they are scraped.
+
+``pip install 'celery-idempotent[prometheus]'``, then where the app is made::
+
+    from celery_idempotent import metrics
+
+    metrics.install(
+        app, port=9464
+    )  # a worker serves http://…:9464/metrics; without a port: your own endpoint does
+
+Nothing else of the library imports this module. Names and labels are listed in docs/monitoring.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from celery import signals as celery_signals
+
+from celery_idempotent import signals
+from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.protocol.telling import OUTCOMES
+from celery_idempotent.records import Selection
+from celery_idempotent.stores import get_store
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server
+    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.multiprocess import MultiProcessCollector
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError(
+        "celery_idempotent.metrics needs prometheus_client: pip install 'celery-idempotent[prometheus]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from celery import Celery
+    from celery.utils.dispatch import Signal
+    from celery.worker import WorkController
+    from celery.worker.consumer import Consumer
+
+    from celery_idempotent.records import Identity
+    from celery_idempotent.signals import Event
+
+__all__ = ["StoreCollector", "install"]
+
+logger = logging.getLogger(__name__)
+
+#: Of run times, in seconds: tasks take from milliseconds to half an hour.
+BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+
+#: So many stale records are looked at, at most, to find the one that has been stale for longest.
+LOOK_AT: Final = 500
+
+#: prometheus_client shares metrics between processes through files in this directory.
+MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
+
+_ENDS: Final = (signals.settled, signals.released, signals.lease_lost, signals.settle_failed)
+
+
+class _Receiver:
+    """Counts events, and times runs: from ``claimed`` to the end of the same run in the same process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._outcomes = Counter(
+            "celery_idempotency_outcomes",
+            "Outcomes of calls: what became of a task, a request or a record.",
+            ("task", "outcome", "state", "error", "observed"),
+            registry=registry,
+        )
+        self._runs = Histogram(
+            "celery_idempotency_run_seconds",
+            "From the claim of a key to the end of that run, whatever the end is.",
+            ("task",),
+            buckets=BUCKETS,
+            registry=registry,
+        )
+        self._began: dict[tuple[Identity, str], float] = {}
+        for signal, (outcome, _) in OUTCOMES.items():
+            signal.connect(self._counting(signal, outcome), weak=False)
+
+    def _counting(self, signal: Signal, outcome: str) -> Callable[..., None]:
+        starts, ends = signal is signals.claimed, signal in _ENDS
+
+        def count(event: Event, **_: object) -> None:
+            self._outcomes.labels(
+                task=event.task,
+                outcome=outcome,
+                state="" if event.state is None else event.state.value,
+                error="" if event.error is None else type(event.error).__name__,
+                observed=str(event.observed).lower(),
+            ).inc()
+            if event.identity is None:
+                return
+            if starts:
+                self._began[event.identity, event.task_id] = time.perf_counter()
+            elif ends:
+                began = self._began.pop((event.identity, event.task_id), None)
+                if began is not None:
+                    self._runs.labels(event.task).observe(time.perf_counter() - began)
+
+        return count
+
+
+class StoreCollector(Collector):
+    """Gauges of an app's store, asked for with each scrape: a few round trips, however many records there are."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauges; of a store that does not answer only that it is not up."""
+        up = GaugeMetricFamily(
+            "celery_idempotency_store_up", "1 if the store answers, 0 if it does not."
+        )
+        try:
+            gauges = list(self._ask())
+        except IdempotencyError as error:
+            logger.warning("idempotency: metrics without those of the store: %s", error)
+            gauges = []
+        up.add_metric([], float(bool(gauges)))
+        yield up
+        yield from gauges
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Name nothing: to register a collector must not ask the store."""
+        return iter(())
+
+    def _ask(self) -> Iterator[GaugeMetricFamily]:
+        store = get_store(self._app)
+        stats = store.stats()
+        records = GaugeMetricFamily(
+            "celery_idempotency_records",
+            "Records that are not completed: live and stale ones are PROCESSING or QUEUED.",
+            labels=["state"],
+        )
+        for state in ("live", "stale", "interrupted", "failed"):
+            records.add_metric([state], getattr(stats, state))
+        yield records
+        stale = store.list(Selection(stale=True), limit=LOOK_AT, look_at=LOOK_AT).records
+        oldest_ms = min((each.deadline_ms or stats.now_ms for each in stale), default=stats.now_ms)
+        yield GaugeMetricFamily(
+            "celery_idempotency_longest_stale_seconds",
+            "How long ago the lease of the claim that went stale first was over; 0 if no claim is stale.",
+            value=max(stats.now_ms - oldest_ms, 0) / 1000,
+        )
+        if stats.swept_ms is not None:
+            yield GaugeMetricFamily(
+                "celery_idempotency_last_sweep_timestamp_seconds",
+                "When the last sweep ended, by the store's clock, in seconds since 1970.",
+                value=stats.swept_ms / 1000,
+            )
+            yield GaugeMetricFamily(
+                "celery_idempotency_last_sweep_age_seconds",
+                "How long ago the last sweep ended, by the store's clock.",
+                value=max(stats.now_ms - stats.swept_ms, 0) / 1000,
+            )
+
+
+#: One receiver for each registry, however often it is installed.
+_receivers: dict[CollectorRegistry, _Receiver] = {}
+
+
+def install(
+    app: Celery, *, port: int | None = None, registry: CollectorRegistry = REGISTRY
+) -> None:
+    """Count outcomes and time runs in this process and those that it forks; call it where the app is made.
+
+    ``port``: each worker of the app serves its metrics there, with those of :class:`StoreCollector`. Without it nothing
+    is served: expose ``registry`` as you do already, and register a ``StoreCollector(app)`` in one place.
+    A prefork worker needs the environment variable ``PROMETHEUS_MULTIPROC_DIR``, set before it starts.
+    """
+    if registry not in _receivers:
+        _receivers[registry] = _Receiver(registry)
+    if port is not None:
+        server = _Server(app, port, registry)
+        uid = f"{__name__}.{id(app)}"
+        celery_signals.worker_ready.connect(server.start, weak=False, dispatch_uid=uid)
+        celery_signals.worker_shutdown.connect(server.stop, weak=False, dispatch_uid=uid)
+
+
+class _Server:
+    """Serves the metrics of one app's worker from the worker's main process."""
+
+    def __init__(self, app: Celery, port: int, registry: CollectorRegistry) -> None:
+        self._app = app
+        self._port = port
+        self._registry = registry
+        self._running: tuple[WSGIServer, threading.Thread] | None = None
+
+    def start(self, sender: Consumer, **_: object) -> None:
+        """Begin; a port that is taken costs the metrics and not the worker."""
+        if sender.app is not self._app or self._running is not None:
+            return
+        shown = CollectorRegistry()
+        if os.environ.get(MULTIPROCESS):
+            MultiProcessCollector(shown)  # type: ignore[no-untyped-call]
+        else:
+            shown.register(self._registry)
+            if type(sender.pool).__module__ == "celery.concurrency.prefork":
+                logger.warning(
+                    "idempotency: the metrics of this worker lack what its pool's processes count: set %s to an empty "
+                    "directory before it starts",
+                    MULTIPROCESS,
+                )
+        shown.register(StoreCollector(self._app))
+        try:
+            self._running = start_http_server(self._port, registry=shown)
+        except OSError as error:
+            logger.error("idempotency: no metrics on port %s: %s", self._port, error)
+        else:
+            logger.info("idempotency: metrics on port %s", self._port)
+
+    def stop(self, sender: WorkController, **_: object) -> None:
+        """End with the worker."""
+        if sender.app is self._app and self._running is not None:
+            (server, thread), self._running = self._running, None
+            server.shutdown()
+            server.server_close()
+            thread.join()

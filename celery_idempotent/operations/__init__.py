@@ -1,0 +1,35 @@
+"""What people who run tasks ask and do: which records there are, why one is as it is, and what may be done to it.
+
+One set for the command line, the admin and code. Nothing here asks or prints.
+"""
+
+from __future__ import annotations
+
+from celery_idempotent.celery.operations import (
+    OPERATIONS,
+    Operation,
+    Outcome,
+    is_live,
+    offered,
+    operate,
+)
+from celery_idempotent.operations.explaining import Choice, Story, story_of, story_of_nothing
+from celery_idempotent.operations.finding import Filter, Found, find_key, find_task_id, pages
+
+__all__ = [
+    "OPERATIONS",
+    "Choice",
+    "Filter",
+    "Found",
+    "Operation",
+    "Outcome",
+    "Story",
+    "find_key",
+    "find_task_id",
+    "is_live",
+    "offered",
+    "operate",
+    "pages",
+    "story_of",
+    "story_of_nothing",
+]

@@ -1,0 +1,99 @@
+"""Whether all is well right now: the store answers, sweeps run, the outbox is sent."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from celery_idempotent.celery.reaper import sweep_interval
+from celery_idempotent.errors import InvalidOption
+from celery_idempotent.operations.wording import time_in_words
+from celery_idempotent.records import Stats
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_idempotent.stores import Store
+
+__all__ = ["OUTBOX_MS", "Health", "Sweeps", "health", "sweeps"]
+
+#: A message that waits in the outbox for longer has lost its sender, or its broker.
+OUTBOX_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweeps:
+    """Whether sweeps run: ``last`` is when the last one ended, ``ago_ms`` how long ago that was.
+
+    ``interval`` is in seconds, ``None`` where somebody else than this app asks for sweeps, if anybody does.
+    """
+
+    interval: float | None
+    last: datetime | None
+    ago_ms: int
+
+    @property
+    def ago(self) -> str:
+        """How long ago the last one ended, for people."""
+        return time_in_words(self.ago_ms)
+
+    @property
+    def well(self) -> bool:
+        """Did one end less than three intervals ago? Without an interval: did any?"""
+        if self.last is None:
+            return False
+        return self.interval is None or self.ago_ms < 3000 * self.interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What was found: how long the store took to count, the sweeps (``None`` where nothing notes them), the outbox.
+
+    ``outbox_ms`` is the age of the oldest message that waits, ``None`` where there is none, or no outbox.
+    """
+
+    answered_ms: float
+    sweeps: Sweeps | None
+    outbox_ms: int | None
+
+    @property
+    def sweeps_well(self) -> bool:
+        """Do sweeps run, as far as this app asks for any and its store notes them?"""
+        return self.sweeps is None or self.sweeps.interval is None or self.sweeps.well
+
+    @property
+    def outbox_well(self) -> bool:
+        """Are messages sent?"""
+        return self.outbox_ms is None or self.outbox_ms <= OUTBOX_MS
+
+    @property
+    def well(self) -> bool:
+        """Is all well?"""
+        return self.sweeps_well and self.outbox_well
+
+
+def health(app: Celery, store: Store, *, outbox_ms: int | None) -> Health:
+    """Return how things are; ``outbox_ms`` is what the Django project says.
+
+    Raises:
+        StoreUnavailable: if the store does not answer.
+    """
+    began = time.perf_counter()
+    stats = store.stats()
+    return Health(
+        answered_ms=(time.perf_counter() - began) * 1000,
+        sweeps=sweeps(app, stats) if store.supports_counting else None,
+        outbox_ms=outbox_ms,
+    )
+
+
+def sweeps(app: Celery, stats: Stats) -> Sweeps:
+    """Return whether sweeps run, by what the store counted."""
+    try:
+        interval = sweep_interval(app)
+    except InvalidOption:
+        interval = None  # a worker does not start with it, and says so
+    ago_ms = max(stats.now_ms - (stats.swept_ms or 0), 0)
+    return Sweeps(interval=interval, last=stats.swept_at, ago_ms=ago_ms)

@@ -1,0 +1,88 @@
+"""Results and errors for people: read only as the app accepts them, never more of them than fits a page."""
+
+from __future__ import annotations
+
+import logging
+import pprint
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from celery_idempotent.celery.codec import TaskCodec
+from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.records import Record, State, Stored
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["Shown", "error_name", "shown", "text_of", "too_large"]
+
+logger = logging.getLogger(__name__)
+
+#: So many characters of a value are shown.
+LONGEST = 10_000
+
+#: Bodies of more bytes are not even read; compressed ones may hold a thousand times as much.
+_LARGEST, _LARGEST_COMPRESSED = 1024 * 1024, 16 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A value as text; ``trouble`` says why there is none, ``cut`` that there is more of it."""
+
+    text: str = ""
+    trouble: str = ""
+    cut: bool = False
+
+
+def shown(app: Celery, record: Record) -> Shown:
+    """Return what a settled record says: its result or its error."""
+    stored = record.value
+    if stored is None or record.replaced:
+        return Shown(trouble="It was not kept in the record.")
+    if too_large(stored):
+        return Shown(trouble=f"It is too large to be shown: {len(stored.body):,} bytes.")
+    try:
+        codec = _codec(app, record)
+        if record.state is State.FAILED:
+            return text_of(codec.load_error(stored))
+        return text_of(codec.load_value(stored))
+    except IdempotencyError as error:
+        return Shown(trouble=str(error))
+    except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
+        return Shown(trouble=f"It cannot be read ({type(error).__name__}).")
+
+
+def error_name(app: Celery, record: Record) -> str:
+    """Return the name of the exception that a FAILED record has, ``""`` if there is none that can be read."""
+    stored = record.value
+    if record.state is not State.FAILED or stored is None or too_large(stored):
+        return ""
+    try:
+        return type(_codec(app, record).load_error(stored)).__name__
+    except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
+        logger.debug("idempotency: the error of %s cannot be read: %r", record.identity, error)
+        return ""
+
+
+def text_of(value: object) -> Shown:
+    """Return a value as people read it."""
+    if isinstance(value, BaseException):
+        text = f"{type(value).__name__}: {value}"
+    elif isinstance(value, str):
+        text = value
+    else:
+        text = pprint.pformat(value, width=100)
+    return Shown(text=text[:LONGEST], cut=len(text) > LONGEST)
+
+
+def _codec(app: Celery, record: Record) -> TaskCodec:
+    namespace = record.identity.namespace
+    definition = definition_of(app, namespace, load=True)
+    return TaskCodec(app, namespace, Policy()) if definition is None else definition.codec
+
+
+def too_large(stored: Stored) -> bool:
+    """Is this more than is read for people?"""
+    return len(stored.body) > (_LARGEST_COMPRESSED if stored.compression else _LARGEST)

@@ -1,0 +1,49 @@
+"""Times and names as people read them."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+from celery_idempotent.records import Record
+
+__all__ = ["ago", "holder", "iso", "moment", "time_in_words"]
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+def iso(ms: int | None) -> str | None:
+    """Return a time in ISO 8601, in UTC."""
+    if ms is None:
+        return None
+    return f"{(_EPOCH + timedelta(milliseconds=ms)).isoformat(timespec='milliseconds')[:-6]}Z"
+
+
+def time_in_words(ms: int) -> str:
+    """Return a length of time in its two largest units."""
+    seconds = ms // 1000
+    parts: list[str] = []
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, seconds = divmod(seconds, size)
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
+def ago(ms: int, now_ms: int) -> str:
+    """Return how far a time is away."""
+    words = time_in_words(abs(now_ms - ms))
+    return f"in {words}" if ms > now_ms else f"{words} ago"
+
+
+def moment(ms: int, now_ms: int) -> str:
+    """Return a time, and how far away it is."""
+    at = _EPOCH + timedelta(milliseconds=ms)
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({ago(ms, now_ms)})"
+
+
+def holder(record: Record) -> str:
+    """Return which task, on which machine and in which process, claimed a key last."""
+    # A host name has no colon but in IPv6. What follows the pid tells machines of one name apart, for machines.
+    host, _, pid = record.worker.partition("/")[0].rpartition(":")
+    task = f"task {record.task_id}" if record.task_id else "a task"
+    return f"{task} on {host}, pid {pid}" if host else task

@@ -1,0 +1,412 @@
+"""Commands in this process, over records in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from celery_idempotent import signals
+from celery_idempotent.cli import idempotency
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import ReserveRequest, State
+from celery_idempotent.stores.memory import MemoryStore
+from tests.support.admin import TASK, claim, identity, make_app, settle, value
+
+DECLINED = value(
+    '{"exc_type": "CardDeclined", "exc_message": ["4711"], "exc_module": "shop.errors"}'
+)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def run(store: MemoryStore) -> Callable[..., Result]:
+    """Run a command line over ``store``; ``said`` is what a person answers."""
+    app = make_app(store)
+
+    def run(*words: str, said: str = "") -> Result:
+        return CliRunner().invoke(
+            idempotency, list(words), obj=SimpleNamespace(app=app), input=said
+        )
+
+    return run
+
+
+@pytest.fixture
+def forgotten() -> Iterator[list[signals.Event]]:
+    """The events that tell of forgotten keys."""
+    heard: list[signals.Event] = []
+
+    def note(event: signals.Event, **_: Any) -> None:
+        heard.append(event)
+
+    signals.forgotten.connect(note)
+    yield heard
+    signals.forgotten.disconnect(note)
+
+
+@pytest.fixture
+def every(store: MemoryStore) -> None:
+    """A record in every state."""
+    claim(store, "at work", worker="worker-3.example:4711/ab12")
+    claim(store, "stale", lease_ms=-1, worker="worker-2.example:12/ab12")
+    store.interrupt(identity("crashed"), token=claim(store, "crashed").token)
+    settle(store, claim(store, "done"), stored=value('"receipt 4711"'))
+    settle(store, claim(store, "declined"), State.FAILED, DECLINED)
+    store.reserve(
+        ReserveRequest(
+            identity=identity("queued"), task_id="t-queued", deadline_ms=60_000, keep_ms=60_000
+        )
+    )
+    settle(store, claim(store, identity("of acme", scope="acme")), State.FAILED, DECLINED)
+
+
+def lines(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def keys(result: Result) -> set[str]:
+    assert result.exit_code == 0, result.output
+    return {line["key"] for line in lines(result)}
+
+
+ALL_BUT_COMPLETED = {"at work", "stale", "crashed", "declined", "queued", "of acme"}
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", ALL_BUT_COMPLETED),
+        ("--state any", ALL_BUT_COMPLETED | {"done"}),
+        ("--state completed", {"done"}),
+        ("--state stale", {"stale"}),
+        ("--state live", {"at work", "stale", "queued"}),
+        ("--state INTERRUPTED", {"crashed"}),
+        ("--scope acme", {"of acme"}),
+        ("--error CardDeclined", {"declined", "of acme"}),
+        ("--error OSError", set()),
+        ("--worker worker-2", {"stale"}),
+        ("--since 10m", ALL_BUT_COMPLETED),
+        ("--before 10m", set()),
+        (f"--task {TASK}", ALL_BUT_COMPLETED),
+        ("--task other", set()),
+    ],
+)
+def test_list_finds_what_its_filters_mean(every, run, words, found):
+    assert keys(run("list", "--json", *words.split())) == found
+
+
+def test_a_json_line_has_the_documented_names_and_times_in_utc(every, run):
+    (line,) = lines(run("list", "--json", "--worker", "worker-3"))
+    assert (line["key"], line["task"], line["scope"], line["state"]) == (
+        "at work",
+        TASK,
+        "",
+        "PROCESSING",
+    )
+    assert line["updated"].endswith("Z")
+    assert line["stale"] is False
+
+
+def test_a_pipe_gets_whole_cells_between_tabs(every, run):
+    head, *rows = run("list").stdout.splitlines()
+    assert head.split("\t")[:4] == ["KEY", "TASK", "SCOPE", "STATE"]
+    assert {row.split("\t")[0] for row in rows} == ALL_BUT_COMPLETED
+
+
+def test_list_says_that_there_is_more(every, run):
+    result = run("list", "--limit", "2")
+    assert len(result.stdout.splitlines()) == 3
+    assert "--limit takes a larger number" in result.stderr
+
+
+def test_show_has_every_field_and_the_result_only_if_asked_for(every, run):
+    (line,) = lines(run("show", "done", "--json"))
+    assert line["state"] == "COMPLETED"
+    assert "value" not in line
+    assert "4711" not in run("show", "done").stdout
+    assert "receipt 4711" in run("show", "done", "--value").stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "sentences"),
+    [
+        ("at work", ["is PROCESSING", "on worker-3.example, pid 4711", "Its lease ends"]),
+        ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
+        ("crashed", ["a crash took its worker", "1 of 3 crashes", "look there first"]),
+        ("done", ["is COMPLETED", "gets its result", "Kept until", "a second time"]),
+        (
+            "declined",
+            ["FAILED for good with CardDeclined", "gets this error", "  - forget deletes"],
+        ),
+        ("queued", ["no worker has it yet", "a worker listens", "Its deadline is"]),
+    ],
+)
+def test_explain_tells_the_story_of_a_record(every, run, key, sentences):
+    result = run("explain", key, "--task", TASK)
+    assert result.exit_code == 0
+    for sentence in sentences:
+        assert sentence in result.stdout
+    assert "4711" not in result.stdout.replace("pid 4711", ""), "no results, no messages of errors"
+
+
+def test_explain_tells_who_was_refused_and_why(store, run):
+    claim(store, "busy")
+    with pytest.raises(AssertionError):
+        claim(store, "busy", task_id="the-second")
+    with pytest.raises(AssertionError):
+        claim(store, "busy", task_id="the-third", fingerprint=b"x" * 16)
+    told = run("explain", "busy").stdout
+    assert "task the-second" in told
+    assert "another call held the key" in told
+    assert "task the-third" in told
+    assert "FingerprintMismatch" in told
+
+
+def test_explain_says_what_it_can_mean_that_there_is_no_such_key(run):
+    result = run("explain", "nothing", "--task", TASK)
+    assert result.exit_code == 1
+    assert "There is no record of nothing" in result.stdout
+    assert "never called" in result.stdout
+
+
+def test_explain_finds_an_unfinished_record_by_its_task_id_and_a_completed_one_by_a_scan(
+    store, run
+):
+    claim(store, "busy", task_id="t-busy")
+    settle(store, claim(store, "done", task_id="t-done"))
+    assert "busy of shop.charge" in run("explain", "t-busy").stdout
+    without = run("explain", "t-done")
+    assert without.exit_code == 1
+    assert "--scan" in without.stderr
+    assert "done of shop.charge" in run("explain", "t-done", "--scan").stdout
+
+
+def test_a_key_of_several_records_is_not_guessed(store, run):
+    claim(store, "17")
+    claim(store, '"17"')
+    result = run("explain", "17")
+    assert result.exit_code == 1
+    assert len(result.stdout.splitlines()) == 3
+
+
+def test_an_operation_asks_and_without_a_yes_nothing_is_done(every, run, store):
+    for said in ("", "n\n"):
+        result = run("forget", "done", said=said)
+        assert result.exit_code == 1
+        assert "TOOK EFFECT" in result.stderr
+    assert store.get(identity("done")) is not None
+    assert run("forget", "done", said="y\n").exit_code == 0
+    assert store.get(identity("done")) is None
+
+
+def test_an_operation_tells_who_and_why(every, run, forgotten):
+    words = ("--yes", "--who", "alice", "--reason", "asked by the customer")
+    assert run("forget", "done", *words).exit_code == 0
+    (event,) = forgotten
+    assert (event.who, event.reason) == ("alice", "asked by the customer")
+
+
+def test_a_live_owner_is_left_alone_unless_forced_with_a_reason(every, run, store):
+    refused = run("release", "at work", "--yes")
+    assert refused.exit_code == 1
+    assert "its owner is live" in refused.stderr
+    assert run("release", "at work", "--yes", "--force").exit_code == 2
+    assert store.get(identity("at work")) is not None
+    assert run("release", "at work", "--yes", "--force", "--reason", "hangs").exit_code == 0
+    assert store.get(identity("at work")) is None
+
+
+def test_an_operation_that_means_nothing_is_refused(every, run):
+    result = run("release", "done", "--yes")
+    assert result.exit_code == 1
+    assert "only a QUEUED or a PROCESSING record" in result.stderr
+
+
+def test_fail_settles_for_good(every, run, store):
+    assert run("fail", "stale", "--yes", "--reason", "gave up").exit_code == 0
+    assert store.get(identity("stale")).state is State.FAILED
+
+
+def test_all_that_match_are_counted_shown_and_told_one_by_one(every, run, store):
+    words = ("forget", "--all", "--error", "CardDeclined")
+    dry = run(*words, "--dry-run")
+    assert dry.exit_code == 0
+    assert "2 records found" in dry.stderr
+    assert store.get(identity("declined")) is not None
+    done = run(*words, "--json", "--yes")
+    assert {(each["key"], each["outcome"]) for each in lines(done)} == {
+        ("declined", "done"),
+        ("of acme", "done"),
+    }
+    assert done.exit_code == 0
+    assert store.get(identity("declined")) is None
+
+
+def test_what_is_left_alone_is_counted_and_makes_the_exit_code_1(every, run, store):
+    result = run("release", "--all", "--state", "PROCESSING", "--yes")
+    assert result.exit_code == 1
+    assert "1 released, 1 left alone" in result.stderr
+    assert store.get(identity("stale")) is None
+    assert store.get(identity("at work")) is not None
+
+
+def test_a_filter_goes_on_where_its_limit_ended(store, run):
+    for number in range(5):
+        settle(store, claim(store, f"key {number}"), State.FAILED, DECLINED)
+    first = run("forget", "--all", "--limit", "3", "--yes")
+    assert "run it again for the rest" in first.stderr
+    assert len(first.stdout.splitlines()) == 3
+    assert len(run("forget", "--all", "--limit", "3", "--yes").stdout.splitlines()) == 2
+
+
+def test_an_interrupted_operation_says_how_far_it_came(store, run, monkeypatch):
+    for number in range(5):
+        settle(store, claim(store, f"key {number}"), State.FAILED, DECLINED)
+    forget, done = store.forget, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(args)
+        return forget(*args, **options)
+
+    monkeypatch.setattr(store, "forget", interrupted)
+    result = run("forget", "--all", "--yes")
+    assert result.exit_code == 1
+    assert "Interrupted after 2 of 5" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "forget",
+        "forget --all order-17",
+        "forget order-17 --state FAILED",
+        "list --since yesterday",
+        "list --state lost",
+        "list --error OSError --state stale",
+        "outbox",
+        "explain",
+    ],
+)
+def test_wrong_usage_is_exit_code_2(run, words):
+    result = run(*words.split())
+    assert result.exit_code == 2, result.output
+    assert "Usage:" in result.stderr
+
+
+def test_an_empty_key_is_no_key(run):
+    assert run("forget", "", "--yes").exit_code == 2
+
+
+@pytest.mark.parametrize("words", ["list", "stats", "explain order-17", "forget order-17 --yes"])
+def test_a_store_that_does_not_answer_is_exit_code_3(run, store, monkeypatch, words):
+    def down(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("it is down")
+
+    for verb in ("get", "list", "stats"):
+        monkeypatch.setattr(store, verb, down)
+    result = run(*words.split())
+    assert result.exit_code == 3
+    assert "it is down" in result.stderr
+
+
+def test_a_store_that_fails_in_the_middle_ends_an_operation(store, run, monkeypatch):
+    for number in range(3):
+        settle(store, claim(store, f"key {number}"), State.FAILED, DECLINED)
+
+    def down(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("it is down")
+
+    monkeypatch.setattr(store, "forget", down)
+    result = run("forget", "--all", "--yes")
+    assert result.exit_code == 3
+    assert "1 unknown" in result.stderr
+    assert "2 not tried" in result.stderr
+
+
+def test_stats_counts_records_and_outcomes(every, run, store):
+    store.count({(TASK, "claimed"): 3, (TASK, "replayed"): 2})
+    (line,) = lines(run("stats", "--json"))
+    assert (line["stale"], line["interrupted"], line["failed"]) == (1, 1, 2)
+    assert line["outcomes"] == {TASK: {"claimed": 3, "replayed": 2}}
+    assert TASK in run("stats").stdout
+
+
+def test_sweep_does_what_beat_asks_for(every, run, store):
+    (counts,) = lines(run("sweep", "--json"))
+    assert counts["interrupted"] == 1
+    assert store.get(identity("stale")).state is State.INTERRUPTED
+
+
+def test_prune_deletes_what_is_past_its_retention(store, run):
+    claim(store, "old", lease_ms=-2000, keep_ms=1000)
+    assert lines(run("prune", "--json")) == [{"pruned": 1}]
+
+
+def test_check_tells_of_findings_and_its_exit_code_says_so(run):
+    result = run("check", "--json")
+    assert result.exit_code == 1
+    assert [line["id"] for line in lines(result)] == ["W005"]
+    assert "memory:// is for tests" in run("check").stdout
+
+
+def test_health_is_well_where_the_store_answers_and_sweeps_run(run, store):
+    without = run("check", "--health")
+    assert without.exit_code == 1
+    assert "Does beat run?" in without.stdout
+    assert run("sweep").exit_code == 0
+    (line,) = lines(run("check", "--health", "--json"))
+    assert line["well"]
+    assert line["sweep"]["ago_s"] == 0
+    assert "well" in run("check", "--health").stdout
+
+
+def test_health_misses_sweeps_after_three_intervals(run, store):
+    store.note_sweep()
+    store._swept_ms -= 91_000  # every 30 s
+    assert run("check", "--health").exit_code == 1
+    store._swept_ms += 2_000
+    assert run("check", "--health").exit_code == 0
+
+
+def test_health_of_a_store_that_is_down_is_exit_code_3(run, store, monkeypatch):
+    def down(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("it is down")
+
+    monkeypatch.setattr(store, "stats", down)
+    assert run("check", "--health").exit_code == 3
+
+
+def test_erase_deletes_all_of_a_scope_and_nothing_else(every, run, store):
+    settle(store, claim(store, identity("done", scope="acme")))
+    for number in range(30):
+        settle(store, claim(store, identity(f"{number}", scope="acme", namespace="other")))
+    assert run("erase", "--scope", "acme", said="n\n").exit_code == 1
+    assert store.get(identity("done", scope="acme")) is not None
+    erased = run("erase", "--scope", "acme", "--json", said="y\n")
+    assert erased.exit_code == 0, erased.output
+    assert "32 records of other, shop.charge" in erased.stderr
+    assert {line["outcome"] for line in lines(erased)} == {"done"}
+    left = keys(run("list", "--state", "any", "--json"))
+    assert left == ALL_BUT_COMPLETED - {"of acme"} | {"done"}
+    assert "Nothing is stored" in run("erase", "--scope", "acme").stderr
+
+
+def test_erase_leaves_a_live_owner_alone_and_says_so(store, run):
+    claim(store, identity("busy", scope="acme"))
+    result = run("erase", "--scope", "acme", "--yes")
+    assert result.exit_code == 1
+    assert "its owner is live" in result.stdout
+    forced = run("erase", "--scope", "acme", "--yes", "--force", "--reason", "a tenant left")
+    assert forced.exit_code == 0
+    assert store.get(identity("busy", scope="acme")) is None

@@ -1,0 +1,147 @@
+"""``celery -A … idempotency …`` in a Django project: PostgreSQL, a cache before it, the outbox, the admin's log."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from celery import Celery
+
+pytest.importorskip("django")
+
+import celery_idempotent
+from tests.sql import databases as own
+from tests.support.servers import need
+from tests.support.waiting import wait_for
+from tests.support.workers import Worker, child_environment
+
+TASK = "testproject.payments.tasks.pay"
+
+
+class Project(NamedTuple):
+    """The test project on a PostgreSQL of its own, known here by ``alias``."""
+
+    alias: str
+    env: dict[str, str]
+    redis_url: str
+
+    def run(self, store: str, *words: str) -> subprocess.CompletedProcess[str]:
+        url = "django://default"
+        if store == "hybrid":
+            url = f"hybrid+{self.redis_url}?truth=default&prefix=cache"
+        return subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "testproject", "idempotency", *words],
+            env=child_environment({**self.env, "IDEMPOTENCY_STORE": url}),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+
+@pytest.fixture(scope="module")
+def project(
+    tmp_path_factory: pytest.TempPathFactory, databases: Iterator[str]
+) -> Iterator[Project]:
+    """Payments made by one worker: one done, one refused; a message that nobody sent; a user called alice."""
+    directory = tmp_path_factory.mktemp("project")
+    with own.ready(directory):
+        need(own.available("postgresql"), "a server of postgresql")
+        with own.database("postgresql", directory) as settings:
+            alias = own.add_alias("cli_postgresql", settings)
+            own.migrate(alias, ())
+            redis_url = next(databases)
+            env = {
+                "DJANGO_SETTINGS_MODULE": "testproject.settings",
+                "DATABASE_NAME": settings["NAME"],
+                "PGHOST": settings["HOST"],
+                "PGPORT": settings["PORT"],
+                "PGUSER": settings["USER"],
+                "PGPASSWORD": settings["PASSWORD"],
+                "REDIS_URL": redis_url,
+                "IDEMPOTENCY_STORE": "django://default",
+                "BANK_SECONDS": "0",
+                "BANK_MOOD_FILE": str(directory / "mood"),
+            }
+            project = Project(alias, env, redis_url)
+            try:
+                _pay(project, directory)
+                yield project
+            finally:
+                own.drop_alias(alias)
+
+
+def _pay(project: Project, directory: Any) -> None:
+    from django.contrib.auth.models import User
+
+    from celery_idempotent.django.outbox import rows
+    from celery_idempotent.django.outbox.models import OutboxMessage
+
+    payer = User.objects.db_manager(project.alias).create_user("alice").pk
+    publisher = Celery("publisher", broker=project.redis_url, set_as_current=False)
+    celery_idempotent.install(publisher)
+    worker = Worker("testproject", directory=directory, name="payments", env=project.env)
+    worker.start(timeout=60)
+    try:
+        for key, recipient in (("order-1", "acct_1"), ("order-2", "acct_closed")):
+            about: dict[str, Any] = {"idempotency_key": key, "idempotency_scope": "acme"}
+            publisher.send_task(TASK, (payer, 100, "EUR", recipient), task_id=f"t-{key}", **about)
+        query = "SELECT 1 FROM celery_idempotent_record WHERE state IN ('C', 'F')"
+        wait_for(lambda: len(own.rows(project.alias, query)) == 2, 30, "two payments")
+    finally:
+        worker.kill()
+        publisher.close()
+    message = OutboxMessage(
+        group="g", app="testproject", task=TASK, task_id="t-3", key="order-3", scope="acme"
+    )
+    message.payload = b""
+    rows.add(project.alias, message)
+
+
+@pytest.fixture(params=["sql", "hybrid"])
+def run(
+    project: Project, request: pytest.FixtureRequest
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command line on either store."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return project.run(request.param, *words)
+
+    return run
+
+
+def test_list_and_explain_tell_of_payments(run):
+    listed = run("list", "--json", "--scope", "acme", "--state", "any")
+    assert listed.returncode == 0, listed.stderr
+    found = {line["key"]: line["state"] for line in map(json.loads, listed.stdout.splitlines())}
+    assert found == {"order-1": "COMPLETED", "order-2": "FAILED"}
+    told = run("explain", "order-2", "--task", TASK, "--scope", "acme")
+    assert "is FAILED for good with PaymentRefused" in told.stdout, told.stderr
+    # What the store says, not the task's options.
+    assert "Kept until" in told.stdout
+    assert "by the options" not in told.stdout
+
+
+def test_a_named_user_is_in_the_admins_log_and_a_scope_is_erased_with_its_outbox(project):
+    """One way through, in this order: each step takes away what the one before needed."""
+    waiting = json.loads(project.run("sql", "outbox", "--json").stdout)
+    assert (waiting["key"], waiting["task_id"]) == ("order-3", "t-3")
+
+    reason = "refunded, called the bank"
+    words = ("forget", "order-2", "--task", TASK, "--scope", "acme", "--yes", "--reason", reason)
+    done = project.run("hybrid", *words, "--who", "alice")
+    assert done.returncode == 0, done.stderr
+    query = "SELECT u.username, l.change_message FROM django_admin_log l JOIN auth_user u ON u.id = l.user_id"
+    ((who, message),) = own.rows(project.alias, query)
+    assert who == "alice"
+    assert message == f"Forgotten. Reason: {reason}"
+
+    erased = project.run("hybrid", "erase", "--scope", "acme", "--yes", "--json")
+    assert erased.returncode == 0, erased.stderr
+    (line,) = map(json.loads, erased.stdout.splitlines())
+    assert (line["key"], line["outcome"]) == ("order-1", "done")
+    assert own.rows(project.alias, "SELECT 1 FROM celery_idempotent_record") == []
+    assert own.rows(project.alias, "SELECT 1 FROM celery_idempotent_outbox") == []

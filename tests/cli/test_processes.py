@@ -1,0 +1,135 @@
+"""``celery -A … idempotency …`` in processes of its own, over what a real worker left in Redis."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from celery_idempotent import get_store
+from celery_idempotent.records import Identity, State
+from tests.support import sites
+from tests.support.waiting import wait_for
+from tests.support.workers import child_environment
+from tests.worker import app as app_module
+
+
+class Site(sites.Site):
+    """A worker's queue, and the command line of its app."""
+
+    module: ClassVar[Any] = app_module
+
+    def run(self, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+        env = child_environment(app_module.environment(self.settings))
+        return subprocess.run(
+            [sys.executable, "-m", "celery", "-A", app_module.__name__, "idempotency", *words],
+            env=env,
+            input=said,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def state(self, task: str, key: str) -> State | None:
+        record = get_store(self.app).get(Identity(namespace=task, key=key))
+        return None if record is None else record.state
+
+
+@pytest.fixture(scope="module")
+def histories(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Site, Path]]:
+    """What may become of a key, made by one worker: done, refused, too many crashes, at work, mismatched."""
+    gate = tmp_path_factory.mktemp("gate") / "gate"
+    with sites.share(
+        Site,
+        request,
+        tmp_path_factory,
+        "redis",
+        worker_enable_remote_control=False,
+        result_extended=True,
+        idempotency_lease=5,
+    ) as site:
+        site.worker(concurrency=3)
+        done = site.publish("keyed", "done", task_id="t-done")
+        site.publish("refused", "declined", task_id="t-declined")
+        site.publish("killing", "deadly", task_id="t-deadly")
+        site.publish("keyed", "busy", 0.0, str(gate), task_id="t-busy")
+        done.get(timeout=30)
+        site.publish("keyed", "done", 0.5, task_id="t-other")
+        wait_for(lambda: site.state("refused", "declined") is State.FAILED, 30, "a refusal")
+        wait_for(lambda: site.state("killing", "deadly") is State.FAILED, 60, "too many crashes")
+        wait_for(lambda: site.state("keyed", "busy") is State.PROCESSING, 30, "a run")
+        wait_for(lambda: site.ledger.count("mismatched", task_id="t-other"), 30, "a mismatch")
+        yield site, gate
+        gate.touch()
+
+
+def test_list_writes_one_json_object_a_line(histories):
+    site, _ = histories
+    done = site.run("list", "--json")
+    assert done.returncode == 0, done.stderr
+    found = {line["key"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert {key: line["state"] for key, line in found.items()} == {
+        "declined": "FAILED",
+        "deadly": "FAILED",
+        "busy": "PROCESSING",
+    }
+    assert found["deadly"]["crashes"] == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("busy", ["busy of keyed is PROCESSING: task t-busy on "]),
+        ("declined", ["declined of refused is FAILED for good with Refused"]),
+        (
+            "t-deadly",
+            ["deadly of killing", "TooManyCrashes", "Claimed 5 times; 4 times its worker"],
+        ),
+        # By the arguments that the result backend has.
+        ("t-done", ["done of keyed is COMPLETED", "task t-other", "FingerprintMismatch"]),
+    ],
+)
+def test_explain_tells_what_happened_by_key_or_by_task_id(histories, asked, told):
+    site, _ = histories
+    done = site.run("explain", asked)
+    assert done.returncode == 0, done.stderr
+    for each in told:
+        assert each in done.stdout
+
+
+def test_a_killed_worker_is_told_of_swept_and_released(histories):
+    site, gate = histories
+    gate.touch()
+    wait_for(lambda: site.state("keyed", "busy") is State.COMPLETED, 30, "the end of a run")
+    lost = gate.with_name("never")
+    site.publish("keyed", "lost", 0.0, str(lost), task_id="t-lost")
+    wait_for(lambda: site.state("keyed", "lost") is State.PROCESSING, 30, "a run")
+    for worker in sites.SHARED_WORKERS:
+        worker.kill()
+    store = get_store(site.app)
+    identity = Identity(namespace="keyed", key="lost")
+    wait_for(lambda: store.get(identity).stale(store.now_ms()), 30, "the end of a lease")
+
+    assert "is stuck PROCESSING" in site.run("explain", "lost").stdout
+    swept = site.run("sweep", "--json")
+    assert json.loads(swept.stdout)["interrupted"] == 1
+    assert "a crash took its worker" in site.run("explain", "lost").stdout
+    forgotten = site.run("forget", "lost", "--reason", "a test", "--who", "alice", said="y\n")
+    assert forgotten.returncode == 0, forgotten.stderr
+    assert "alice chose to forget keyed key lost: a test" in forgotten.stderr
+    assert store.get(identity) is None
+
+
+def test_a_store_that_cannot_be_reached_is_exit_code_3():
+    settings = {"broker_url": "memory://", "idempotency_store": "redis://127.0.0.1:1/0"}
+    env = child_environment(app_module.environment(settings))
+    words = ("-m", "celery", "-A", app_module.__name__, "idempotency", "list")
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=60)
+    assert done.returncode == 3

@@ -1,0 +1,127 @@
+"""Metrics of a real worker: what its pool's processes count, what the store says, and which names alerts rely on."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.apps import close_app, environment
+from tests.support.paths import ROOT
+from tests.support.servers import EmbeddedRedis
+from tests.support.waiting import wait_for
+from tests.worker.app import Refused, make_app
+
+pytestmark = [pytest.mark.worker, pytest.mark.redis]
+
+
+@dataclass
+class Scraped:
+    """A worker with metrics, and a publisher of its tasks."""
+
+    app: Any
+    port: int
+
+    def families(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        return {family.name: family for family in text_string_to_metric_families(text)}
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the sum of all samples of this name that have these labels."""
+        return sum(
+            float(sample.value)
+            for family in self.families().values()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prometheus")
+
+
+@pytest.fixture
+def scraped(
+    private_redis: EmbeddedRedis, start_worker: Callable[..., Any], directory: Path
+) -> Iterator[Scraped]:
+    url, port = private_redis.url(), _free_port()
+    settings = {"broker_url": url, "result_backend": url, "idempotency_lease": 1}
+    env = environment(settings) | {
+        "METRICS_PORT": str(port),
+        "PROMETHEUS_MULTIPROC_DIR": str(directory),
+    }
+    start_worker("tests.worker.metrics_app", concurrency=2, env=env, fresh=True)
+    app = make_app(settings)
+    yield Scraped(app, port)
+    close_app(app)
+
+
+def documented() -> set[str]:
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    return set(re.findall(r"^\| `(celery_idempotency_\w+)`", text, re.MULTILINE))
+
+
+OUTCOMES = "celery_idempotency_outcomes_total"
+
+
+def test_a_scrape_has_what_every_process_counted_and_what_the_store_says(
+    scraped: Scraped, gate: Any, private_redis: EmbeddedRedis
+) -> None:
+    tasks = scraped.app.tasks
+    for number in range(6):
+        tasks["keyed"].delay(f"k{number}").get(timeout=20)
+    assert tasks["keyed"].delay("k0").get(timeout=20)
+    with pytest.raises(Refused):
+        tasks["refused"].delay("k").get(timeout=20)
+    tasks["keyed"].delay("held", gate=str(gate.path))
+    wait_for(lambda: scraped.value(OUTCOMES, task="keyed", outcome="claimed") == 7, 20)
+
+    assert scraped.value(OUTCOMES, task="keyed", outcome="settled", state="COMPLETED") == 6
+    assert scraped.value(OUTCOMES, task="keyed", outcome="replayed") == 1
+    failed = {"task": "refused", "outcome": "settled", "state": "FAILED", "error": "Refused"}
+    assert scraped.value(OUTCOMES, **failed) == 1
+    assert scraped.value("celery_idempotency_run_seconds_count", task="keyed") == 6
+    assert scraped.value("celery_idempotency_store_up") == 1
+    assert scraped.value("celery_idempotency_records", state="live") == 1
+    assert scraped.value("celery_idempotency_records", state="failed") == 1
+    assert "celery_idempotency_last_sweep_age_seconds" not in scraped.families()
+    tasks["celery_idempotent.sweep"].delay().get(timeout=20)
+    assert 0 <= scraped.value("celery_idempotency_last_sweep_age_seconds") < 60
+    assert {name for name in scraped.families() if name.startswith("celery_i")} == documented()
+
+    private_redis.stop()
+    assert scraped.value("celery_idempotency_store_up") == 0
+    assert scraped.value(OUTCOMES, task="keyed", outcome="replayed") == 1
+    assert "celery_idempotency_records" not in scraped.families()
+
+
+@pytest.mark.parametrize("file", ["alerts.yml", "dashboard.json"])
+def test_alerts_and_dashboard_use_names_that_are_served(file: str) -> None:
+    text = (ROOT / "docs" / "monitoring" / file).read_text()
+    used = {
+        re.sub(r"_(total|bucket)$", "", name)
+        for name in re.findall(r"celery_idempotency_\w+", text)
+    }
+    assert used <= documented()
+    assert used >= {"celery_idempotency_outcomes", "celery_idempotency_store_up"}
+
+
+def test_each_alert_is_explained() -> None:
+    alerts = re.findall(r"alert: (\w+)", (ROOT / "docs" / "monitoring" / "alerts.yml").read_text())
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    assert re.findall(r"^\| `(Idempotency\w+)`", text, re.MULTILINE) == alerts
