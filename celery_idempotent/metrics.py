@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from celery import signals as celery_signals
@@ -58,6 +58,9 @@ BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 6
 
 #: So many stale records are looked at, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
+
+#: How long a scrape waits for the store, in seconds: less than Prometheus waits for the scrape.
+ANSWER_WITHIN: Final = 2.0
 
 #: prometheus_client shares metrics between processes through files in this directory.
 MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
@@ -109,22 +112,40 @@ class _Receiver:
         return count
 
 
+class _Question(threading.Thread):
+    """Asks the store in a thread of its own: a frozen store costs a scrape its gauges, and not its outcomes."""
+
+    def __init__(self, ask: Callable[[], Sequence[GaugeMetricFamily]]) -> None:
+        super().__init__(name="celery-idempotent-metrics", daemon=True)
+        self._ask = ask
+        self.answer: Sequence[GaugeMetricFamily] = ()
+
+    def run(self) -> None:
+        try:
+            self.answer = self._ask()
+        except IdempotencyError as error:
+            logger.warning("idempotency: metrics without those of the store: %s", error)
+
+
 class StoreCollector(Collector):
     """Gauges of an app's store, asked for with each scrape: a few round trips, however many records there are."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
+        self._question: _Question | None = None
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges; of a store that does not answer only that it is not up."""
+        """Yield the gauges; of a store that does not answer within :data:`ANSWER_WITHIN` only that it is not up."""
         up = GaugeMetricFamily(
             "celery_idempotency_store_up", "1 if the store answers, 0 if it does not."
         )
-        try:
-            gauges = list(self._ask())
-        except IdempotencyError as error:
-            logger.warning("idempotency: metrics without those of the store: %s", error)
-            gauges = []
+        # One at a time: a store that hangs is not asked again by each scrape.
+        question = self._question
+        if question is None or not question.is_alive():
+            question = self._question = _Question(lambda: list(self._ask()))
+            question.start()
+        question.join(ANSWER_WITHIN)
+        gauges = question.answer
         up.add_metric([], float(bool(gauges)))
         yield up
         yield from gauges

@@ -90,7 +90,7 @@ def test_list_writes_one_json_object_a_line(histories):
         ("declined", ["declined of refused is FAILED for good with Refused"]),
         (
             "t-deadly",
-            ["deadly of killing", "TooManyCrashes", "Claimed 5 times; 4 times its worker"],
+            ["deadly of killing", "TooManyCrashes", "Claimed 5 times; its worker was lost 4 times"],
         ),
         # By the arguments that the result backend has.
         ("t-done", ["done of keyed is COMPLETED", "task t-other", "FingerprintMismatch"]),

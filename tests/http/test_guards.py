@@ -14,8 +14,8 @@ from celery import Celery
 
 from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol.calls import StoreFailed
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
+from celery_idempotent.protocol.calls import Ran, StoreFailed
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store
 from tests.http.sites import new_key
 from tests.sql.databases import atomic_requests, execute, rows
@@ -268,6 +268,33 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
         answer = site.ask(f"/plain?note={note}", key)
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
         assert answer.json()["detail"].startswith(said)
+
+
+def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are read by then, and its user may have changed."""
+    from celery_idempotent.protocol.runner import Runner
+
+    monkeypatch.setattr(Runner, "execute", lambda _, __, body: (body(), Ran(body()))[1])
+    site, note = Site(options), new_key()
+    answer = site.ask(f"/plain?note={note}", new_key())
+    assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+    assert answer.json()["detail"].startswith("It was undone")
+    assert written(note) == 1
+
+
+def test_a_record_without_a_response_is_told_as_that(options: dict[str, Any]) -> None:
+    site, note, identity = Site(options), new_key(), new_identity()
+    asked: dict[str, Any] = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": 60_000}
+    store = get_store(app)
+    claimed = store.claim(ClaimRequest(identity=identity, **asked))
+    assert isinstance(claimed, Claimed)
+    end = SettleRequest(record=claimed.record, state=State.COMPLETED, value=None, keep_ms=60_000)
+    assert store.settle(end)
+    answer = site.ask(f"/plain?note={note}", identity.key)
+    assert (answer.status_code, answer.json()["code"]) == (410, "result_not_kept")
+    assert written(note) == 0
 
 
 # Checks --------------------------------------------------------------------------------------------------------------

@@ -177,9 +177,12 @@ def test_whatever_else_is_refused(factory: Any, value: str) -> None:
         ),
         (f'"[{"k" * 300}"', "It has 301 characters, 303 once it is quoted"),
         (f'"{"k" * 1023}"', "It has more than 1024 characters."),
+        ("a,b", "It was sent more than once, or has a comma"),
+        ('"é"', "It has characters other than printable ASCII."),
+        ("a b", "Without double quotes it has no spaces"),
     ],
 )
-def test_a_key_that_is_too_long_is_told_why(factory: Any, value: str, told: str) -> None:
+def test_a_key_that_is_refused_is_told_why(factory: Any, value: str, told: str) -> None:
     from celery_idempotent.django.http.headers import read_key
     from celery_idempotent.django.http.problems import RequestRefused
 
@@ -441,6 +444,31 @@ def test_a_value_that_is_no_response_is_not_read_as_one() -> None:
     ):
         with pytest.raises(ResultUnavailable):
             read_response(no_response)
+
+
+def test_a_response_over_its_limit_is_not_kept() -> None:
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http.messages import pack_response, read_response
+    from celery_idempotent.django.http.options import http_options
+
+    options = http_options({"max_response_bytes": 4})
+    assert read_response(pack_response(HttpResponse("four"), options, name="v")).content == b"four"
+    with pytest.raises(ResultUnavailable, match="was not kept"):
+        read_response(pack_response(HttpResponse("fiver"), options, name="v"))
+
+
+def test_an_attribute_of_a_response_is_set_where_it_is_asked_for() -> None:
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http.messages import pack_response, read_response
+    from celery_idempotent.django.http.options import http_options
+
+    made = HttpResponse("text")
+    made.mine = "set by the view"  # type: ignore[attr-defined]
+    kept = pack_response(made, http_options({"attributes": ["mine"]}), name="v")
+    assert read_response(kept, ["mine"]).mine == "set by the view"  # type: ignore[attr-defined]
+    assert not hasattr(read_response(kept), "mine")
 
 
 def test_headers_without_measure_are_not_kept() -> None:

@@ -29,6 +29,7 @@ def test_no_two_are_the_same_bug():
 
 @pytest.mark.parametrize("file", sorted({each.file for each in MUTANTS}))
 def test_every_anchor_is_there_once(file):
+    assert (PACKAGE / file).exists(), "it was moved: so are its mutants"
     text = (PACKAGE / file).read_text()
     of_file = [each for each in MUTANTS if each.file == file]
     assert [each.id for each in of_file if text.count(each.old) != 1] == []

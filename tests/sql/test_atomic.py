@@ -37,8 +37,8 @@ from celery_idempotent.records import (
 )
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
-from tests.support.paths import ROOT
 from tests.support.waiting import wait_for
+from tests.support.workers import child_environment
 
 pytest.importorskip("django")
 
@@ -569,7 +569,8 @@ def start_holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.sql.holder"],
-            cwd=ROOT,
+            cwd=tmp_path,
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

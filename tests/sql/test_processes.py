@@ -12,7 +12,7 @@ import pytest
 
 from celery_idempotent.records import Identity, State
 from tests.sql import databases
-from tests.support.paths import ROOT
+from tests.support.workers import child_environment
 
 pytest.importorskip("django")
 
@@ -40,7 +40,8 @@ def test_of_several_processes_one_gets_each_key(
                     settings["NAME"],
                     str(COUNT),
                 ],
-                cwd=ROOT,
+                cwd=tmp_path,
+                env=child_environment(),
             )
             for _ in range(3)
         ]

@@ -12,6 +12,7 @@ import pytest
 from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
+    Held,
     Identity,
     Record,
     Renewal,
@@ -20,12 +21,15 @@ from celery_idempotent.records import (
 )
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
+from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
 
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 
 from celery_idempotent.django.sql import upkeep
+from celery_idempotent.django.sql.connections import Session
+from celery_idempotent.django.sql.rows import Row
 from celery_idempotent.django.store import DjangoStore
 
 HOUR = 3_600_000
@@ -178,6 +182,72 @@ def test_a_heartbeat_renews_hundreds_of_claims_at_once(store: DjangoStore):
         token = record.token if n % 3 else record.token + 1
         leases.append(Renewal(identity=identity, token=token, lease_ms=90_000, keep_ms=1))
     assert store.renew(leases) == [bool(n % 3) for n in range(90)]
+
+
+def test_a_renewal_between_the_look_of_a_claim_and_its_write_keeps_the_key(
+    store: DjangoStore, monkeypatch: pytest.MonkeyPatch
+):
+    """A renewal writes the lease row alone: the claim that follows it must notice by that."""
+    record = claimed(store, lease_ms=1)
+    wait_for(lambda: store.stats().stale, what="the end of its lease")
+    write, renewed = Row.write, []
+
+    def overtaken(row: Row, after: Any) -> None:
+        monkeypatch.setattr(Row, "write", write)
+        lease = Renewal(identity=KEY, token=record.token, lease_ms=60_000, keep_ms=HOUR)
+        thread = threading.Thread(target=lambda: renewed.extend(store.renew([lease])))
+        thread.start()
+        thread.join()
+        write(row, after)
+
+    monkeypatch.setattr(Row, "write", overtaken)
+    asked: dict[str, Any] = {"attempt": os.urandom(8), "lease_ms": 60_000, "keep_ms": HOUR}
+    answer = store.claim(ClaimRequest(identity=KEY, **asked))
+    assert (renewed, type(answer)) == ([True], Held)
+
+
+def test_on_sqlite_a_verb_has_the_write_lock_before_it_reads(
+    open_store: Callable[..., DjangoStore],
+):
+    """One that began as a reader could not wait for it, and would collide with every other writer."""
+    store = open_store("sqlite")
+    other = connections.create_connection(store.alias)
+
+    def verb(session: Session) -> None:
+        with session.transaction(), other.cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout = 0")
+            with pytest.raises(OperationalError, match="locked"):
+                cursor.execute("BEGIN IMMEDIATE")
+
+    store.lines.run(verb)
+    other.close()
+
+
+def test_a_sweep_with_a_limit_begins_with_what_has_waited_longest(store: DjangoStore):
+    later, sooner = MANY[:2]
+    claimed(store, later, lease_ms=2)
+    claimed(store, sooner, lease_ms=1)
+    shift(store, HOUR)
+    execute(
+        store.alias,
+        "UPDATE celery_idempotent_lease SET due_ms = due_ms - 1000 WHERE token ="
+        " (SELECT max(token) FROM celery_idempotent_record)",
+    )
+    connections[store.alias].close()
+    report = store.sweep(limit=1)
+    assert ([each.identity for each in report.interrupted], report.more) == ([sooner], True)
+
+
+def test_an_interrupted_record_whose_lease_row_was_deleted_by_hand_has_no_deadline(
+    store: DjangoStore,
+):
+    record = claimed(store)
+    assert store.interrupt(KEY, token=record.token)
+    execute(store.alias, "DELETE FROM celery_idempotent_lease")
+    connections[store.alias].close()
+    found = store.get(KEY)
+    assert found is not None
+    assert (found.state, found.deadline_ms) == (State.INTERRUPTED, None)
 
 
 def test_a_row_that_a_newer_version_wrote_is_not_guessed_at(store: DjangoStore):

@@ -258,6 +258,19 @@ class TestAnswers:
         assert store.cache.fill(KEY, ticket, before) is False
         assert store.cache.look(KEY).record.delivered is True
 
+    def test_only_the_run_that_settled_it_marks_an_entry(self, store):
+        record = complete(store)
+        store.cache.mark(KEY, record.token - 1)
+        assert store.cache.look(KEY).record.delivered is False
+        store.cache.mark(KEY, record.token)
+        assert store.cache.look(KEY).record.delivered is True
+
+    def test_a_marked_entry_ends_with_its_record(self, store, redis_client):
+        record = complete(store)
+        assert store.mark_delivered(KEY, token=record.token)
+        _, name = store.cache._keys.locate(KEY)
+        assert 0 < redis_client.pttl(name) <= KEEP_MS
+
     def test_an_unfinished_key_is_never_answered_by_the_cache(self, store, truth):
         record = ask(store, task_id="first").record
         with somebody_asks(truth, "claim"):

@@ -17,8 +17,11 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
+from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.redis.keyspace import Keyspace
+from celery_idempotent.stores.redis.scripts import script
 from celery_idempotent.stores.redis.store import RedisStore
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -175,6 +178,55 @@ def test_what_an_older_version_interrupted_is_found_after_some_sweeps(redis_stor
     redis_store._link.exchange = lambda commands: read.extend(commands) or exchange(commands)
     redis_store.prune(limit=10)
     assert [each for each in read if each.words[0] == b"SCAN"] == []
+
+
+def test_what_is_claimed_while_it_is_indexed_does_not_count_as_interrupted(
+    redis_store, redis_client
+):
+    old = Identity(namespace="charge", key="old")
+    interrupt(redis_store, old)
+    as_an_older_version(redis_store, redis_client)
+    exchange, claims = redis_store._link.exchange, []
+
+    def overtaken(commands):
+        index = script("index").digest
+        if not claims and any(index in each.words for each in commands):
+            redis_store._link.exchange = exchange
+            claims.append(old)
+            claim(redis_store, old)
+        return exchange(commands)
+
+    redis_store._link.exchange = overtaken
+    wait_for(lambda: redis_store.prune(limit=10) or claims, what="a prune that found it")
+    assert redis_store.stats().interrupted == 0
+    assert all_keys(redis_store, INTERRUPTED) == []
+
+
+def test_a_prefix_with_a_star_lists_only_its_own(redis_url, prefix):
+    stores = [RedisStore(redis_url, prefix=f"{prefix}{end}") for end in ("*", "x")]
+    claim(stores[1], Identity(namespace="charge", key="theirs"), complete=True)
+    assert [all_keys(store, COMPLETED) for store in stores] == [[], ["theirs"]]
+    for store in stores:
+        store.close()
+
+
+def test_a_cursor_is_of_its_own_kind_of_list(redis_store):
+    for key in ("a", "b"):
+        interrupt(redis_store, Identity(namespace="charge", key=key))
+    cursor = redis_store.list(INTERRUPTED, limit=1).cursor
+    assert len(redis_store.list(INTERRUPTED, limit=1, cursor=cursor).records) == 1
+    for selection in (PROCESSING, COMPLETED):
+        with pytest.raises(ValueError, match="another list"):
+            redis_store.list(selection, cursor=cursor)
+
+
+def test_the_counters_of_an_hour_are_kept_for_as_long_as_they_are_asked_for(
+    redis_store, redis_client
+):
+    redis_store.count({("charge", "settled"): 1})
+    (counted,) = redis_store.counts(hours=2)
+    left_s = redis_client.ttl(redis_store._keys.counts(counted.hour))
+    assert (COUNTED_HOURS - 1) * 3600 < left_s <= COUNTED_HOURS * 3600
 
 
 def test_a_count_says_that_the_search_for_old_ones_goes_on(redis_store, redis_client):

@@ -22,6 +22,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
+from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import Shift
 from tests.support.waiting import wait_for
@@ -120,6 +121,52 @@ def test_a_failed_record_is_indexed_until_its_retention_ends(
     advance(KEEP_MS + 1)
     assert redis_store.prune(limit=10) == 1
     assert indexes(redis_client, names) == ({}, {})
+
+
+def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, redis_client, names):
+    """Between its look and its script another prune drops what both have seen."""
+    fail(redis_store, claim(redis_store))
+    redis_client.zadd(names[2], {"gone": 1})
+    exchange = redis_store._link.exchange
+
+    def forestalled(commands):
+        if any(each.words[0].startswith(b"EVAL") for each in commands):
+            redis_client.zrem(names[2], "gone")
+        return exchange(commands)
+
+    redis_store._link.exchange = forestalled
+    assert redis_store.prune(limit=10) == 0
+    assert redis_client.zrange(names[2], 0, -1) == [names[0]]
+
+
+def test_a_prune_drops_what_is_over_from_the_index_of_the_interrupted(redis_store, redis_client):
+    index = redis_store._keys.interrupted(17)
+    redis_client.zadd(index, {"gone": 1})
+    assert redis_store.prune(limit=10) == 1
+    assert redis_client.zcard(index) == 0
+
+
+def test_sweeps_with_a_limit_begin_anywhere(redis_store):
+    """The others would wait for as long as there is something before them."""
+    low, high = "low", "high"
+    n = 0
+    found: dict[str, Identity] = {}
+    while len(found) < 2:
+        identity = Identity(namespace="charge", key=f"{n}")
+        bucket = redis_store._keys.locate(identity)[0]
+        found.setdefault(low if bucket < BUCKETS // 2 else high, identity)
+        n += 1
+    first = set()
+    for _ in range(100):
+        for identity in found.values():
+            redis_store.forget(identity)
+            claim(redis_store, identity, lease_ms=1)
+        wait_for(lambda: redis_store.stats().stale == 2, what="the end of both leases")
+        (swept,) = redis_store.sweep(limit=1).interrupted
+        first.add(swept.identity)
+        if first == set(found.values()):
+            break
+    assert first == set(found.values())
 
 
 def test_a_failed_record_that_is_forgotten_or_claimed_anew_leaves_the_index(

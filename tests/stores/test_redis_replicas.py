@@ -20,11 +20,13 @@ from celery_idempotent.records import (
     Identity,
     Mismatched,
     ReserveRequest,
+    Retained,
     Settled,
     SettleRequest,
     State,
     Stored,
 )
+from celery_idempotent.stores.hybrid.cache import Cached, RedisCache
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, redis_binary, running, valkey_binary
 from tests.support.waiting import wait_for
@@ -127,6 +129,20 @@ def test_what_was_answered_is_on_the_replica(pair):
         assert pair.replicated(identity)[:1] == b"P"
         assert complete(pair.store, record)
         assert pair.replicated(identity)[:1] == b"C"
+
+
+def test_a_replica_does_not_answer_for_a_cache(pair):
+    """It may have been cut off from its master, and know nothing of what was forgotten since."""
+    caches = [RedisCache(server.url) for server in (pair.master, pair.replica)]
+    record = claim(pair.plain)
+    assert complete(pair.plain, record)
+    retained = Retained(pair.plain.get(KEY), age_ms=0, left_ms=KEEP_MS)
+    assert caches[0].fill(KEY, caches[0].ticket(KEY), retained)
+    wait_for(pair.in_step, 20, "the replica")
+    assert isinstance(caches[0].look(KEY), Cached)
+    assert caches[1].look(KEY) is None
+    for cache in caches:
+        cache.close()
 
 
 def test_a_claim_that_the_replica_lacks_is_undone(pair):

@@ -104,10 +104,14 @@ def test_a_scrape_has_what_every_process_counted_and_what_the_store_says(
     assert 0 <= scraped.value("celery_idempotency_last_sweep_age_seconds") < 60
     assert {name for name in scraped.families() if name.startswith("celery_i")} == documented()
 
-    private_redis.stop()
+    private_redis.freeze()
     assert scraped.value("celery_idempotency_store_up") == 0
     assert scraped.value(OUTCOMES, task="keyed", outcome="replayed") == 1
     assert "celery_idempotency_records" not in scraped.families()
+    private_redis.thaw()
+    wait_for(lambda: scraped.value("celery_idempotency_store_up") == 1, 20)
+    private_redis.stop()
+    assert scraped.value("celery_idempotency_store_up") == 0
 
 
 @pytest.mark.parametrize("file", ["alerts.yml", "dashboard.json"])

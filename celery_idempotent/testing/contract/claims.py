@@ -323,8 +323,10 @@ class ClaimContract(ContractBase):
         for n, name in enumerate(names):
             record = self.claim(store, name)
             leases.append(self.lease(record, token=record.token + n % 2))
+        others = [store.get(name) for name in names[1::2]]
         assert store.renew(leases) == [True, False] * 20
         assert store.renew(leases) == [True, False] * 20
+        assert [store.get(name) for name in names[1::2]] == others
 
     def test_nothing_is_renewed_by_no_leases(self, store: Store) -> None:
         assert store.renew([]) == []
@@ -336,6 +338,14 @@ class ClaimContract(ContractBase):
         record = self.bring_to(store, advance, state)
         assert not self.renew(store, record)
         assert store.get(KEY) == record
+
+    def test_what_is_past_its_retention_is_not_renewed(
+        self, store: Store, advance: Advance
+    ) -> None:
+        record = self.claim(store)
+        advance(self.lease_ms + self.keep_ms + 1)
+        assert not self.renew(store, record)
+        assert store.get(KEY) is None
 
     def test_what_is_gone_is_not_renewed(self, store: Store) -> None:
         record = self.claim(store)

@@ -138,13 +138,15 @@ class ListingContract(ContractBase):
         assert self.found(store).state is State.INTERRUPTED
         assert store.stats().interrupted == 1
 
-    def test_what_was_interrupted_and_is_over_is_not_counted(
-        self, store: Store, advance: Advance
+    @pytest.mark.parametrize("state", ["INTERRUPTED", "FAILED"])
+    def test_what_ended_badly_and_is_over_is_not_counted(
+        self, store: Store, advance: Advance, state: str
     ) -> None:
-        self.make(store, "INTERRUPTED", "over")
+        self.make(store, state, "over")
         advance(self.lease_ms + self.keep_ms + 1)
-        assert store.stats().interrupted == 0
-        assert self.keys(store, Selection(states=frozenset({State.INTERRUPTED}))) == []
+        stats = store.stats()
+        assert (stats.interrupted, stats.failed) == (0, 0)
+        assert self.keys(store, Selection(states=frozenset({State(state)}))) == []
 
     def test_a_page_looks_at_so_many_keys_only(self, store: Store) -> None:
         for n in range(30):

@@ -1,0 +1,107 @@
+"""Outcomes on the current OpenTelemetry span."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from celery_idempotent import IdempotentTask, signals, tracing
+from celery_idempotent.protocol.telling import OUTCOMES
+from celery_idempotent.testing import isolated_records
+
+Traced = Callable[..., ReadableSpan]
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = Celery("traced", broker="memory://", backend="cache+memory://", set_as_current=False)
+    with isolated_records(app):
+        yield app
+    app.close()
+
+
+@pytest.fixture
+def traced() -> Iterator[Traced]:
+    """Run something in a span, and return the span."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("test")
+    tracing.install()
+
+    def run(call: Callable[[], object]) -> ReadableSpan:
+        exporter.clear()
+        with tracer.start_as_current_span("run"):
+            call()
+        (span,) = exporter.get_finished_spans()
+        return span
+
+    yield run
+    provider.shutdown()
+    for signal, (outcome, _) in OUTCOMES.items():
+        assert signal.disconnect(dispatch_uid=f"{tracing.__name__}.{outcome}")
+
+
+def test_a_run_and_its_repetition(app: Celery, traced: Traced) -> None:
+    @app.task(base=IdempotentTask, name="pay", idempotency_key="order", shared=False)
+    def pay(order: str) -> str:
+        return "receipt"
+
+    first = traced(lambda: pay.apply(("secret-17",), task_id="one"))
+    assert [event.name for event in first.events] == ["idempotency.claimed", "idempotency.settled"]
+    assert first.attributes is not None
+    assert first.attributes["celery.idempotency.outcome"] == "settled"
+    assert first.attributes["celery.idempotency.state"] == "COMPLETED"
+    assert "celery.idempotency.first_task_id" not in first.attributes
+
+    again = traced(lambda: pay.apply(("secret-17",), task_id="two"))
+    assert [event.name for event in again.events] == ["idempotency.replayed"]
+    assert again.attributes is not None
+    assert again.attributes["celery.idempotency.first_task_id"] == "one"
+    digest = "celery.idempotency.key_digest"
+    assert again.attributes[digest] == first.attributes[digest]
+    other = traced(lambda: pay.apply(("secret-18",)))
+    assert (other.attributes or {})[digest] != first.attributes[digest]
+    assert "secret" not in str([first.to_json(), again.to_json()])
+
+
+def test_an_error_is_named_by_its_class(app: Celery, traced: Traced) -> None:
+    @app.task(
+        base=IdempotentTask,
+        name="refuse",
+        idempotency_key="order",
+        idempotency_permanent_errors=(ValueError,),
+        shared=False,
+    )
+    def refuse(order: str) -> None:
+        raise ValueError("card 4111 expired")
+
+    span = traced(lambda: refuse.apply(("17",)))
+    assert span.attributes is not None
+    assert span.attributes["celery.idempotency.error.type"] == "ValueError"
+    assert span.attributes["celery.idempotency.state"] == "FAILED"
+    assert "4111" not in span.to_json()
+
+
+def test_without_a_span_nothing_happens(app: Celery, traced: Traced) -> None:
+    heard: list[Any] = []
+
+    def note(event: signals.Event, **_: object) -> None:
+        heard.append(event)
+
+    @app.task(base=IdempotentTask, name="quiet", shared=False)
+    def quiet() -> int:
+        return 1
+
+    signals.settled.connect(note)
+    try:
+        assert quiet.apply().get() == 1
+    finally:
+        signals.settled.disconnect(note)
+    assert len(heard) == 1
