@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["replay"]
-
 
 def replay(
     task: IdempotentTask, definition: Definition, request: Context, record: Record, age_ms: int

@@ -130,7 +130,7 @@ def find_one(
     if found.cut:
         note("There are too many unfinished and failed records to look at each for a task id.")
     if not scan:
-        note("If it is the id of a task that completed: --scan looks at every key.")
+        note("If it is the id of a task, perhaps of one that completed: --scan looks at every key.")
     raise click.exceptions.Exit(FOUND)
 
 
@@ -146,7 +146,7 @@ def _find(
     found = find_task_id(session.app, session.store, text, namespace=namespace)
     if found.records or not scan:
         return found
-    wanted = Filter(states=frozenset({State.COMPLETED}), namespace=namespace)
+    wanted = Filter(states=frozenset(State), namespace=namespace)
     with Progress("keys looked at") as progress:
         for page in pages(session.app, session.store, wanted):
             progress.add(page.looked_at)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from django.apps import AppConfig, apps
 
-__all__ = ["IdempotencyConfig"]
-
 
 class IdempotencyConfig(AppConfig):
     """Tables, pages and checks of celery-idempotent."""

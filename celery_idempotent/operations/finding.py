@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
 #: So many keys one page looks at, and so many unfinished and failed records are searched for a task id.
-LOOK_AT, MOST = 5_000, 50_000
+LOOK_AT, MOST = 5_000, 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,18 +27,6 @@ from celery_idempotent.settings import Snapshot, loaded
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = [
-    "PREFIX",
-    "SETTINGS",
-    "ConflictPolicy",
-    "Policy",
-    "is_explicit",
-    "own_settings",
-    "read_task_options",
-    "refuse_unknown_settings",
-    "snapshot",
-]
-
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
 
 PREFIX: Final = "idempotency_"
@@ -198,7 +186,7 @@ def is_explicit(app: Celery, name: str) -> bool:
     if not maps:
         return False
     spellings = [*conf._to_keys(name)]  # noqa: SLF001  the only way to ask
-    # Before 5.7, Celery keeps those of old apart.
+    # Celery < 5.7 has the old names in a mapping of their own.
     spellings += [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
     keys = [conf._key(key) for key in spellings]  # noqa: SLF001
     return any(key in mapping for mapping in maps for key in keys)

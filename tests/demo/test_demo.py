@@ -54,13 +54,6 @@ def test_the_demonstration_enters_every_delivery_once_and_the_plain_task_does_no
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
-def test_a_few_deliveries_are_entered_once_each_from_redis_too(tmp_path: Path, few: Path) -> None:
-    report = perform(tmp_path, "--events", str(few))
-    assert not report["atomic"]
-    assert not report["idempotent"]["killed"]["between"], "from Redis, it would write again"
-    assert list(tmp_path.iterdir()) == [few], "it leaves nothing behind"
-
-
 @pytest.mark.parametrize("store", ["django", pytest.param("hybrid", marks=pytest.mark.wide)])
 def test_with_the_records_in_the_database_it_also_kills_between_write_and_commit(
     tmp_path: Path, few: Path, store: str

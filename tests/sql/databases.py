@@ -18,7 +18,7 @@ from celery_idempotent.django.store import DjangoStore
 from celery_idempotent.stores.base import Store
 
 __all__ = [
-    "POSTGRESQL_FIRST",
+    "KINDS",
     "TABLES",
     "VENDORS",
     "add_alias",
@@ -37,12 +37,8 @@ __all__ = [
 ]
 
 VENDORS = ("postgresql", "mariadb", "sqlite")
-#: For what is ours and not the vendor's: what each says to the same statements is in the contract.
-POSTGRESQL_FIRST = (
-    "postgresql",
-    pytest.param("mariadb", marks=pytest.mark.wide),
-    pytest.param("sqlite", marks=pytest.mark.wide),
-)
+#: A server, and SQLite, where a verb becomes part of the caller's transaction: for what is no matter of statements.
+KINDS = ("postgresql", "sqlite", pytest.param("mariadb", marks=pytest.mark.wide))
 TABLES = ("record", "lease", "refusals", "highwatermark", "counter", "outbox", "sweep")
 _POSTGRESQL = os.environ.get(
     "CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432"

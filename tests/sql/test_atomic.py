@@ -704,8 +704,8 @@ def test_a_run_that_may_not_be_ended_keeps_its_key(
         assert isinstance(claim(limited), Held)
         (told,) = [each for each in caplog.records if "stays held" in each.getMessage()]
         assert (told.levelname, told.name) == ("WARNING", "celery_idempotent.django.holders")
-        assert told.__dict__["event"] == "holder_not_ended"
-        assert told.__dict__["key"] == "charge key order-17"
+        assert told.__dict__["idempotency_outcome"] == "holder_not_ended"
+        assert told.__dict__["idempotency_key"] == "order-17"
         assert "this user may not end it" in told.getMessage()
         _tell(holder, "go on")
         assert _answer(holder) == "committed"

@@ -207,7 +207,7 @@ class Guard:
                         return answered.response
                 begun = getattr(guarded.request, "idempotency_guarded", False)
                 known = (
-                    "Nobody knows yet whether it was carried out."
+                    "It is not known yet whether it was carried out."
                     if begun
                     else "Whether an earlier request with this key was carried out is not known; this one was not."
                 )

@@ -15,8 +15,6 @@ from celery_idempotent.django.http.rest import StatusView
 from celery_idempotent.django.http.views import Marks, marks_of
 from celery_idempotent.records import State
 
-__all__ = ["AutoSchema", "IdempotencySchemaMixin"]
-
 _PROBLEM: Final[dict[str, object]] = {
     "type": "object",
     "title": "Problem",
@@ -66,7 +64,7 @@ _STATUS: Final[dict[str, object]] = {
 }
 #: What every key may be; one that is no number may have two characters more.
 _PATTERN: Final = r'^"([ !#-\[\]-~]|\\["\\]){1,253}"$'
-_BARE: Final = r"^[!#-+\--:<-\[\]-~]{1,253}$"
+_BARE_PATTERN: Final = r"^[!#-+\--:<-\[\]-~]{1,253}$"
 _REFUSALS: Final = {
     400: "The Idempotency-Key header is missing or malformed, or the body is not valid or not whole.",
     409: "A request with this key is in progress; see Retry-After.",
@@ -136,7 +134,10 @@ class AutoSchema(IdempotencySchemaMixin, SpectacularSchema):
 def _header(options: HttpOptions) -> OpenApiParameter:
     return OpenApiParameter(
         "Idempotency-Key",
-        type={"type": "string", "pattern": _PATTERN if options.strict else f"{_PATTERN}|{_BARE}"},
+        type={
+            "type": "string",
+            "pattern": _PATTERN if options.strict else f"{_PATTERN}|{_BARE_PATTERN}",
+        },
         location=OpenApiParameter.HEADER,
         required=options.required,
         description=(
