@@ -167,7 +167,7 @@ def _postgresql() -> Iterator[bool]:
 def _fill_postgresql(records: int) -> None:
     from django.db import connections
 
-    from celery_idempotent.django.sql.rows import digest
+    from celery_idempotent.django.sql.columns import digest
     from celery_idempotent.records import Identity, Stored
     from celery_idempotent.stores.values import pack_value
 

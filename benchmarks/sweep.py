@@ -73,7 +73,7 @@ class Place:
         """Sweep; return when it began and ended."""
         self.make_stale()
         cpu, own_cpu, began = self._cpu_ms(), time.process_time(), time.perf_counter()
-        report = self.store.sweep(limit=reaper.LIMIT)
+        report = self.store.sweep(limit=reaper.SWEEP_LIMIT)
         ended = time.perf_counter()
         self.client_cpu.append((time.process_time() - own_cpu) * 1000)
         self.server_cpu.append(self._cpu_ms() - cpu)
@@ -81,7 +81,7 @@ class Place:
         if len(report.interrupted) != STALE or report.more:
             raise BenchmarkError(f"a sweep found {len(report.interrupted)} of {STALE} stale keys")
         before = time.perf_counter()
-        self.store.sweep(limit=reaper.LIMIT)
+        self.store.sweep(limit=reaper.SWEEP_LIMIT)
         self.idle.append((time.perf_counter() - before) * 1000)
         self.make_stale()
         before = time.perf_counter()

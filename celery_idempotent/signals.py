@@ -66,7 +66,7 @@ class Event:
         return "" if self.identity is None else self.identity.namespace
 
 
-#: A key was reserved, and its message is on its way (``idempotency_publish_once``, ``enqueue``).
+#: A key was reserved, and its message is published or staged (``idempotency_publish_once``, ``enqueue``).
 reserved = Signal(name="idempotency_reserved")
 #: This task has the key, and run() is about to start.
 claimed = Signal(name="idempotency_claimed")

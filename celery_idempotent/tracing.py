@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from celery_idempotent.protocol.telling import OUTCOMES
+from celery_idempotent.protocol.telling import OUTCOMES, facts
 
 try:
     from opentelemetry import trace
@@ -53,24 +53,13 @@ def _noting(outcome: str) -> Callable[..., None]:
 
 
 def _attributes(outcome: str, event: Event) -> dict[str, str | int | bool]:
-    found: dict[str, str | int | bool] = {"outcome": outcome, "task": event.task}
+    found = facts(outcome, event)
     if event.identity is not None:
-        found["namespace"] = event.namespace
         found["key_digest"] = _digest(event.identity)
-    if event.state is not None:
-        found["state"] = event.state.value
-    if event.error is not None:
-        found["error.type"] = type(event.error).__name__
-    if event.observed:
-        found["observed"] = True
-    if (record := event.record) is not None:
-        found |= {"attempt": record.attempts, "crashes": record.crashes}
-        if record.task_id != event.task_id:
-            found["first_task_id"] = record.task_id
     return {_PREFIX + name: value for name, value in found.items()}
 
 
 def _digest(identity: Identity) -> str:
     """Return 64 bits of SHA-256 over namespace, scope and key."""
-    parts = (identity.namespace, identity.scope or "", identity.key)
+    parts = (identity.namespace, identity.scope, identity.key)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

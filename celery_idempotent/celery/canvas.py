@@ -2,7 +2,7 @@
 
 Celery hands an option of a group to every member as it is, that of a chain to the first step, in eager mode to all, and
 that of an eager chord to the body alone. As it is, then, two tasks would share one key and only one of them would run,
-and others would have none. Nothing in its message tells a member which of several it is (members of nested groups have
+and others would have none. Nothing in its message says which member a task is (members of nested groups have
 the same ``group_index``), so the key is spread where the tree is still whole, before the canvas is applied::
 
     K ─ chain ─┬─ a                     K            the first step, if it is a task
@@ -27,18 +27,9 @@ from celery.canvas import maybe_signature
 
 from celery_idempotent.celery import registry
 from celery_idempotent.celery.typed import Options, Result, Sig
-from celery_idempotent.identity import trees
+from celery_idempotent.identity import stamp, trees
 from celery_idempotent.identity.keys import canonical
-from celery_idempotent.identity.stamp import (
-    KEY_HEADER,
-    RAW_KEY,
-    RAW_SCOPE,
-    SCOPE_HEADER,
-    as_mapping,
-    read_stamp,
-)
-
-__all__ = ["install"]
+from celery_idempotent.identity.stamp import as_mapping
 
 _CHAIN, _CHORD = "celery.chain", "celery.chord"
 
@@ -60,12 +51,15 @@ class _Given:
 
     def within(self, options: Options) -> _Given:
         """Return what holds below a canvas with these options, which are rid of its own key and scope."""
-        key, scope = _take(options, KEY_HEADER, RAW_KEY), _take(options, SCOPE_HEADER, RAW_SCOPE)
+        key, scope = (
+            _take(options, stamp.KEY_HEADER, stamp.RAW_KEY),
+            _take(options, stamp.SCOPE_HEADER, stamp.RAW_SCOPE),
+        )
         scope = self.scope if scope is None else scope
         return _Given(self.key, scope, self.path) if key is None else _Given(key, scope)
 
 
-def install() -> None:
+def take_keys() -> None:
     """Let canvases take ``idempotency_key`` and ``idempotency_scope``; without them they do what they did."""
     for name in ("group", "_chain", "_chord"):
         kind = getattr(celery_canvas, name)
@@ -118,14 +112,18 @@ def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) 
     given = leading or given
     if registry.is_other_task(part.app, str(part.task)) or str(part.task).startswith("celery."):
         return part
-    said = read_stamp(as_mapping(options.get("headers")), options.get("task_id"))
-    if given.key is not None and KEY_HEADER not in options and RAW_KEY not in said:
+    said = stamp.read_stamp(as_mapping(options.get("headers")), options.get("task_id"))
+    if given.key is not None and stamp.KEY_HEADER not in options and stamp.RAW_KEY not in said:
         key = (given.key, *given.path) if given.path else given.key
         canonical(key, task=str(part.task))  # raises before anything is sent
-        options[KEY_HEADER] = key
-    if given.scope is not None and SCOPE_HEADER not in options and RAW_SCOPE not in said:
+        options[stamp.KEY_HEADER] = key
+    if (
+        given.scope is not None
+        and stamp.SCOPE_HEADER not in options
+        and stamp.RAW_SCOPE not in said
+    ):
         canonical(given.scope, what="scope", task=str(part.task))
-        options[SCOPE_HEADER] = given.scope
+        options[stamp.SCOPE_HEADER] = given.scope
     return part
 
 
@@ -137,5 +135,5 @@ def _take(options: Options, name: str, word: str) -> object:
     headers = options.get("headers")
     if isinstance(headers, dict) and name in headers:
         options["headers"] = {each: headers[each] for each in headers if each != name}
-        value = read_stamp(headers, None).get(word) if value is None else value
+        value = stamp.read_stamp(headers, None).get(word) if value is None else value
     return value

@@ -1,8 +1,7 @@
-"""A result backend that can be asked again: where a chord could not be finished it leaves everything in its place.
+"""A result backend that can be asked again: after a failure to finish a chord, nothing of that chord is deleted.
 
-Celery's backends end a chord as failed as soon as publishing its body, or reading its parts, raises anything, and
-delete what they know of it: a broker that is away for a second costs the chord. Here such trouble comes out, and
-nothing is deleted::
+Celery's backends end a chord as failed, and delete its parts, as soon as publishing its body or reading its parts
+raises anything: an outage of one second costs the chord. Here an outage is raised instead, and nothing is deleted::
 
     Celery   the last part ─ publish the body ─ ✗ ── the body is FAILURE, parts deleted
     here     the last part ─ publish the body ─ ✗ ── Undelivered ····· the message comes back: the last part ─ publish …
@@ -21,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from celery.canvas import maybe_signature
 from kombu.exceptions import OperationalError, SerializationError, SerializerNotInstalled
 
+from celery_idempotent import backoff
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
-from celery_idempotent.protocol import backoff
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     Base = Backend
 else:
     Base = object
-
-__all__ = ["PatientBackend", "Undelivered", "hopeless", "patient"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +42,7 @@ _STUMBLES = (TypeError, ValueError, LookupError, AttributeError, NotImplementedE
 _CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
 
 #: Where a part cannot be returned twice, the publishing of a body is tried again for so long, in seconds.
-_PATIENCE = 30.0
+_BODY_PATIENCE = 30.0
 
 
 #: Give the right to publish a chord's body back, if this process still has it.
@@ -117,7 +114,7 @@ class PatientBackend(Base):
         return cast("Context", prepared)
 
     def _publish(self, body: Sig, result: object) -> object:
-        failures, give_up = 0, time.monotonic() + _PATIENCE
+        failures, give_up = 0, time.monotonic() + _BODY_PATIENCE
         while True:
             try:
                 return type(body).delay(body, result)

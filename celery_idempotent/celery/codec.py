@@ -24,8 +24,6 @@ from celery_idempotent.serializers import (
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["TaskCodec"]
-
 logger = logging.getLogger(__name__)
 
 

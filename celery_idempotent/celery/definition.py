@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.identity.keys import About
 
-__all__ = ["Definition", "define", "is_celerys_own"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -109,7 +107,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         runner=Runner(
             name,
             policy=policy,
-            store=partial(_store_of, app),
+            store=partial(_store_for_runs, app),
             codec=codec,
             sender=lambda: app.tasks[name],
         ),
@@ -119,7 +117,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     )
 
 
-def _store_of(app: Celery) -> Store:
+def _store_for_runs(app: Celery) -> Store:
     """Return the app's store, for a run: the message of one that has none comes back until there is one.
 
     Raises:

@@ -34,19 +34,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.base import Store
 
-__all__ = [
-    "UNDELIVERED",
-    "Due",
-    "Replaced",
-    "derive_ids",
-    "drop_callbacks",
-    "forgetting",
-    "has_callbacks",
-    "marking",
-    "note_due",
-    "take_due",
-]
-
 logger = logging.getLogger(__name__)
 
 #: In a stamp: how often its message came back because something could not be sent; what was sent is no longer in it.

@@ -18,14 +18,12 @@ from functools import partial
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-__all__ = ["Entry", "entry_of", "put_claim_first", "repeatable"]
-
 #: On a request: its delivery is under a claim already. Celery copies it with the request.
 _MARK = "idempotency_entry"
 
 
 class Entry:
-    """A delivery on its way to ``run``, with all that is called meanwhile.
+    """A delivery that has entered the task and has not reached the end of ``run``.
 
     ``arrived``: all bases are passed, what follows are calls by the body.
     """
@@ -38,17 +36,17 @@ class Entry:
         self._before: Entry | None = None
 
     def __enter__(self) -> Entry:
-        self._before = _current.get()
-        _current.set(self)
+        self._before = _current_entry.get()
+        _current_entry.set(self)
         self._marks[_MARK] = self
         return self
 
     def __exit__(self, *_: object) -> None:
         self._marks.pop(_MARK, None)
-        _current.set(self._before)
+        _current_entry.set(self._before)
 
 
-_current: ContextVar[Entry | None] = ContextVar("idempotency_entry", default=None)
+_current_entry: ContextVar[Entry | None] = ContextVar("idempotency_entry", default=None)
 
 
 def entry_of(request: object) -> Entry | None:
@@ -58,7 +56,7 @@ def entry_of(request: object) -> Entry | None:
     that made it.
     """
     entry: Entry | None = vars(request).get(_MARK)
-    return entry if entry is not None and entry is _current.get() else None
+    return entry if entry is not None and entry is _current_entry.get() else None
 
 
 def put_claim_first(task: type, claiming: object, enter: Callable[..., object]) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-__all__ = ["install", "install_tasks"]
-
 _lock = threading.Lock()
 
 #: What ``send_task`` takes by position after name, args and kwargs: countdown, eta, task_id and so on.
@@ -54,19 +52,19 @@ def install_tasks(app: Celery) -> None:
     """
     install(app)
     _connect_receivers()
-    reaper.install(app)
+    reaper.install_sweep(app)
 
 
 @cache
 def _patch_canvases() -> None:
-    canvas.install()
+    canvas.take_keys()
 
 
 @cache
 def _connect_receivers() -> None:
     """Connect everything that listens to Celery; each acts on an app with idempotent tasks alone."""
     for signal, receiver in (
-        (signals.worker_init, receivers.open_store),
+        (signals.worker_init, receivers.make_store),
         (signals.worker_ready, receivers.check_setup),
         (signals.worker_ready, receivers.watch_children),
         (signals.worker_process_shutdown, receivers.write_counters),

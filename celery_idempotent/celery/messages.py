@@ -21,8 +21,6 @@ from celery_idempotent.identity.trees import AnySignature, with_last_task
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["prepare"]
-
 
 def prepare(app: Celery, options: Options) -> None:
     """Complete the options of one ``app.send_task``: its headers, and the last step of its chain."""
@@ -53,7 +51,7 @@ def _raw_headers(options: Options) -> Mapping[str, object] | None:
 
 
 def _stamped(headers: Mapping[str, object], task_id: str) -> dict[str, object]:
-    """Return headers that say whose key this is, without what was handed on with the headers of another message."""
+    """Return headers with the key bound to this message, and without a key copied from another message's headers."""
     own = as_mapping(stamp.with_stamp(headers, task_id)[stamp.STAMP_HEADER])
     handed_on = {name for name, word in stamp.RAW.items() if word not in own}
     rest = {name: value for name, value in headers.items() if name not in handed_on}
@@ -63,7 +61,7 @@ def _stamped(headers: Mapping[str, object], task_id: str) -> dict[str, object]:
 def _with_run(app: Celery, step: object, run: str) -> object:
     """Return a copy of a chain's last step that says to which application of the chain it belongs.
 
-    A chain object that is applied twice gives its last step the same task id both times (``prepare_steps`` leaves it in
+    A chain object that is applied twice gives its last step the same task id both times (``prepare_steps`` writes it to
     the chain's options): without this the second one would pass for a redelivery of the first. A retried or redelivered
     head carries it along.
     """

@@ -243,7 +243,7 @@ class _Operator:
     def report(self, outcome: Signal, record: Record, **more: Any) -> None:
         """Report what was done."""
         by = {"who": self.who, "reason": self.reason, "line": self.line}
-        reaper.report(self.app, self.store, outcome, record, **by, **more)
+        reaper.report_record(self.app, self.store, outcome, record, **by, **more)
 
 
 def _forget(by: _Operator, record: Record) -> Outcome:
@@ -272,7 +272,7 @@ def _requeue(by: _Operator, record: Record) -> Outcome:
 
 def _fail(by: _Operator, record: Record) -> Outcome:
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
-    if not reaper.settle_failed(by.app, by.store, record, error):
+    if not reaper.fail_record(by.app, by.store, record, error):
         return Outcome.CHANGED
     by.report(signals.settled, record, state=State.FAILED, error=error)
     return Outcome.DONE

@@ -10,8 +10,6 @@ from celery_idempotent.celery.typed import Options
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Patience", "patience"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
@@ -49,16 +47,16 @@ def patience(app: Celery) -> Patience | None:
         return None
     option, default = _TRANSPORTS[scheme]
     options = app.conf.broker_transport_options or {}
-    seconds = _number(options, option, default)
+    seconds = _seconds(options, option, default)
     held: float | None = seconds
     if scheme == "gcpubsub":
         held = None  # a thread of the worker extends the deadlines of all that it holds
     elif scheme == "azureservicebus" and options.get("use_lock_renewal"):
-        held = max(seconds, _number(options, "max_lock_renewal_duration", _AZURE_RENEWS))
+        held = max(seconds, _seconds(options, "max_lock_renewal_duration", _AZURE_RENEWS))
     return Patience(option=option, seconds=seconds, held=held)
 
 
-def _number(options: Options, name: str, default: float) -> float:
+def _seconds(options: Options, name: str, default: float) -> float:
     """Return a number that may be written as a text, as in the query of a URL; what is none is for kombu to refuse."""
     try:
         return float(options.get(name) or default)

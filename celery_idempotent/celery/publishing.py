@@ -1,10 +1,10 @@
-"""A call on its way to the broker, in a straight line: identify, stamp, perhaps reserve the key, send.
+"""Publishing one call: identify it, stamp its headers, reserve its key if the task wants that, send it.
 
 ::
 
     apply_async ─ identify ─ stamp ─┬─ send
                                     ├─ reserve the key ─ send        idempotency_publish_once
-                                    ├─ free the key ─ send           a run publishes its own retry
+                                    ├─ release the key ─ send        a run publishes its own retry
                                     └─ defer ─ commit ─ send         the outbox takes it
 """
 
@@ -25,32 +25,13 @@ from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.reserving import lost_after_ms, reserve_and_send
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch
+from celery_idempotent.identity import stamp
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.stamp import (
-    KEY_HEADER,
-    RAW_KEY,
-    RAW_SCOPE,
-    SCOPE_HEADER,
-    as_mapping,
-    message_id,
-    read_stamp,
-    stamp_of,
-    with_stamp,
-)
+from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, current_claim
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
-
-__all__ = [
-    "DeferredCall",
-    "outbox_interceptor",
-    "publish",
-    "send_deferred",
-    "stamp_call",
-    "take_interceptor",
-    "take_key",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +43,9 @@ Kwargs = Mapping[str, object] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeferredCall:
-    """A call that is stamped and complete, to be sent later: whenever that is, and how often, the same message.
+    """A call to be sent later. It is stamped and complete: each time it is sent, it is the same message.
 
-    ``reserve``: its key is to be reserved before (``idempotency_publish_once``).
+    ``reserve``: reserve its key before it is sent (``idempotency_publish_once``).
     """
 
     args: Args
@@ -74,12 +55,12 @@ class DeferredCall:
 
 
 Interceptor = Callable[["IdempotentTask", DeferredCall], Result]
-#: Gets the next call of a task instead of the broker: the outbox sets it for the one ``apply_async`` that it makes.
+#: The next call of a task goes to this function, not to the broker. The outbox sets it for one ``apply_async``.
 outbox_interceptor: ContextVar[Interceptor | None] = ContextVar(
     "idempotency_outbox_interceptor", default=None
 )
 
-#: Options of a call that somebody waits for by its own id, or that is followed by something.
+#: Options of a call whose own id is needed: by a canvas that waits for it, or by its callbacks.
 _CANVAS = ("chord", "chain", "group_id", "group_index", "link", "link_error")
 
 
@@ -99,7 +80,7 @@ def publish(
     """
     intercept = take_interceptor()
     retried_run = _retrying_run(task, definition, options)
-    # Before ids are given out: only an id that the caller gave counts.
+    # Before a task id is made here: a call to which the caller gave an id is never answered by another one's.
     may_reserve = retried_run is None and _may_reserve(task, definition, options)
     identified = stamp_call(definition, args, kwargs, options, retried_run)
     _give_ids_to_callbacks(task, options)
@@ -123,24 +104,24 @@ def stamp_call(
     *,
     eager: bool = False,
 ) -> Identified | None:
-    """Stamp what a call is about on the headers in ``options``, with its task id; return it if it was computed here.
+    """Write the identity of a call, and its task id, to the headers in ``options``; return it if it was computed here.
 
-    A message that was stamped before (a retry, a republished copy) keeps its stamp, whatever its arguments. A call
-    without any key is not stamped: the worker takes its task id.
+    Two calls get no new stamp. A message that has one (a retry, a republished copy) keeps the key of its first
+    publish, whatever its arguments are now. A call without any key needs none: the worker takes the task id.
     """
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
     key, scope = take_key(options)
     given = key is not None or scope is not None
-    said = read_stamp(headers, task_id)
+    said = stamp.read_stamp(headers, task_id)
     if "key" in said and not given:
         return None
     if retried_run is not None and not given:
         identified = _identified_of(retried_run)
     else:
         if key is None:
-            key = options.get(KEY_HEADER, said.get(RAW_KEY))
+            key = options.get(stamp.KEY_HEADER, said.get(stamp.RAW_KEY))
         if scope is None:
-            scope = options.get(SCOPE_HEADER, said.get(RAW_SCOPE))
+            scope = options.get(stamp.SCOPE_HEADER, said.get(stamp.RAW_SCOPE))
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
                 definition.identify(args, kwargs, task_id=task_id or "")  # raises
@@ -149,25 +130,25 @@ def stamp_call(
         identified = definition.identify(
             args,
             kwargs,
-            task_id=uuid() if eager else message_id(headers, task_id),
+            task_id=uuid() if eager else stamp.message_id(headers, task_id),
             nesting=options.get("replaced_task_nesting") or 0,
             key=key,
             scope=scope,
         )
-    options["headers"] = with_stamp(headers, str(task_id), identified)
+    options["headers"] = stamp.with_stamp(headers, str(task_id), identified)
     return identified
 
 
 def take_key(options: Options) -> tuple[object, object]:
-    """Take key and scope out of the options of a call; what Celery stamps are options, too, and stay."""
+    """Remove key and scope from the options of a call and return them; stamped headers of these names stay."""
     stamped = options.get("stamped_headers") or ()
-    key = None if KEY_HEADER in stamped else options.pop(KEY_HEADER, None)
-    scope = None if SCOPE_HEADER in stamped else options.pop(SCOPE_HEADER, None)
+    key = None if stamp.KEY_HEADER in stamped else options.pop(stamp.KEY_HEADER, None)
+    scope = None if stamp.SCOPE_HEADER in stamped else options.pop(stamp.SCOPE_HEADER, None)
     return key, scope
 
 
 def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
-    """Give callbacks ids that follow from the call's own: sent twice, they are the same calls."""
+    """Derive the ids of callbacks from the call's own id: a callback that is sent twice has one id."""
     for kind in ("link", "link_error"):
         if options.get(kind):
             options["task_id"] = options.get("task_id") or uuid()
@@ -178,7 +159,7 @@ def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
 
 
 def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
-    """May a duplicate get the first call's id? Not where the caller, or a canvas, needs this call's own id."""
+    """May the result of the first call be returned for a duplicate? Not where this call's own id is needed."""
     return (
         definition.policy.publish_once
         and definition.policy.mode == "enforce"
@@ -192,7 +173,7 @@ def _may_reserve(task: IdempotentTask, definition: Definition, options: Options)
 
 
 def take_interceptor() -> Interceptor | None:
-    """Return what gets this call instead of the broker, if anything does; the next call is sent again."""
+    """Return the outbox's interceptor, if it is set, and unset it: it is for one call."""
     intercept = outbox_interceptor.get()
     if intercept is not None:
         outbox_interceptor.set(None)
@@ -202,20 +183,20 @@ def take_interceptor() -> Interceptor | None:
 def send_deferred(
     task: IdempotentTask, definition: Definition | None, send: Send, call: DeferredCall
 ) -> Result:
-    """Send a call that was deferred, as often as it takes: its key was stamped on it when it was made."""
+    """Send a deferred call; this may be repeated, for its key was stamped when the call was made."""
     options = dict(call.options)
     again = partial(send, call.args, call.kwargs)
     if not call.reserve or definition is None:
         return again(**options)
     task_id = str(options.get("task_id"))
-    stamp = stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
-    identified = definition.identifier.stamped(stamp, call.args, call.kwargs, task_id=task_id)
+    header = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
+    identified = definition.identifier.stamped(header, call.args, call.kwargs, task_id=task_id)
     if identified is None:
         return again(**options)
     try:
         return reserve_and_send(task, definition, identified, again, options)
     except FingerprintMismatch as error:
-        # The caller has gone on. The worker refuses the message, and its result says so.
+        # The caller cannot be told any more. The worker refuses the message, and its result has this error.
         logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
         return again(**options)
 
@@ -224,7 +205,7 @@ def send_deferred(
 
 
 def _retrying_run(task: IdempotentTask, definition: Definition, options: Options) -> Claim | None:
-    """Return the claim of the run that publishes its own retry with this call."""
+    """Return the current claim, if this call is the retry of its run."""
     claim = current_claim()
     if (
         claim is None
@@ -237,7 +218,7 @@ def _retrying_run(task: IdempotentTask, definition: Definition, options: Options
 
 
 def _identified_of(claim: Claim) -> Identified:
-    """Return what a run is about."""
+    """Return the identity of a run, from its claim."""
     record, old = claim.record, claim.old
     before = None if old is None else Identified(old.identity, old.fingerprint)
     return Identified(record.identity, record.fingerprint, before)
@@ -250,7 +231,12 @@ def _send_retry(
     send: Send,
     options: Options,
 ) -> Result:
-    """Release the key of a run, then publish its retry, which thus never meets the claim of that run.
+    """Release the key of a run, then publish its retry: in this order, the retry never meets the claim of its own run.
+
+    ::
+
+        publish first   run ─ publish the retry ─────────── release      worker B: claim: Held, a conflict
+        release first   run ─ release ─ publish the retry                worker B: claim: Claimed
 
     In a transaction both wait for its rollback.
     """
@@ -263,7 +249,7 @@ def _send_retry(
 
 
 def _after_rollback(release: Callable[[], object], send: Callable[[], object]) -> None:
-    """Publish the retry of a run whose transaction is rolled back by now."""
+    """Publish the retry of a run, after the rollback of its transaction."""
     release()
     try:
         send()

@@ -30,25 +30,13 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.base import Store
 
-__all__ = [
-    "REQUEUE_MS",
-    "SWEEP",
-    "install",
-    "mend_row",
-    "report",
-    "send_again",
-    "settle_failed",
-    "sweep",
-    "sweep_interval",
-]
-
 logger = logging.getLogger(__name__)
 
 #: The name of the task, and of its entry in the beat schedule.
 SWEEP = "celery_idempotent.sweep"
 
 #: The most records that one sweep looks at: the next one goes on where it stopped.
-LIMIT = 10_000
+SWEEP_LIMIT = 10_000
 
 #: A requeued message that did not start in time counts as lost, and is published again.
 REQUEUE_MS = 60_000
@@ -61,11 +49,11 @@ _NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error
 #: What we write into a row that we disable; one that people disabled stays so.
 _DISABLED = "Disabled because idempotency_sweep_interval is None."
 
-_installed: weakref.WeakSet[Celery] = weakref.WeakSet()
+_swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()
 _installing = threading.Lock()
 
 
-def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str, object]:
+def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> dict[str, object]:
     """Interrupt stale claims and prune what is past its retention; return the counts.
 
     Safe to run on any number of machines at once: whether a claim is stale is decided by the store at the moment of the
@@ -79,7 +67,7 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
     failed = 0
     for record in found.interrupted:
-        report(app, store, signals.interrupted, record, state=record.state, reason=_STALE)
+        report_record(app, store, signals.interrupted, record, state=record.state, reason=_STALE)
         if record.on_stale == "fail":
             failed += _time_out(app, store, record)
     requeued = sum(send_again(app, store, record, reason=_STALE) for record in found.requeued)
@@ -111,8 +99,10 @@ def sweep(app: Celery, *, limit: int = LIMIT, sender: object = None) -> dict[str
     return counts
 
 
-def report(app: Celery, store: Store, outcome: Signal, record: Record, **details: Any) -> None:
-    """Report what became of a record without a run; the caller sees to it that the counters are written."""
+def report_record(
+    app: Celery, store: Store, outcome: Signal, record: Record, **details: Any
+) -> None:
+    """Report what became of a record without a run; the caller writes the counters."""
     namespace = record.identity.namespace
     task = find_task(app, namespace)
     name = namespace if task is None else task.name
@@ -126,14 +116,14 @@ def _time_out(app: Celery, store: Store, record: Record) -> bool:
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
-    if not settle_failed(app, store, record, error):
+    if not fail_record(app, store, record, error):
         return False
     about = {"error": error, "reason": _STALE, "line": FAILED_WITHOUT_RUN}
-    report(app, store, signals.settled, record, state=State.FAILED, **about)
+    report_record(app, store, signals.settled, record, state=State.FAILED, **about)
     return True
 
 
-def settle_failed(app: Celery, store: Store, record: Record, error: IdempotencyError) -> bool:
+def fail_record(app: Celery, store: Store, record: Record, error: IdempotencyError) -> bool:
     """Settle a record FAILED that no worker runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
     definition = definition_of(app, record.identity.namespace)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
@@ -191,7 +181,7 @@ def send_again(
         definition.codec.load_message(record.message).apply_async()
     except Exception as trouble:  # noqa: BLE001  a broker fails in its own ways, and so does a message
         outcome, error, line = signals.store_failed, trouble, _NOT_REQUEUED
-    report(
+    report_record(
         app,
         store,
         outcome,
@@ -205,7 +195,7 @@ def send_again(
     return error is None
 
 
-def install(app: Celery) -> None:
+def install_sweep(app: Celery) -> None:
     """Give ``app`` the sweep task and its beat entry, as soon as its tasks are complete, and a close; all that once.
 
     Raises:
@@ -213,9 +203,9 @@ def install(app: Celery) -> None:
     """
     interval = sweep_interval(app)
     with _installing:
-        if app in _installed:
+        if app in _swept_apps:
             return
-        _installed.add(app)
+        _swept_apps.add(app)
     _finish_with(app)
     if vars(app)["finalized"]:
         _register(app, interval)
@@ -259,7 +249,7 @@ def _register(app: Celery, interval: float | None) -> None:
     # As any task of the app, of the class that the app gives its tasks: what it has receivers, middleware and mixins do
     # to tasks fits that one. Not shared: Celery would hand it to every other app of the process.
     @app.task(name=SWEEP, bind=True, shared=False, ignore_result=False, acks_late=False)
-    def sweep_task(self: AnyTask, limit: int = LIMIT) -> dict[str, object]:
+    def sweep_task(self: AnyTask, limit: int = SWEEP_LIMIT) -> dict[str, object]:
         return sweep(self.app, limit=limit, sender=self)
 
     if interval is None or SWEEP in app.conf.beat_schedule:
@@ -277,16 +267,16 @@ def _register(app: Celery, interval: float | None) -> None:
 
 
 def mend_row(sender: Service, **_: object) -> None:
-    """Let django-celery-beat's row of the sweep be as the app's settings are: it never takes back what it once copied.
+    """Bring django-celery-beat's row of the sweep in line with the app's settings.
 
-    Beat makes a row of our entry when it starts, without ``expires``, and leaves it when the entry is gone.
+    Beat copies our entry to a row when it starts, without ``expires``, and never deletes that row.
     """
     module: Any = sys.modules.get("django_celery_beat.schedulers")
     scheduler = sender.scheduler
     app = real_app(sender.app)
     if module is None or not isinstance(scheduler, module.DatabaseScheduler):
         return
-    if app not in _installed:
+    if app not in _swept_apps:
         return
     rows = scheduler.Model.objects.filter(name=SWEEP, task=SWEEP)
     entry = app.conf.beat_schedule.get(SWEEP)

@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
-__all__ = ["check_setup", "end_heartbeat", "open_store", "watch_children", "write_counters"]
-
 #: How often the pool looks after its children, in seconds.
 WATCH = 1.0
 
 
-def open_store(sender: WorkController, **_: object) -> None:
+def make_store(sender: WorkController, **_: object) -> None:
     """Make the store before the pool's processes are forked: they inherit its modules, and import none of them.
 
     Raises:
@@ -41,9 +39,11 @@ def check_setup(sender: Consumer, **_: object) -> None:
 def watch_children(sender: Consumer, **_: object) -> None:
     """Have the pool look after its children every second.
 
-    The pool looks when a child's pipe closes, and every five seconds. A child that is killed closes its pipe a moment
-    before it can be waited for, so the first look mostly finds nothing, and a lease shorter than five seconds would end
-    before anybody knew.
+    The pool itself looks when a child's pipe closes, and every five seconds. That is late for a short lease::
+
+        child   SIGKILL ─ its pipe closes ─ becomes a zombie
+        pool                 looks: still alive ──────────────────── 5 s ─ looks: dead
+        lease                          runs out after 3 s, unnoticed
     """
     hub, pool = getattr(sender, "hub", None), getattr(sender, "pool", None)
     if (
@@ -55,7 +55,7 @@ def watch_children(sender: Consumer, **_: object) -> None:
 
 
 def _watch(consumer: Any, before: Any = None) -> None:
-    """Go on after the worker has lost its broker, and, with Celery before 5.7, its timers; nobody signals that."""
+    """Set the timer; and again after the worker has lost its broker, when Celery < 5.7 loses its timers."""
     if before is not None:
         before.cancel()
     timer = consumer.hub.call_repeatedly(WATCH, consumer.pool._pool.maintain_pool)  # noqa: SLF001

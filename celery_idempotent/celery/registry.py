@@ -13,21 +13,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = [
-    "definition_of",
-    "find_task",
-    "has_active_tasks",
-    "has_loaded_tasks",
-    "has_tasks",
-    "idempotent_tasks",
-    "is_installed",
-    "is_other_task",
-    "load_tasks",
-    "namespaces",
-    "note_installed",
-    "real_app",
-]
-
 #: The apps whose ``send_task`` carries keys.
 _installed: weakref.WeakSet[Celery] = weakref.WeakSet()
 

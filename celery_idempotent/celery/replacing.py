@@ -21,22 +21,14 @@ from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.reserving import lost_after_ms
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.identity.stamp import (
-    KEY_HEADER,
-    RAW_KEY,
-    RAW_SCOPE,
-    SCOPE_HEADER,
-    as_mapping,
-    read_stamp,
-)
+from celery_idempotent.identity import stamp
+from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.identity.trees import AnySignature, canvas_tasks, unstamp
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.records import Identity
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
-
-__all__ = ["publish_after_settle", "replace"]
 
 
 def replace(
@@ -57,7 +49,7 @@ def replace(
                 f"{task.name} is atomic, and cannot be replaced by a call with its own key, which is not free "
                 "before its transaction is committed: give the replacement a key of its own."
             )
-        # Of a canvas nobody knows when its turn comes: until then its message must not be taken for lost.
+        # When a task of a canvas is sent is not known: no deadline, or it would count as lost before.
         lost_ms = lost_after_ms(sig.options) if parts == [sig] else None
         definition.runner.release(claim, requeue_ms=lost_ms)
     if claim.phase is Phase.RELEASED or task.request.is_eager:
@@ -100,12 +92,12 @@ def _has_identity(sig: AnySignature, name: str, definition: Definition, identity
     if sig.get("task") != name:
         return False
     options = as_mapping(sig.get("options"))
-    said = read_stamp(as_mapping(options.get("headers")), None)
+    said = stamp.read_stamp(as_mapping(options.get("headers")), None)
     identified = definition.identifier.identify(
         sig.get("args"),
         sig.get("kwargs"),
         task_id="",
-        key=options.get(KEY_HEADER, said.get(RAW_KEY)),
-        scope=options.get(SCOPE_HEADER, said.get(RAW_SCOPE)),
+        key=options.get(stamp.KEY_HEADER, said.get(stamp.RAW_KEY)),
+        scope=options.get(stamp.SCOPE_HEADER, said.get(stamp.RAW_SCOPE)),
     )
     return identified.identity == identity

@@ -13,13 +13,13 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
+from celery_idempotent import backoff
 from celery_idempotent.celery import sentry
 from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.patience import patience
 from celery_idempotent.celery.typed import Options, Sig
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
-from celery_idempotent.protocol import backoff
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 
@@ -28,23 +28,12 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = [
-    "Dropped",
-    "StaysError",
-    "as_published",
-    "conflict",
-    "longest_wait_ms",
-    "store_failed",
-    "unanswered",
-    "undelivered",
-]
-
 logger = logging.getLogger(__name__)
 
 #: In a stamp: how often a message was republished, and why, so that the user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
-#: In a stamp: all attempts to claim that no store answered, in hexadecimal: the store may hold one of them, and nobody
-#: runs for it.
+#: In a stamp: all attempts to claim that no store answered, in hexadecimal: the store may hold one of them, without
+#: a run.
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
 
@@ -76,11 +65,11 @@ class Dropped(Ignore):
 def conflict(
     task: IdempotentTask, request: Context, record: Record, left_ms: int, *, other: bool = False
 ) -> NoReturn:
-    """Another run holds the key: republish this copy, or say so, as the task's policy wants.
+    """Another run holds the key: republish this copy, drop it or fail it, as the task's policy says.
 
-    A redelivery (the holder's own task id) may be the broker's only copy, and failing it would fail
-    the original's chord and chain: it is always republished, and its result is left alone. So is a call that is no
-    duplicate of what the holder does (``other``).
+    Two kinds of copies are always republished, and their result state is not written: a redelivery (it has the
+    holder's task id), which may be the broker's only copy, and whose failure would fail the chord and chain of the run
+    at work; and a call of another operation (``other``), which only shares the key of before a deploy.
     """
     policy = task.idempotency_policy
     same = record.task_id == request.id
@@ -108,7 +97,7 @@ def conflict(
         count,
         delay,
     )
-    _send(task, request, again, delay)
+    _publish_again(task, request, again, delay)
     if not duplicate:
         raise Ignore(str(error))
     sentry.still_on_its_way(request)
@@ -116,7 +105,7 @@ def conflict(
 
 
 def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoReturn:
-    """Drop a duplicate, in plain sight: its state is IGNORED, not PENDING for ever."""
+    """Drop a duplicate; its result state becomes IGNORED, so that it does not look PENDING for ever."""
     logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
     if not request.ignore_result:
         backend: Any = task.backend
@@ -129,10 +118,10 @@ def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoRet
     raise Dropped(str(error))
 
 
-def store_failed(
+def after_store_failure(
     task: IdempotentTask, request: Context, error: IdempotencyError, attempt: bytes
 ) -> NoReturn:
-    """The store cannot say whether this call may run: nothing runs, and this copy comes back."""
+    """The store did not answer whether this call may run: republish this copy, without a run."""
     if request.is_eager:
         raise error
     # Without a new one, those that it came with are in its stamp.
@@ -150,17 +139,18 @@ def store_failed(
         delay,
         error,
     )
-    _send(task, request, again, delay)
+    _publish_again(task, request, again, delay)
     raise Ignore(str(error)) from error
 
 
 def undelivered(
     task: IdempotentTask, request: Context, trouble: BaseException | None, left_ms: int
 ) -> NoReturn:
-    """What follows the end of a task could not be sent: its message comes back to send the rest of it.
+    """The callbacks of a task could not all be sent: republish its message, whose next delivery sends the rest.
 
-    It does so while its record surely answers it, and outlives its expiry: the operation is done. With the broker away
-    it stays where it is, and sends as soon as that is back: given back, it would wait for the visibility timeout.
+    This is repeated for as long as the record surely answers that delivery, also past the message's expiry: the
+    operation is done. While the broker is away, the message stays with this worker: given back to the broker, it would
+    wait for the visibility timeout.
     """
     left = max(left_ms / 1000, 1.0)
     count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None}, {})
@@ -170,16 +160,16 @@ def undelivered(
         "in %.1f s",
         task.name,
         request.id,
-        type(trouble).__name__ if trouble else "another process is at it",
+        type(trouble).__name__ if trouble else "another process sends it",
         count,
         delay,
     )
-    _send(task, request, again, delay, stay=True)
+    _publish_again(task, request, again, delay, stay=True)
     raise Ignore(f"what follows {task.name} is not sent yet")
 
 
 def unanswered(said: Mapping[str, object]) -> tuple[bytes, ...]:
-    """Return the attempts to claim that a message brings along; of what is none, nothing."""
+    """Return the unanswered attempts to claim in a message's stamp; ``()`` if that is malformed."""
     found = said.get(UNANSWERED)
     if not isinstance(found, str) or not _ATTEMPTS.fullmatch(found):
         return ()
@@ -203,7 +193,7 @@ def _again(
     headers = as_mapping(request.headers)
     before = read_stamp(headers, request.id).get(counter, 0)
     count = before + 1 if isinstance(before, int) else 1
-    # Should it not be published, it asks again where it is, with what it has come to.
+    # Should it not be published, this delivery asks again, with this stamp.
     request.headers = with_stamp(headers, str(request.id), more={**known, counter: count})
     limits = [
         task.idempotency_policy.conflict_backoff_max_ms / 1000,
@@ -262,14 +252,14 @@ def _unacknowledged(task: IdempotentTask) -> float:
     return (broker.held or _VISIBILITY_TIMEOUT) / 4
 
 
-def _send(
+def _publish_again(
     task: IdempotentTask, request: Context, again: Sig, delay: float, *, stay: bool = False
 ) -> None:
     """Publish; a message that cannot be published must not be lost.
 
-    With late acks the broker still has it. If it is the broker that fails, pause, and give it back as it is: once, for
-    there are queues that drop what comes back too often (RabbitMQ's quorum queues, after 20 times). Every other message
-    stays where it is, and waits there for what it had to wait for. So does each if it is to ``stay``.
+    With late acks the broker still has the delivery. In an outage of the broker it is rejected after a pause, and the
+    broker requeues it; once only, for some queues drop a message that was requeued too often (RabbitMQ's quorum queues:
+    20 times). In all other cases, and with ``stay``, this worker holds the message and asks the protocol again.
 
     Raises:
         Reject: if the broker gives it out again.

@@ -21,11 +21,10 @@ from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.celery.delivery import has_callbacks
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
-from celery_idempotent.protocol import backoff
 from celery_idempotent.protocol.background import background
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.counters import counters
@@ -38,12 +37,10 @@ if TYPE_CHECKING:
     from celery_idempotent.identity.identified import Identified
     from celery_idempotent.protocol.policy import Policy
 
-__all__ = ["Request", "gone"]
-
 logger = logging.getLogger(__name__)
 
 #: How long the main process waits for the interrupt of a child that is gone, before it lets the message go back.
-PATIENCE = 0.25
+LOSS_PATIENCE = 0.25
 _POLL = 0.02
 _LONGEST_POLL = 1.0
 
@@ -63,8 +60,8 @@ _LARGEST_PID = 2**31 - 1
 class Lost:
     """A child that held, or may have held, the claim of one delivery: the claim is to be interrupted.
 
-    What the child said last may be on its way when its end is known already, so a key without a holder is looked at
-    again for a while::
+    The claim of a child may reach the store after the end of that child is known. So a key without a holder is read
+    again for some seconds::
 
         child   sends its claim ──┬─ SIGKILL
         main                      │    the child is gone ─ reads the record: no holder
@@ -184,7 +181,7 @@ class Request(CeleryRequest):
     #: Celery makes a subclass for each task.
     task: IdempotentTask
 
-    _mourned = False
+    _loss_handled = False
 
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
         """Tell the process that runs the task how the message is written: some transports do not."""
@@ -195,15 +192,15 @@ class Request(CeleryRequest):
 
     def on_failure(
         self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False
-    ) -> Any:
-        """Interrupt the claim of a child that was lost, before the message goes back; tell of a dropped duplicate."""
+    ) -> Any:  # the stubs know no return value
+        """Interrupt the claim of a child that was lost, before the message goes back; send an event for a drop."""
         error = exc_info.exception
         if isinstance(error, ExceptionWithTraceback):
             error = error.exc
         if isinstance(error, (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit)):
             self._child_lost()
         if isinstance(error, Dropped):
-            # Celery says nothing about what is ignored: in Flower it would be at work for ever.
+            # Celery says nothing about what is ignored: in Flower it would look active for ever.
             self.send_event("task-ignored", exception=str(error))
         return super().on_failure(exc_info, send_failed_event, return_ok)
 
@@ -247,9 +244,9 @@ class Request(CeleryRequest):
         return super()._success_was_stored()  # type: ignore[misc]
 
     def _child_lost(self) -> None:
-        if self._mourned:
+        if self._loss_handled:
             return  # a hard time limit comes here twice
-        self._mourned = True
+        self._loss_handled = True
         try:
             held = self._lost()
             for lost in held:
@@ -258,7 +255,7 @@ class Request(CeleryRequest):
                 if gone(lost.pid):
                     # Before the message goes back. A child that is still to be killed is not waited for:
                     # the pool kills it only when this has returned.
-                    lost.looked.wait(PATIENCE)
+                    lost.looked.wait(LOSS_PATIENCE)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 

@@ -32,8 +32,6 @@ from celery_idempotent.stores import Store, get_store
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["RESERVED_MS", "lost_after_ms", "reserve_and_send"]
-
 logger = logging.getLogger(__name__)
 
 _UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
@@ -60,7 +58,7 @@ def reserve_and_send(
     try:
         answer = _reserve(store, definition, identified, options)
     except IdempotencyError as error:
-        # The claim still guards the run: one message too many harms nobody.
+        # The claim still guards the run: a second message does no harm.
         report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
         return send(**options)
     match answer:

@@ -6,12 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent.celery import autoretry, delivery, republish
+from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.replay import replay
 from celery_idempotent.errors import InvalidKey
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
-
-__all__ = ["call_of", "identify_delivery", "run_once"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def run_once(  # noqa: RET503  a conflict always raises
             republish.conflict(task, request, record, left_ms, other=other)
         case StoreFailed(error, attempt, condemned):
             if condemned or definition.policy.on_store_error != "open":
-                republish.store_failed(task, request, error, attempt)
+                republish.after_store_failure(task, request, error, attempt)
             logger.warning(
                 "idempotency: %s[%s] runs without protection: %s", task.name, request.id, error
             )
@@ -101,7 +100,7 @@ def call_of(
         on_settled=on_settled,
         message=_message(task, definition, request),
         unanswered=republish.unanswered(said),
-        on_late_error=partial(autoretry.outcome, task),
+        on_late_error=partial(late_outcome, task),
         around=task.transactions_around if request.is_eager else None,
         is_failure=_is_final_failure if stamp.KEEP_FAILURE in said else None,
     )
@@ -152,6 +151,27 @@ def _id_of_direct_call(task: IdempotentTask, request: Context) -> str:
         return uuid()  # of run() itself, whose calls share one request
     made: str = vars(request).setdefault("idempotency_call", uuid())
     return made
+
+
+def late_outcome(task: IdempotentTask, error: Exception) -> Exception:
+    """Return what is raised for an error as if the body had raised it: a retry, published by now, or the error.
+
+    Celery wraps ``autoretry_for`` around ``run`` when the task is made. The same wrapper goes around a copy of the task
+    here, whose ``run`` raises the error: so every option counts, in whatever way this release of Celery reads it.
+    """
+
+    def run() -> NoReturn:
+        raise error
+
+    late = object.__new__(type(task))
+    vars(late).update({**vars(task), "run": run})
+    vars(late).pop("_orig_run", None)
+    add_autoretry_behaviour(late)
+    try:
+        late.run()
+    except Exception as found:  # noqa: BLE001  whatever it is
+        return found
+    raise AssertionError
 
 
 def _is_final_failure(error: BaseException) -> bool:

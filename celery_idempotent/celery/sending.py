@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from billiard.einfo import ExceptionInfo
 from celery.app import trace
@@ -27,6 +27,7 @@ from celery.utils.serialization import get_pickleable_exception
 from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.chords import Undelivered, hopeless, patient
 from celery_idempotent.celery.delivery import Due
+from celery_idempotent.celery.typed import Sig
 from celery_idempotent.identity.trees import AnySignature, canvas_tasks
 
 if TYPE_CHECKING:
@@ -34,15 +35,13 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.task import IdempotentTask
 
-__all__ = ["answer", "note_published"]
-
 logger = logging.getLogger(__name__)
 
 #: The ids of what this delivery has published so far.
 _published: ContextVar[set[str] | None] = ContextVar("idempotency_published", default=None)
 
 
-def answer(task: IdempotentTask, request: Context, run: Callable[[], object]) -> object:
+def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]) -> object:
     """Run, or answer from the record; then send what the request has to send, if a record says that this is due.
 
     Raises:
@@ -65,7 +64,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], object]) ->
         if due is not None and not isinstance(error, (Ignore, Reject, Retry)):
             left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
             with suppress(_Hopeless):
-                _deliver(task, request, due, left_ms, partial(_fail, task, request, error))
+                _deliver(task, request, due, left_ms, partial(_send_failure, task, request, error))
             if not _is_celerys(request):
                 request.errbacks = request.chain = request.chord = None
         raise
@@ -73,7 +72,7 @@ def answer(task: IdempotentTask, request: Context, run: Callable[[], object]) ->
     if due is not None:
         left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
         try:
-            _deliver(task, request, due, left_ms, partial(_succeed, task, request, value))
+            _deliver(task, request, due, left_ms, partial(_send_success, task, request, value))
         except _Hopeless as error:
             raise error.trouble from None
         if not _is_celerys(request):
@@ -122,7 +121,7 @@ def _is_celerys(request: Context) -> bool:
     return bool(request.is_eager or not request.id)
 
 
-def _succeed(
+def _send_success(
     task: IdempotentTask, request: Any, value: object
 ) -> None:  # its stub takes a chain for a text
     """Send what follows a success, as Celery's tracer does."""
@@ -145,7 +144,7 @@ def _succeed(
     request.callbacks = None
     if request.chain:
         *rest, step = request.chain
-        following: Any = maybe_signature(step, app=app)
+        following = cast("Sig", maybe_signature(step, app=app))
         publish(following.apply_async, (value,), chain=rest, **options)
         request.chain = None
     backend = patient(task.backend)
@@ -153,7 +152,7 @@ def _succeed(
     backend.mark_as_done(request.id, value, backend.prepared(request), stored)
 
 
-def _fail(task: IdempotentTask, request: Context, error: Exception) -> None:
+def _send_failure(task: IdempotentTask, request: Context, error: Exception) -> None:
     """Send what follows a failure, as Celery's tracer does."""
     failure = get_pickleable_exception(error)
     info = ExceptionInfo((type(failure), failure, error.__traceback__))

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from celery.app.task import Context
 
-__all__ = ["reported_before", "still_on_its_way"]
-
 #: The header that makes a message a run of a monitor (Sentry Crons).
 _MONITOR = "sentry-monitor-slug"
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
-__all__ = ["IdempotentTask"]
-
 
 class IdempotentTask(OperableTask):
     """A task that takes effect once for each idempotency key.
@@ -207,7 +205,7 @@ class IdempotentTask(OperableTask):
                 try:
                     call = running.call_of(self, definition, request, args, kwargs)
                     run = partial(running.run_once, self, definition, request, call, body)
-                    return sending.answer(self, request, run)
+                    return sending.send_after(self, request, run)
                 except republish.StaysError:  # noqa: PERF203  after a pause; what ran is recorded
                     continue
 
@@ -257,7 +255,7 @@ class IdempotentTask(OperableTask):
         return super().on_replace(sig)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
-        """Retry, as Celery does; the key is free before the retry is on its way."""
+        """Retry, as Celery does; the key is released before the retry is published."""
         outcome = super().retry(*args, **kwargs)
         # Only throw=False comes here. An eager retry is not published but run when this run is over.
         claim = current_claim()

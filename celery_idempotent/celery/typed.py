@@ -11,8 +11,6 @@ from celery import Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
 
-__all__ = ["AnyTask", "KeyedSignature", "Options", "Result", "Sig", "TaskBase"]
-
 #: What ``apply_async`` takes by name: each option has a type of its own.
 Options = dict[str, Any]
 

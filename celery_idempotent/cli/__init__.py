@@ -50,8 +50,11 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-def idempotency() -> None:
+@click.pass_context
+def idempotency(ctx: click.Context) -> None:
     """Records of idempotent tasks: look at them, ask why, act on them.
 
     Exit codes: 0 fine; 1 something was found, refused or not there; 2 wrong usage; 3 the store cannot be reached.
     """
+    if getattr(ctx.obj, "no_color", False):
+        ctx.color = False

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
 import click
 
+from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.cli.objects import COLUMNS, object_of, row_of
 from celery_idempotent.cli.options import filter_of, filter_options, json_option
-from celery_idempotent.cli.output import Column, Progress, note, paragraph, table, write_json
+from celery_idempotent.cli.output import (
+    Column,
+    Progress,
+    note,
+    on_terminal,
+    paragraph,
+    table,
+    write_json,
+)
 from celery_idempotent.cli.session import Session, command
 from celery_idempotent.operations.finding import pages
 from celery_idempotent.operations.wording import ago, iso
@@ -64,7 +72,7 @@ def list_command(session: Session, limit: int, as_json: bool, **given: Any) -> N
         for record in found:
             write_json(object_of(session, record, now_ms))
     elif found:
-        whole = not sys.stdout.isatty()
+        whole = not on_terminal()
         table(COLUMNS, [row_of(session, each, now_ms, whole=whole) for each in found])
     if more:
         note(f"The first {limit}. There may be more: --limit takes a larger number.")
@@ -88,7 +96,7 @@ def stats_command(session: Session, task: str | None, hours: int, as_json: bool)
     stats = session.store.stats()
     counts: dict[str, Counter[str]] = {}
     for each in session.store.counts(hours=hours):
-        if task in (None, each.task):
+        if each.task != SWEEP and task in (None, each.task):
             counts.setdefault(each.task, Counter())[each.outcome] += each.count
     names = ("live", "stale", "interrupted", "failed")
     if as_json:
@@ -119,4 +127,10 @@ def stats_command(session: Session, task: str | None, hours: int, as_json: bool)
         note(f"No outcomes in the last {hour}.")
         return
     paragraph(f"In the last {hour}:")
-    table([Column(title="TASK"), *(Column(title=name, right=True) for name, _ in _OUTCOMES)], rows)
+    table(
+        [
+            Column(title="TASK", least=12),
+            *(Column(title=name, right=True) for name, _ in _OUTCOMES),
+        ],
+        rows,
+    )

@@ -14,14 +14,14 @@ __all__ = ["COLUMNS", "object_of", "row_of", "state_of"]
 
 #: Of a list; the narrow ones come first.
 COLUMNS = (
-    Column(title="KEY"),
-    Column(title="TASK"),
-    Column(title="SCOPE"),
+    Column(title="KEY", least=16),
+    Column(title="TASK", least=12),
+    Column(title="SCOPE", least=8),
     Column(title="STATE"),
     Column(title="CHANGED", right=True),
-    Column(title="CRASHES", right=True, least=100),
-    Column(title="TASK ID", least=140),
-    Column(title="WORKER", least=100),
+    Column(title="CRASHES", right=True, from_width=100),
+    Column(title="TASK ID", from_width=160, least=8),
+    Column(title="WORKER", from_width=100, least=8),
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-__all__ = ["Column", "Progress", "note", "paragraph", "table", "width", "write_json"]
+__all__ = ["Column", "Progress", "note", "on_terminal", "paragraph", "table", "width", "write_json"]
 
 #: Colours of states, on a terminal.
 _COLOURS = {
@@ -24,18 +24,26 @@ _COLOURS = {
     "INTERRUPTED": "yellow",
     "COMPLETED": "green",
     "FAILED": "red",
-    "error": "red",
-    "warning": "yellow",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a table: ``least`` is the width of the terminal from which on it is shown."""
+    """A column of a table.
+
+    ``from_width`` is the width of the terminal from which on it is shown; to ``least`` characters it may be cut where
+    that is too narrow, and without that never.
+    """
 
     title: str
-    least: int = 0
+    from_width: int = 0
+    least: int | None = None
     right: bool = False
+
+
+def on_terminal() -> bool:
+    """Does a person read what is written, or a program?"""
+    return sys.stdout.isatty()
 
 
 def width() -> int:
@@ -45,40 +53,18 @@ def width() -> int:
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """Write a table: as wide as the terminal, or whole and with tabs into a pipe."""
-    if not sys.stdout.isatty():
+    if not on_terminal():
         for row in [[each.title for each in columns], *rows]:
             click.echo("\t".join(cell or "-" for cell in row))
         return
-    shown = [n for n, each in enumerate(columns) if width() >= each.least]
-    shown = [n for n in shown if any(row[n] for row in rows)] or shown
-    _draw([columns[n] for n in shown], [[row[n] for n in shown] for row in rows])
-
-
-def _draw(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        _draw_plainly(columns, rows)
-        return
-    drawn = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for each in columns:
-        drawn.add_column(
-            each.title, justify="right" if each.right else "left", no_wrap=True, overflow="ellipsis"
-        )
-    for row in rows:
-        drawn.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
-    Console(width=width(), highlight=False).print(drawn)
-
-
-def _draw_plainly(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Give each column what it needs; the widest ones give way."""
-    lines = [[each.title for each in columns], *rows]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(columns))]
-    while sum(widths) + 2 * (len(widths) - 1) > width() and max(widths) > 8:
-        widths[widths.index(max(widths))] -= 1
-    for line in lines:
+    shown = [
+        n
+        for n, each in enumerate(columns)
+        if width() >= each.from_width and (not rows or any(row[n] for row in rows))
+    ]
+    columns, rows = [columns[n] for n in shown], [[row[n] for n in shown] for row in rows]
+    widths = _widths(columns, rows)
+    for line in [[each.title for each in columns], *rows]:
         cells = [
             _fit(cell, size, right=each.right)
             for each, cell, size in zip(columns, line, widths, strict=True)
@@ -86,16 +72,35 @@ def _draw_plainly(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> N
         click.echo("  ".join(cells).rstrip())
 
 
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Give each column what it needs; where that is too much, the widest of those that may be cut give way."""
+    widths = [
+        max(len(each.title), *(len(row[n]) for row in rows)) if rows else len(each.title)
+        for n, each in enumerate(columns)
+    ]
+    while sum(widths) + 2 * (len(widths) - 1) > width():
+        wide = [
+            n
+            for n, each in enumerate(columns)
+            if each.least is not None and widths[n] > max(each.least, len(each.title))
+        ]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
+
+
 def _fit(text: str, size: int, *, right: bool) -> str:
     cut = text if len(text) <= size else f"{text[: size - 1]}…"
-    return cut.rjust(size) if right else cut.ljust(size)
+    placed = cut.rjust(size) if right else cut.ljust(size)
+    return click.style(placed, fg=_COLOURS[text]) if text in _COLOURS else placed
 
 
 def paragraph(text: str, *, indent: str = "", bold: bool = False) -> None:
     """Write a sentence or two, broken at the width of the terminal (80 in a pipe)."""
     lines = textwrap.wrap(
         text,
-        min(width(), 120) if sys.stdout.isatty() else 10_000,
+        min(width(), 120) if on_terminal() else 10_000,
         initial_indent=indent,
         subsequent_indent=" " * len(indent),
         break_long_words=False,

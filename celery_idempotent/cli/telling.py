@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,7 @@ import click
 
 from celery_idempotent.cli.objects import COLUMNS, object_of, row_of, state_of
 from celery_idempotent.cli.options import json_option, key_options, known_namespace, scopes_of
-from celery_idempotent.cli.output import Progress, note, paragraph, table, write_json
+from celery_idempotent.cli.output import Progress, note, on_terminal, paragraph, table, write_json
 from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.operations.explaining import Story, story_of, story_of_nothing
 from celery_idempotent.operations.finding import (
@@ -74,7 +73,7 @@ def show_command(session: Session, key: str, value: bool, as_json: bool, **where
     )
     del about["stale"]
     for name, each in about.items():
-        text = {True: "yes", False: "no"}.get(each, str(each)) if each is not None else ""
+        text = ("yes" if each else "no") if isinstance(each, bool) else str(each)
         if text:
             paragraph(text, indent=f"{name:<12} ")
 
@@ -119,7 +118,7 @@ def find_one(
         return found.records[0]
     if found.records:
         now_ms = session.store.now_ms()
-        whole = not sys.stdout.isatty()
+        whole = not on_terminal()
         note(
             f"{text} is a key of {len(found.records)} records: say which one by --task or --scope."
         )
@@ -131,7 +130,7 @@ def find_one(
     if found.cut:
         note("There are too many unfinished and failed records to look at each for a task id.")
     if not scan:
-        note("If it is the id of a task that completed: --scan looks at every key.")
+        note("If it is the id of a task, perhaps of one that completed: --scan looks at every key.")
     raise click.exceptions.Exit(FOUND)
 
 
@@ -147,7 +146,7 @@ def _find(
     found = find_task_id(session.app, session.store, text, namespace=namespace)
     if found.records or not scan:
         return found
-    wanted = Filter(states=frozenset({State.COMPLETED}), namespace=namespace)
+    wanted = Filter(states=frozenset(State), namespace=namespace)
     with Progress("keys looked at") as progress:
         for page in pages(session.app, session.store, wanted):
             progress.add(page.looked_at)
@@ -167,11 +166,12 @@ def tell(story: Story, app: str = "", arguments: str = "") -> None:
             paragraph(each, indent="  - ")
     if not story.choices:
         return
-    live = "Its owner is live: wait, or force it (--force --reason '…')." if story.live else ""
-    click.echo(f"\nWhat you can do {f'({live})' if live else ''}".rstrip())
+    click.echo("\nWhat you can do")
+    if story.live:
+        paragraph("wait. Or, with --force and a --reason:", indent="  - ")
     for choice in story.choices:
         paragraph(f"{choice.operation} {choice.effect} {choice.cost}", indent="  - ")
-    click.echo(f"\n  celery -A {app} idempotency {story.choices[0].operation} {arguments}")
+    click.echo(f"\n  celery -A {app} idempotency OPERATION {arguments}")
 
 
 def arguments_of(session: Session, record: Record) -> str:

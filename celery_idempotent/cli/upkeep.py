@@ -90,11 +90,11 @@ def outbox_command(session: Session, limit: int, as_json: bool) -> None:
             write_json({name: getattr(each, name) for name in names})
     elif found:
         columns = [
-            *(Column(title=title) for title in ("TASK", "KEY", "SCOPE")),
+            *(Column(title=title, least=8) for title in ("TASK", "KEY", "SCOPE")),
             Column(title="WAITS FOR", right=True),
             Column(title="FAILED", right=True),
-            Column(title="ERROR", least=100),
-            Column(title="TASK ID", least=120),
+            Column(title="ERROR", from_width=100, least=8),
+            Column(title="TASK ID", from_width=140, least=8),
         ]
         table(
             columns,

@@ -11,7 +11,7 @@ from celery_idempotent.celery.task import IdempotentTask as _IdempotentTask
 from celery_idempotent.django.transactions import alias_in_use, transactions_around
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery_idempotent.celery.typed import Sig
     from celery_idempotent.protocol.deferred import OnCommit
@@ -41,14 +41,14 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
 
     def apply_async_on_commit(
         self,
-        args: Any = None,
-        kwargs: Any = None,
+        args: Sequence[object] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         task_id: str | None = None,
         producer: object = None,
         link: object = None,
         link_error: object = None,
         shadow: str | None = None,
-        **options: Any,
+        **options: object,
     ) -> Any:
         """Call :meth:`apply_async` when the transaction at work is committed; returns nothing, as Celery's.
 
@@ -59,7 +59,8 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         options |= {"link": link, "link_error": link_error}
         alias = alias_in_use()
         if alias is None or self.app.conf.task_always_eager:
-            super().apply_async_on_commit(args, kwargs, **options)
+            defer: Callable[..., object] = super().apply_async_on_commit
+            defer(args, kwargs, **options)
             return
         # Not before: models are made once the apps are.
         from celery_idempotent.django import outbox

@@ -14,10 +14,8 @@ from django.utils.module_loading import import_string
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["SETTING", "celery_app", "has_app"]
-
 #: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the one of the views, or the project's.
-SETTING = "CELERY_IDEMPOTENT_APP"
+APP_SETTING = "CELERY_IDEMPOTENT_APP"
 _VIEWS = "IDEMPOTENCY_HTTP"
 
 
@@ -34,24 +32,24 @@ def celery_app(path: str | None = None) -> Celery:
         try:
             found = import_string(found.replace(":", "."))
         except ImportError as error:
-            raise ImproperlyConfigured(f"{SETTING}: {error}") from error
+            raise ImproperlyConfigured(f"{APP_SETTING}: {error}") from error
     if found is None:
-        found = _current()
+        found = _current_app()
     if not isinstance(found, celery.Celery):
         raise ImproperlyConfigured(
-            f"{SETTING} is a {type(found).__name__}: name a Celery app, such as 'proj.celery.app'."
+            f"{APP_SETTING} is a {type(found).__name__}: name a Celery app, such as 'proj.celery.app'."
         )
     return found
 
 
-def _named() -> Any:
+def _named() -> object:
     views = getattr(settings, _VIEWS, None)
-    return getattr(settings, SETTING, None) or (
+    return getattr(settings, APP_SETTING, None) or (
         views.get("app") if isinstance(views, Mapping) else None
     )
 
 
-def _current() -> Celery:
+def _current_app() -> Celery:
     """Return Celery's current app, or the only real one.
 
     An app is the current one only in the thread that made it; a thread of a web server gets a default app without

@@ -10,8 +10,6 @@ from django.core.exceptions import ImproperlyConfigured
 from celery_idempotent.celery.checks import Finding, check_settings, check_store, check_workers
 from celery_idempotent.django.applications import celery_app, has_app
 
-__all__ = ["of_settings", "of_store"]
-
 #: ``manage.py check --tag idempotency``
 TAG = "idempotency"
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 else:
     BinaryField = models.BinaryField
 
-__all__ = ["EndedIndex", "ShortBinaryField"]
-
 
 class ShortBinaryField(BinaryField):
     """Up to ``max_length`` bytes: ``varbinary`` on MySQL and MariaDB, as any BinaryField elsewhere."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
 from celery_idempotent.django.sql import atomic, browse, elsewhere, shortcuts, upkeep
 from celery_idempotent.django.sql.autocommit import commits_by_hand, committing
+from celery_idempotent.django.sql.columns import ENDED, digest
 from celery_idempotent.django.sql.connections import Busy, Lines, Session
 from celery_idempotent.django.sql.reach import missing_bounds
-from celery_idempotent.django.sql.rows import digest, read
+from celery_idempotent.django.sql.rows import read
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
@@ -59,6 +60,18 @@ __all__ = ["DjangoStore", "open_django"]
 T = TypeVar("T")
 
 
+class LookAfter(Protocol):
+    """Does a table's part of the beat task, in one database, and returns the counts for its report."""
+
+    def __call__(self, app: Celery, *, using: str, limit: int) -> dict[str, int]:
+        """Look after it."""
+        ...
+
+
+#: Those of the other tables, the outbox: :mod:`celery_idempotent.django.apps` has them.
+upkeeps: list[LookAfter] = []
+
+
 class DjangoStore(DecidingStore):
     """Keeps the records in the database ``alias`` of Django's settings.
 
@@ -92,9 +105,10 @@ class DjangoStore(DecidingStore):
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         if fields["fingerprint"] is not None and len(fields["fingerprint"]) != FINGERPRINT_BYTES:
             raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
-        for name in ("task_id", "worker"):
-            # PostgreSQL knows no NUL, and a message may bring one.
-            fields[name] = fields.get(name, "").replace("\0", "\ufffd")
+        for name, value in fields.items():
+            if isinstance(value, str):
+                # PostgreSQL knows no NUL, and a message may bring one.
+                fields[name] = value.replace("\0", "\ufffd")
 
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
@@ -235,7 +249,7 @@ class DjangoStore(DecidingStore):
             return bool(
                 session.rows(
                     "SELECT 1 FROM celery_idempotent_record"
-                    " WHERE digest = %s AND token = %s AND state IN ('C', 'F')",
+                    f" WHERE digest = %s AND token = %s AND {ENDED}",
                     (name, record.token),
                 )
             )
@@ -249,11 +263,11 @@ class DjangoStore(DecidingStore):
         atomic.abandon(self.lines, record)
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
-        """Send what the outbox holds for this app: its beat task calls this after sweep and prune."""
-        # Not before: models are made once the apps are.
-        from celery_idempotent.django.outbox import sending as outbox_sending
-
-        return outbox_sending.upkeep(app, using=self.alias, limit=limit)
+        """Look after the other tables of this database: the beat task calls this after sweep and prune."""
+        counts: dict[str, int] = {}
+        for look_after in upkeeps:
+            counts |= look_after(app, using=self.alias, limit=limit)
+        return counts
 
     def close(self) -> None:
         """Close the store's own connections; the threads' are Django's."""

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["in_testcase", "under_test"]
-
 
 def in_testcase(own: BaseDatabaseWrapper) -> bool:
     """Is the thread's connection in the transaction of a ``TestCase``, which will be rolled back?"""

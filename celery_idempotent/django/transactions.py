@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
 
-__all__ = ["alias_in_use", "transactions_around"]
-
 
 def alias_in_use() -> str | None:
     """Return the database whose transaction the running atomic task will commit with its record; else ``None``.
@@ -42,7 +40,7 @@ def alias_in_use() -> str | None:
 def transactions_around(store: Store) -> Sequence[OnCommit]:
     """Return how to be called at the commit of each transaction of this thread, unless the store's verbs join it.
 
-    The blocks that Django's ``TestCase`` keeps around a test are none: code under test is not meant to know of them.
+    The blocks that Django's ``TestCase`` opens around a test do not count.
     """
     if store.joined():
         return ()

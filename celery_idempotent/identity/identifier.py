@@ -125,7 +125,7 @@ class Identifier(KeyRules):
     def _follows(self, computed: Identified, coming: Identified, stamped: Identified) -> bool:
         """Does this task have the rules that the publisher of a message named as the next ones?
 
-        Only what differs between the two keys of the stamp can tell: a key or scope that was given with the call is the
+        Only what differs between the two keys of the stamp decides: a key or scope that was given with the call is the
         same in both. Where the arguments are others (a retry's), neither key can be computed from them; then a task
         that has old rules is taken for a new one.
         """

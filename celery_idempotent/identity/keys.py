@@ -64,7 +64,7 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
     Raises:
         InvalidKey: for any other type (bool, None and lazy translations are such), for characters
             that do not print, for nothing at all and for a text of more than 255 characters, in
-            the form that the record has it in. The message tells types and lengths, never the value.
+            the form that the record has it in. The message has types and lengths, never the value.
     """
     try:
         plain = _json_form(value)

@@ -28,7 +28,7 @@ KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 STAMP_HEADER = "idempotency"
 
 #: In a stamp of the last step of a chain: the task id of the first step. A chain object that is applied twice gives its
-#: last step the same task id both times; this tells the two apart.
+#: last step the same task id both times; this distinguishes them.
 RUN = "run"
 
 #: In a stamp: what a publisher set in the headers above.

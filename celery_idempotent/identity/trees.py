@@ -12,16 +12,6 @@ from typing import Any
 
 from celery_idempotent.identity.stamp import STAMP_HEADER, as_mapping, stamp_of
 
-__all__ = [
-    "Place",
-    "canvas_tasks",
-    "is_canvas",
-    "unstamp",
-    "with_last_task",
-    "with_parts",
-    "with_tasks",
-]
-
 Place = tuple[int | str, ...]
 #: A signature: ``dict``, what JSON made of one, or one of Celery's classes.
 AnySignature = Mapping[str, Any]
@@ -32,7 +22,7 @@ PARTS = {
     "celery.group": ("tasks",),
     "celery.chord": ("header", "body"),
 }
-#: Which of them holds the task that runs last; of a group nobody knows.
+#: Which of them holds the task that runs last; a group has no last task.
 _LAST = {"celery.chain": "tasks", "celery.chord": "body"}
 
 
@@ -99,7 +89,7 @@ def canvas_tasks(signature: object) -> list[AnySignature]:
 
 
 def unstamp(signature: object, task_id: str | None) -> None:
-    """Take out of a canvas what was handed on of the message with this task id, which its replacement takes over."""
+    """Remove from a canvas the stamp of the message with this task id, whose headers a replacement copies."""
     for task in canvas_tasks(signature):
         options = task.get("options") or {}
         headers = as_mapping(options.get("headers"))

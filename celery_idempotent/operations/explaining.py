@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import Operation, is_live, offered
-from celery_idempotent.celery.reaper import sweep_interval
 from celery_idempotent.celery.registry import definition_of
-from celery_idempotent.errors import InvalidOption
 from celery_idempotent.operations.finding import task_name
+from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import ago, holder, moment, time_in_words
 from celery_idempotent.protocol.policy import Policy
@@ -129,10 +128,10 @@ class _Teller:
         )
         if record.state.settled:
             first = "First claimed or reserved"
-        if record.attempts != 1 or record.updated_ms - record.created_ms > 1000:
+        if record.updated_ms - record.created_ms > 1000:
             yield f"{first} {self._at(record.created_ms)}."
         if record.attempts > 1 or record.crashes:
-            crashes = f"; {_times(record.crashes)} its worker was lost" if record.crashes else ""
+            crashes = f"; its worker was lost {_times(record.crashes)}" if record.crashes else ""
             yield f"Claimed {_times(record.attempts)}{crashes}."
         yield from self._present()
         if record.steps:
@@ -189,11 +188,10 @@ class _Teller:
                 )
                 yield "Redis as a broker redelivers after its visibility_timeout, RabbitMQ at once."
             case State.COMPLETED:
-                yield (
-                    "Until then whoever asks again gets its result, without a run."
-                    if (record.value is not None or record.replaced)
-                    else "Until then it is not run again; its result was not kept in the record."
-                )
+                if record.value is not None or record.replaced:
+                    yield "Until then whoever asks again gets its result, without a run."
+                else:
+                    yield "Until then it is not run again. Duplicates ask the result backend for its result."
             case State.FAILED:
                 yield "Until then whoever asks again gets this error, without a run."
 
@@ -211,14 +209,15 @@ class _Teller:
 
     def _sweep(self) -> str:
         """Tell when sweeps come."""
-        try:
-            interval = sweep_interval(self.app)
-        except InvalidOption:
-            interval = None
-        swept_ms = self.store.stats().swept_ms
-        last = "none has ended yet" if swept_ms is None else f"the last ended {self._ago(swept_ms)}"
-        every = "asked for by nobody here" if interval is None else f"every {interval:g} s"
-        return f"Sweeps come {every}, if beat runs ({last})."
+        about = sweeps(self.app, self.store.stats())
+        if about.interval is None:
+            return "This app asks for no sweeps; where somebody does:"
+        every = f"Sweeps are due every {about.interval:g} s, and"
+        if about.last is None:
+            return f"{every} none has ended yet: does beat run?"
+        if not about.well:
+            return f"{every} the last ended {about.ago} ago: beat, or the queue of the sweep, stands still."
+        return f"{every} the last ended {about.ago} ago."
 
     def _unless(self) -> str:
         """Tell what too many crashes do."""

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
 #: So many keys one page looks at, and so many unfinished and failed records are searched for a task id.
-LOOK_AT, MOST = 5_000, 50_000
+LOOK_AT, MOST = 5_000, 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +90,13 @@ class Filter:
         return whole is not None and error_name(app, whole) == self.error
 
 
-def pages(app: Celery, store: Store, wanted: Filter, *, cursor: str = "") -> Iterator[Page]:
-    """Yield page after page of the records that a filter means; pages may be empty, and the last has no cursor.
-
-    Raises:
-        ValueError: for a cursor that is none of this list's.
-    """
+def pages(app: Celery, store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
+    """Yield page after page of the records that a filter means; pages may be empty, and the last has no cursor."""
     if wanted.error and State.FAILED not in wanted.states:
         return
+    cursor = ""
     while True:
-        page = store.list(wanted.selection, cursor=cursor, limit=500, look_at=LOOK_AT)
+        page = store.list(wanted.selection, cursor=cursor, limit=limit, look_at=LOOK_AT)
         kept = tuple(each for each in page.records if wanted.includes(app, store, each))
         cursor = page.cursor
         yield Page(records=kept, cursor=cursor, looked_at=page.looked_at, now_ms=page.now_ms)
@@ -133,19 +130,23 @@ def find_key(
 
 
 def find_task_id(app: Celery, store: Store, task_id: str, *, namespace: str | None = None) -> Found:
-    """Return the record that the task of this id claimed last.
+    """Return the record that the task of this id claimed last, or those that have it as their key in any scope.
 
     Unfinished and failed records are found through the store's indexes. A completed one is found if the result backend
     still has the task's arguments (``result_extended=True``), of which its key is made.
     """
-    looked_at = 0
-    for page in pages(app, store, Filter(namespace=namespace)):
+    looked_at, keys = 0, set(spellings(task_id))
+    others: list[Record] = []
+    for page in pages(app, store, Filter(namespace=namespace), limit=LOOK_AT):
         found = [record for record in page.records if record.task_id == task_id]
         if found:
             return Found(records=_whole(store, found), how="by its task id")
+        others += [record for record in page.records if record.identity.key in keys]
         looked_at += page.looked_at
         if page.cursor and looked_at >= MOST:
             break
+    if others:
+        return Found(records=_whole(store, others), how="in a scope")
     cut = bool(looked_at >= MOST and page.cursor)
     record = _by_result_backend(app, store, task_id)
     if record is None:

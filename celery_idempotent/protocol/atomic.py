@@ -217,7 +217,7 @@ class AtomicRun:
             case Commit.IN_DOUBT:
                 return StoreFailed(
                     StoreUnavailable(
-                        f"nobody knows whether the transaction of {call.identity} is committed"
+                        f"it is unknown whether the transaction of {call.identity} was committed"
                     )
                 )
             case Commit.COMMITTED:

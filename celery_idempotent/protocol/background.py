@@ -1,4 +1,4 @@
-"""One thread with a bounded queue: what a worker's main process tells the store, and does not wait for."""
+"""One thread with a bounded queue: writes of a worker's main process, which must not wait for the store."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import threading
 import time
 from typing import Protocol
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import backoff
 
 logger = logging.getLogger(__name__)
 
 #: So many jobs wait at most. Of one that is dropped, a lease or a deadline does the work later.
-LIMIT = 10_000
+MAX_JOBS = 10_000
 
 #: The pauses between two tries while a store does not answer, in seconds.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
@@ -55,7 +55,7 @@ class Background:
     hundreds when a queue was full of expired messages, and each try may take as long as the store's timeout.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = MAX_JOBS) -> None:
         self._limit = limit
         self._forget()
         if hasattr(os, "register_at_fork"):

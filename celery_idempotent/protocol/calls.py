@@ -1,12 +1,13 @@
-"""One call on its way through the protocol: what a run is given, and what can come of it."""
+"""The values that go through the protocol: a call, and what a run ends with."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import StepCodec
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from celery_idempotent.identity.identified import Identified
     from celery_idempotent.protocol.deferred import OnCommit
     from celery_idempotent.stores.base import Store
+
+T = TypeVar("T")
 
 #: What a call runs.
 Body = Callable[[], object]
@@ -82,6 +85,37 @@ class Codec(StepCodec, Protocol):
         ...
 
 
+class BodyOutcome(defaultdict[None, T]):
+    """What a body returned, once it did: ``outcome = BodyOutcome(body)``, then :meth:`run`.
+
+    A time limit or SIGTERM is an exception that a signal handler raises between any two bytecodes. Between the return
+    of the body and ``value = …`` it would leave a run that took effect and does not know it, and so is released and
+    done again::
+
+        value = body()     effect ─ return ─ [SoftTimeLimitExceeded] ─ value is not set: released, runs again ✗
+        outcome.run()      effect ─ return and store, one step ─ [SoftTimeLimitExceeded] ─ returned: settled  ✓
+
+    A ``defaultdict`` calls its factory for a missing key and stores what that returned within one function in C, where
+    no signal handler runs. So there is a value exactly if the body returned.
+    """
+
+    __slots__ = ()
+
+    def run(self) -> T:
+        """Call the body; only once."""
+        return self[None]
+
+    @property
+    def returned(self) -> bool:
+        """Did the body return?"""
+        return None in self
+
+    @property
+    def value(self) -> T:
+        """What it returned."""
+        return self[None]
+
+
 @dataclass(frozen=True, slots=True)
 class Ran:
     """The body ran, and its result is recorded (or could not be: that was reported)."""
@@ -99,9 +133,9 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Somebody else is at it, for ``left_ms`` more unless the lease is renewed.
+    """Another run holds the key, for ``left_ms`` more unless it renews its lease.
 
-    ``other``: at another operation, which shares the key that this one had before a deploy.
+    ``other``: it is a run of another operation, which shares the key that this one had before a deploy.
     """
 
     record: Record

@@ -1,4 +1,4 @@
-"""A key that a run holds: what the body of a task may know about it and do with it."""
+"""The claim of a run: what the body of a task can read of it and do with it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import LeaseLost, StoreUnavailable
-from celery_idempotent.protocol import backoff
 from celery_idempotent.records import Record, Renewal, Stored
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A body that waits for the store asks it so often at least, in seconds.
+#: The longest pause between two tries while the body waits for the store, in seconds.
 _LONGEST_PAUSE = 1.0
 
 running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
@@ -99,13 +99,13 @@ class Claim:
         self.old: Record | None = None
         #: A newer claim has the key, and that was reported.
         self.superseded = False
-        #: The body hands its task id over to another task (``self.replace``).
+        #: The body replaced its task by another one (``self.replace``), which has its task id.
         self.replaced = False
-        #: The message of that other task, where it is published only once this record has it.
+        #: The message of the replacement, where it is published after this record has it.
         self.replacement: Stored | None = None
         #: The transaction that the body is running in (``idempotency_atomic``).
         self.transaction: Transaction | None = None
-        #: What is to be done once that is rolled back and the key is free: publish the retry.
+        #: Called after its rollback: it releases the key, then publishes the retry.
         self.after_rollback: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class Claim:
         vars(self).setdefault("phase", Phase.LOST)
 
     def renew(self) -> None:
-        """Let the lease start anew, now. The store is asked for as long as the lease surely lives.
+        """Renew the lease. The store is asked again for as long as the lease surely lives.
 
         Raises:
             LeaseLost: if the claim is gone.
@@ -166,7 +166,7 @@ class Claim:
                 if self._renewed():
                     return
                 raise self._gone()
-            except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
+            except StoreUnavailable:  # noqa: PERF203  one try failed, and the next may not
                 failures += 1
                 # The heartbeat may have renewed it meanwhile.
                 until = self.renewed_at + lease_s
@@ -183,7 +183,7 @@ class Claim:
         return renewed
 
     def ensure(self) -> None:
-        """Make sure, by asking the store, that the claim is still ours: call it before an irreversible step.
+        """Ask the store whether this run still holds the claim: call it before an irreversible step.
 
         Raises:
             LeaseLost: if the claim is gone.
@@ -195,7 +195,7 @@ class Claim:
         """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
         identity, old = self.record.identity, self.old
         if old is not None and old.created_ms < self.record.created_ms:
-            identity = old.identity  # begun under it, and the outside system may know it by that
+            identity = old.identity  # the first run may have used it with the outside system
         parts = (identity.namespace, identity.scope, identity.key, name)
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
         return str(uuid.UUID(bytes=hashlib.sha256(framed).digest()[:16]))
@@ -205,7 +205,8 @@ class Claim:
 
         Its result is written to the record before this returns. A later run of the same key (a retry, another attempt
         after a failure or a crash) gets that result back, and ``function`` is not called again. Should the process die
-        between the two, it is called again: hand :meth:`derived_key` to the outside system, so that *it* can tell.
+        between the two, it is called again: hand :meth:`derived_key` to the outside system, so that it recognises the
+        repetition.
 
         The result comes back as the serializer makes it (a tuple as a list), the first time, too. Steps of one task
         have different names. In an atomic task ``function`` must not write to the database of its transaction: what it
@@ -229,7 +230,7 @@ class Claim:
         return self._codec.load_value(known)  # type: ignore[return-value]  # what the serializer makes of a T
 
     def _checkpoint(self, name: str, value: Stored) -> None:
-        """Write the step's result, for up to a lease: it has happened, and shall not happen again."""
+        """Write the step's result; try for up to a lease: the next run repeats a step that was not written."""
         identity, token = self.record.identity, self.token
         write = partial(self.store.checkpoint, identity, token=token, name=name, value=value)
         give_up = time.monotonic() + self.lease.lease_ms / 1000
@@ -245,7 +246,7 @@ class Claim:
 
 
 class ObservedClaim(Claim):
-    """A claim of a run that is only observed: its steps just run, each time."""
+    """The claim of a run in observe mode: its steps run each time."""
 
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function``, and return its result as a recorded one would come back."""
@@ -254,7 +255,7 @@ class ObservedClaim(Claim):
 
 
 class UnguardedClaim(ObservedClaim):
-    """A claim that holds nothing, where a task runs without protection: there is nothing to renew either."""
+    """The claim of a run without protection: it holds no key, and renews nothing."""
 
     def renew(self) -> None:
         """Do nothing: there is no lease."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import backoff, key_change
+from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import Claim, ObservedClaim, UnguardedClaim
 from celery_idempotent.protocol.policy import Policy
@@ -32,7 +33,7 @@ from celery_idempotent.stores.memory import MemoryStore
 CLAIM_PATIENCE = 3.0
 
 
-class Asked(NamedTuple):
+class ClaimAttempt(NamedTuple):
     """What an attempt to claim was answered, and when it was sent (``time.monotonic``).
 
     ``old``: the record of before a deploy that changed the key, which is claimed as well.
@@ -52,7 +53,7 @@ class Claiming:
         self._codec = codec
         self._store = store
 
-    def ask(self, call: Call, attempt: bytes) -> Asked:
+    def ask(self, call: Call, attempt: bytes) -> ClaimAttempt:
         """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
         give_up = time.monotonic() + CLAIM_PATIENCE
         failures = 0
@@ -60,18 +61,18 @@ class Claiming:
             while True:
                 try:
                     return self.ask_once(call, attempt)
-                except StoreUnavailable:  # noqa: PERF203  tries that are to be told apart
+                except StoreUnavailable:  # noqa: PERF203  one try failed, and the next may not
                     failures += 1
                     if not backoff.pause(failures, until=give_up):
                         raise
         except STORE_ERRORS:
             raise
         except BaseException:
-            # A time limit or SIGTERM while the answer was on its way: the key may be ours already.
+            # A time limit or SIGTERM struck before the answer arrived: the store may have given us the key.
             self._abandon(call, attempt)
             raise
 
-    def ask_once(self, call: Call, attempt: bytes) -> Asked:
+    def ask_once(self, call: Call, attempt: bytes) -> ClaimAttempt:
         """Ask for the key, and for the one of before a deploy as well."""
         take = partial(self._take, call, attempt)
         answer, sent = take(
@@ -79,13 +80,13 @@ class Claiming:
         )
         before, old = call.before, None
         if before is not None:
-            answer, old = key_change.claimed(
+            answer, old = key_change.claim_both(
                 answer,
                 lambda: take(before.identity, before.fingerprint)[0],
                 settle=self._settle_as,
                 store=self._store(),
             )
-        return Asked(answer, attempt, sent, old)
+        return ClaimAttempt(answer, attempt, sent, old)
 
     def _take(
         self,
@@ -123,9 +124,7 @@ class Claiming:
 
     def _settle_as(self, record: Record, old: Record) -> None:
         """Let a claim end as the same operation did under its old identity."""
-        policy = self._policy
-        completed = old.state is State.COMPLETED
-        keep_ms = policy.settled_keep_ms if completed else policy.failed_keep_ms
+        keep_ms = self._policy.keep_ms_of(old.state)
         self._store().settle(SettleRequest.ending_as(old, record=record, keep_ms=keep_ms))
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
@@ -137,7 +136,7 @@ class Claiming:
         except STORE_ERRORS:
             pass  # the lease ends it
 
-    def hold(self, record: Record, asked: Asked) -> Claim:
+    def hold(self, record: Record, asked: ClaimAttempt) -> Claim:
         """Return the claim that was answered."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
         store, old = self._store(), asked.old

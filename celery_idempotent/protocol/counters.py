@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: A process writes what it counted at most so often, in seconds.
-EVERY = 5.0
+WRITE_EVERY = 5.0
 
 #: So many different tasks and outcomes wait to be written while a store is down, the rest is dropped.
 MOST = 10_000
@@ -57,7 +57,7 @@ class Counters:
 
     def beat(self) -> None:
         """Write what was counted, if it is time."""
-        if time.monotonic() - self._written >= EVERY:
+        if time.monotonic() - self._written >= WRITE_EVERY:
             self.write()
 
     def write(self) -> None:
@@ -72,7 +72,7 @@ class Counters:
             self._writing.release()
 
     def _write(self, store: Store) -> None:
-        # Whoever counts meanwhile counts into a new one, or is the last to count into this.
+        # A thread that counts meanwhile adds to a new counter, or adds the last count to this one.
         counts = self._counts.pop(store, None)
         if not counts:
             return

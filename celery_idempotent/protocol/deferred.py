@@ -31,7 +31,7 @@ OnCommit = Callable[[Callable[[], None]], None]
 _waiting: dict[tuple[Identity, int], DeferredEnd] = {}
 
 
-def _claim_of(record: Record) -> tuple[Identity, int]:
+def _claim_id(record: Record) -> tuple[Identity, int]:
     return record.identity, record.token
 
 
@@ -47,7 +47,7 @@ class DeferredEnd:
         release: Callable[[], object],
     ) -> None:
         self.record = record
-        self.claim = _claim_of(record)
+        self.claim = _claim_id(record)
         self.lease: Renewal = claim.lease
         self.store: Store = claim.store
         self.renewed_at = claim.renewed_at
@@ -123,7 +123,7 @@ def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
 
 def end_of(record: Record) -> Record | None:
     """Return what a run in the same transaction made of a held record, ``None`` if it is another's."""
-    end = _waiting.get(_claim_of(record))
+    end = _waiting.get(_claim_id(record))
     return end.record if end is not None and end.here else None
 
 

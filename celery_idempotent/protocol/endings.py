@@ -1,4 +1,4 @@
-"""How a claim ends: its end state is written, or its key is released, whatever happens meanwhile."""
+"""The end of a claim: its end state is written, or its key is released."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery_idempotent import signals
-from celery_idempotent.protocol import backoff, deferred
+from celery_idempotent import backoff, signals
+from celery_idempotent.protocol import deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import OVER, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
@@ -39,16 +39,18 @@ class End(Enum):
 
     SETTLED = "its end state is written, or will be at the caller's commit"
     RELEASED = "the key is free"
-    GONE = "there was nothing to release: the key is settled, forgotten, or a newer claim's"
-    LEFT = "the store did not answer in time: the lease will end it"
-    NEWER_CLAIM = "a newer claim has the key: this run's result is dropped, and its call is a duplicate of that one"
+    GONE = "nothing to release: the key was settled or forgotten, or has a newer claim"
+    LEFT = "the store did not answer in time: the lease ends the claim"
+    NEWER_CLAIM = (
+        "a newer claim has the key: the result is dropped, and the call goes on as a duplicate"
+    )
     ROLLED_BACK = (
-        "its transaction collided with others: the key is free, and the call begins again at once"
+        "the database rolled the run back at its end: the key is free, and the call claims it again"
     )
 
 
 class Commit(Enum):
-    """What became of a transaction whose COMMIT did not answer."""
+    """The outcome of a transaction whose COMMIT was not answered."""
 
     COMMITTED = "its writes and its record are there"
     ROLLED_BACK = "neither is"
@@ -56,7 +58,7 @@ class Commit(Enum):
 
 
 class Settlement(NamedTuple):
-    """What a claim is settled with; ``error`` is what the body raised, ``line`` what the log then says."""
+    """What a claim is settled with: the state, what serializes the value, the body's error, the line for the log."""
 
     state: EndState
     dump: Callable[[], Stored | None]
@@ -64,7 +66,7 @@ class Settlement(NamedTuple):
     line: Line | None = None
 
 
-#: That of a transaction, which has written its value itself.
+#: The settlement that a transaction wrote itself, with its value.
 COMPLETED = Settlement(State.COMPLETED, lambda: None)
 
 
@@ -75,13 +77,13 @@ class Endings:
 
         the body …                          the record is …
         returned a value                    settled COMPLETED
-        left its task id to another task    settled COMPLETED, as replaced
-        raised a permanent error            settled FAILED; so is any failure whose outcome is asked for
+        replaced its task by another one    settled COMPLETED, as replaced
+        raised a permanent error            settled FAILED; with enqueue(), so does any final failure
         raised anything else                released
 
-    A settle is tried for a lease, for the effect has happened: another run would repeat it. A release is tried for a
-    second only, for nothing has happened, and the lease frees the key as well. A newer claim has another token, so that
-    neither can do anything to it.
+    A settle is tried for a whole lease: the effect has happened, and without a record another run would repeat it. A
+    release is tried for one second: nothing has happened, and the lease frees the key anyway. Neither can change a
+    newer claim, which has another token.
     """
 
     def __init__(self, policy: Policy, codec: Codec, reporter: Reporter) -> None:
@@ -96,7 +98,7 @@ class Endings:
             return End.RELEASED
         if claim.replaced:
             return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
-        # A FAILED record has no steps, and the next run would do them again: then the key is released all the same.
+        # A FAILED record loses its steps, and the next run would repeat them: with steps, release.
         final = call.fails(error) and not claim.stepped
         if final or isinstance(error, self.policy.permanent_errors):
             dump = partial(self._codec.dump_error, error)
@@ -144,7 +146,7 @@ class Endings:
             raise
         if (
             released or tries > 1
-        ):  # another try finds nothing, if only the first one's answer was lost
+        ):  # the answer of an earlier try may have been lost; the last one then finds nothing
             state = self._state_after_release(claim, requeue_ms)
             self._report(signals.released, claim.record, claim, state=state, error=error)
         return End.RELEASED if released else End.GONE
@@ -157,7 +159,7 @@ class Endings:
         return State.INTERRUPTED if claim.stepped else None
 
     def has_newer_claim(self, call: Call, claim: Claim) -> bool:
-        """Is there a newer claim of the key, so that the end of this run no longer counts?"""
+        """Ask whether a newer claim has the key; if so, report that the lease is lost."""
         held = [claim.record, *([claim.old] if claim.old else [])]
         try:
             found = [claim.store.get(record.identity) for record in held]
@@ -176,8 +178,8 @@ class Endings:
     ) -> End:
         """Try to write the end state for the length of a lease: SETTLED, NEWER_CLAIM, or LEFT if every try failed.
 
-        There is one try only ``at_exit`` and in observe mode. A run in the caller's transaction waits for its commit,
-        and counts as SETTLED here. A signal may strike while the store answers::
+        ``at_exit`` and in observe mode there is only one try. The end of a run in the caller's transaction is written
+        after that commits; here it counts as SETTLED. A signal handler may raise while the store answers::
 
             settle ─ [SoftTimeLimitExceeded] ─▶ a failure like the store's: settle again
             settle ─ [SystemExit] ────────────▶ the process has 0.1 s left: one last try, as with ``at_exit``
@@ -198,7 +200,7 @@ class Endings:
                 # If the value cannot be serialized after several tries, the end is written without a value.
                 value = settlement.dump() if faults < MAX_FAULTS else None
                 return self._settle_once(call, claim, settlement, value)
-            except Exception as failure:  # noqa: BLE001, PERF203  the store's, a time limit's, ours
+            except Exception as failure:  # noqa: BLE001, PERF203  of the store, a time limit, the codec
                 trouble = failure
                 failures += 1
                 faults += not isinstance(failure, STORE_ERRORS)
@@ -218,12 +220,12 @@ class Endings:
     def _settle_once(
         self, call: Call, claim: Claim, settlement: Settlement, value: Stored | None
     ) -> End:
-        policy, state = self.policy, settlement.state
+        state = settlement.state
         request = SettleRequest(
             record=claim.record,
             state=state,
             value=value,
-            keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
+            keep_ms=self.policy.keep_ms_of(state),
             replaced=claim.replaced,
         )
         if not claim.store.settle(request):
@@ -251,19 +253,19 @@ class Endings:
         """Settle a claim FAILED whose body is not to run.
 
         Raises:
-            StoreUnavailable, StoreMisconfigured: if the store did not take it, once: nothing happened that it had to.
+            StoreUnavailable, StoreMisconfigured: if the only try failed. No effect happened, so that is no loss.
         """
         dump = partial(self._codec.dump_error, error)
         settlement = Settlement(State.FAILED, dump, error, FAILED_WITHOUT_RUN)
         self._settle_once(call, claim, settlement, dump())
 
     def _defer(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
-        """Leave the end to the caller's transactions, if there are any that the record is no part of."""
+        """Defer the end to the commit of the caller's transactions, if there are any without this record in them."""
         transactions = call.around(claim.store) if call.around is not None else ()
         if not transactions:
             return False
         value = None
-        with suppress(Exception):  # as in a settle: what cannot be stored is settled without it
+        with suppress(Exception):  # as in a settle: without a value, if it cannot be serialized
             value = settlement.dump()
         alone, end = replace(call, around=None), settlement._replace(dump=lambda: value)
         seen = replace(claim.record, state=settlement.state, value=value, deadline_ms=None)
@@ -282,13 +284,13 @@ class Endings:
     # -- of a transaction ----------------------------------------------------------------------------------------------
 
     def commit_of(self, call: Call, claim: Claim, *, patient: bool) -> Commit:
-        """Find out what a commit came to that did not answer.
+        """Find out whether a transaction was committed whose COMMIT was not answered.
 
-        The row tells, whatever its state: the transaction has written it, and holds it to its end::
+        The record's row decides: the transaction wrote it, and locks it to its end::
 
             A      claim ─ BEGIN ─ run() ─────────────── settle ─ COMMIT ─✂─ the answer is lost ─ wait for the row
             sweep           (the lease runs out) ─ interrupt                                        │
-            database                                               (at work) ─────── committed ─────┴─ COMPLETED
+            database                                               (running) ─────── committed ─────┴─ COMPLETED
         """
         store = claim.store
         until = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
@@ -304,7 +306,7 @@ class Endings:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def settled(self, call: Call, claim: Claim, end: Settlement = COMPLETED) -> None:
-        """Report that the end state is written; once."""
+        """Report that the end state is written. The phase comes first, so that it is reported once."""
         if claim.phase is Phase.SETTLED:
             return
         claim.phase = Phase.SETTLED
@@ -314,7 +316,7 @@ class Endings:
             call.on_settled(claim.token)
 
     def store_failed(self, call: Call, claim: Claim, error: BaseException) -> None:
-        """Report that the store failed the run, which left nothing behind."""
+        """Report that the store failed, and that the run left nothing behind."""
         self._report(signals.store_failed, call, claim, error=error)
 
     def _lost(self, call: Call, claim: Claim) -> None:
@@ -325,7 +327,7 @@ class Endings:
         observed = self.policy.mode == "observe"
         self._report(signals.lease_lost, call, claim, observed=observed)
         if claim.old is not None and claim.phase is not Phase.RELEASED:
-            # It may be the old identity alone that has a newer claim.
+            # The newer claim may be one of the old identity alone: release the new one.
             claim.phase = Phase.RELEASED
             with suppress(*STORE_ERRORS):
                 claim.store.release(claim.record.identity, token=claim.token)

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.records import (
@@ -48,7 +47,7 @@ _BACK_MS = 60_000
 _PAUSE_MS = 1000
 
 
-def claimed(
+def claim_both(
     answer: Answer,
     claim_old: Callable[[], Answer],
     *,
@@ -95,11 +94,26 @@ def is_other(before: Identified | None, record: Record) -> bool:
     return None not in (mine, theirs) and mine != theirs
 
 
-def reserve(store: Store, identified: Identified, *, task_id: str, **how: Any) -> Reservation:
+def reserve(
+    store: Store,
+    identified: Identified,
+    *,
+    task_id: str,
+    deadline_ms: int,
+    keep_ms: int,
+    message: bytes | None = None,
+    uncommitted: bool = False,
+) -> Reservation:
     """Reserve both identities; the first reservation under either of them is the answer."""
     new, before = identified.identity, identified.before
     request = ReserveRequest(
-        identity=new, task_id=task_id, fingerprint=identified.fingerprint, **how
+        identity=new,
+        task_id=task_id,
+        fingerprint=identified.fingerprint,
+        deadline_ms=deadline_ms,
+        keep_ms=keep_ms,
+        message=message,
+        uncommitted=uncommitted,
     )
     answer = store.reserve(request)
     if before is None or not isinstance(answer, Reserved):

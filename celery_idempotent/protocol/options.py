@@ -1,17 +1,18 @@
-"""What an option is: a field of a table, with its default and the function that reads its value.
+"""Tables of options: each option is a field with a default, and a function that checks and converts its value.
 
 A table is a frozen dataclass with a line for each option. ::
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
 
-is the option ``lease``: given in seconds or as a timedelta, read as milliseconds. Tasks and views share the lines of
-:class:`Guarding`; each of them has a table with the lines of its own::
+is the option ``lease``: the user gives seconds or a timedelta, the field has milliseconds. Tasks and views share the
+options of :class:`Guarding`, and each have more of their own::
 
     Guarding ─┬─ Policy       a task: its attribute idempotency_<name>, or that setting of the app
               └─ HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
 
-A value that is not allowed is refused in one sentence, "<option> of <where> <what is allowed>", of which the function
-that reads it raises the end as a ``ValueError``.
+A reader refuses a value by a ``ValueError`` with the end of a sentence; :func:`read_table` adds the beginning::
+
+    "takes at least 0.1 seconds"   →   idempotency_lease of task shop.charge takes at least 0.1 seconds.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from typing import Any, Literal, TypeVar, get_args
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import milliseconds
 
-__all__ = ["Guarding", "Mode", "StoreErrorPolicy", "option", "read_table", "table_of", "unknown"]
-
 StoreErrorPolicy = Literal["closed", "open"]
 Mode = Literal["enforce", "observe", "off"]
 
@@ -35,16 +34,16 @@ Reader = Callable[[object], Any]
 
 
 def option(default: T, read: Callable[[object], T], *, views: str = "idempotent") -> T:
-    """Return a line of a table. ``views``: which decorators of views take the option, ``"idempotent"``, ``"keyed"``."""
+    """Return a field of a table. ``views``: which decorators take the option, of ``"idempotent keyed"``."""
     line: T = field(default=default, metadata={"read": read, "views": views.split()})
     return line
 
 
-# -- what reads a value ------------------------------------------------------------------------------------------------
+# -- readers -----------------------------------------------------------------------------------------------------------
 
 
 def fitting(fits: Callable[[object], bool], allowed: str) -> Reader:
-    """Take a value that ``fits``, as it is; ``allowed`` tells what that is."""
+    """Return a reader of values that ``fits`` accepts, unchanged; ``allowed`` ends the sentence of a refusal."""
 
     def read(value: object) -> object:
         if not fits(value):
@@ -55,18 +54,18 @@ def fitting(fits: Callable[[object], bool], allowed: str) -> Reader:
 
 
 def one_of(literal: object) -> Reader:
-    """Take one of the words of a ``Literal``."""
+    """Return a reader of one of the words of a ``Literal``."""
     words = get_args(literal)
     return fitting(lambda value: value in words, f"is one of {', '.join(map(repr, words))}")
 
 
 def optional(read: Callable[[object], T]) -> Callable[[object], T | None]:
-    """Take ``None`` as well."""
+    """Return a reader that takes ``None`` as well."""
     return lambda value: None if value is None else read(value)
 
 
 def duration(*, at_least_ms: int = 0) -> Callable[[object], int]:
-    """Take seconds or a timedelta, and make milliseconds of them."""
+    """Return a reader of seconds or a timedelta; it returns milliseconds."""
 
     def read(value: object) -> int:
         found = milliseconds(value)
@@ -111,10 +110,9 @@ def table_of(kind: type) -> dict[str, Field[object]]:
 def read_table(
     kind: type[Table], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
 ) -> Table:
-    """Build the options from pairs of a place and what is given there; later pairs override earlier ones.
+    """Build a table from pairs (where options are given, the options); later pairs override earlier ones.
 
-    ``prefix`` stands before the names of options in messages. A reader's ValueError ends a sentence that begins with
-    the name: "takes seconds or a timedelta".
+    ``prefix`` stands before the names of options in messages.
 
     Raises:
         InvalidOption: for an unknown name or a bad value, saying where it is and what is allowed.

@@ -27,18 +27,6 @@ from celery_idempotent.settings import Snapshot, loaded
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = [
-    "PREFIX",
-    "SETTINGS",
-    "ConflictPolicy",
-    "Policy",
-    "is_explicit",
-    "own_settings",
-    "read_task_options",
-    "refuse_unknown_settings",
-    "snapshot",
-]
-
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
 
 PREFIX: Final = "idempotency_"
@@ -113,9 +101,13 @@ class Policy(Guarding):
         kept = self.failure_retention_ms
         return (self.retention_ms if kept is None else kept) or self.lease_ms
 
+    def keep_ms_of(self, end: State) -> int:
+        """How long a record in an end state is kept."""
+        return self.failed_keep_ms if end.raises else self.settled_keep_ms
+
     def forgets(self, record: Record) -> bool:
         """Is this settled record but the mark of a retention of 0, and no answer for another task?"""
-        if record.state is State.FAILED:
+        if record.state.raises:
             kept = self.failure_retention_ms
             return not (self.retention_ms if kept is None else kept)
         return record.state.settled and not self.retention_ms and not record.replaced
@@ -194,7 +186,7 @@ def is_explicit(app: Celery, name: str) -> bool:
     if not maps:
         return False
     spellings = [*conf._to_keys(name)]  # noqa: SLF001  the only way to ask
-    # Before 5.7, Celery keeps those of old apart.
+    # Celery < 5.7 has the old names in a mapping of their own.
     spellings += [spell(name) for spell in conf._keys or ()]  # noqa: SLF001
     keys = [conf._key(key) for key in spellings]  # noqa: SLF001
     return any(key in mapping for mapping in maps for key in keys)

@@ -23,18 +23,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
     ProcessingTimedOut,
     TooManyCrashes,
 )
-from celery_idempotent.protocol import backoff, deferred, key_change, unfinished
+from celery_idempotent.protocol import deferred, key_change, unfinished
 from celery_idempotent.protocol.atomic import AtomicRun, in_transaction
 from celery_idempotent.protocol.calls import (
     STORE_ERRORS,
     Body,
+    BodyOutcome,
     Call,
     Codec,
     Conflict,
@@ -44,10 +45,9 @@ from celery_idempotent.protocol.calls import (
     StoreFailed,
 )
 from celery_idempotent.protocol.claim import AT_WORK, Claim, Phase, running
-from celery_idempotent.protocol.claiming import Asked, Claiming
+from celery_idempotent.protocol.claiming import ClaimAttempt, Claiming
 from celery_idempotent.protocol.endings import End, Endings, Settlement
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.protocol.outcome import Outcome
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import Details, Reporter
 from celery_idempotent.records import Claimed, Held, Mismatched, Record, Settled, State
@@ -214,7 +214,7 @@ class Runner:
     # -- under a claim -------------------------------------------------------------------------------------------------
 
     def _act(
-        self, call: Call, record: Record, asked: Asked, body: Body, repeats: int
+        self, call: Call, record: Record, asked: ClaimAttempt, body: Body, repeats: int
     ) -> Result | End:
         """Run the body, or condemn the key; an :class:`End` if the call is to claim again."""
         verdict = self._verdict(record)
@@ -247,11 +247,11 @@ class Runner:
         return None
 
     def _run(
-        self, call: Call, record: Record, asked: Asked, body: Body, repeats: int
+        self, call: Call, record: Record, asked: ClaimAttempt, body: Body, repeats: int
     ) -> Result | End:
         """Run the body under the claim; an :class:`End` if the call is to claim again, as a duplicate does.
 
-        Once the body returned nothing releases, whatever strikes, for the effect happened (:class:`.Outcome`)::
+        Once the body returned nothing releases, whatever strikes, for the effect happened (:class:`.BodyOutcome`)::
 
             body returns ─┬─ [SoftTimeLimitExceeded] ─▶ settle all the same, the task succeeds
                           └─ settle ─ [SystemExit] ───▶ settle once more, then leave it to the lease
@@ -261,7 +261,7 @@ class Runner:
         """
         claim = self._claiming.hold(record, asked)
         run = self._in_transaction(call, claim, body, repeats)
-        outcome, before = Outcome(run), running.get()
+        outcome, before = BodyOutcome(run), running.get()
         try:
             running.set(claim)
             if not claim.store.joined():  # else no other thread could see it, or renew it

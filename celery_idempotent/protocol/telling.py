@@ -2,7 +2,7 @@
 
 A worker, a publisher, an HTTP request, a sweep, an operator and a program all come here. Each outcome is reported where
 it becomes a fact, and there alone: the line says what happened to the key, while what becomes of the message (it comes
-back in 3 s, the task fails) is logged by the code that sees to it.
+back in 3 s, the task fails) is logged by the code that does it.
 
 A report costs a run less than a microsecond and no round trip: the counters are written later, and the event is made
 only if a receiver or the log wants it.
@@ -58,7 +58,7 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
     ),
     signals.conflicted: (
         "conflicted",
-        Line(logging.DEBUG, "%(task)s[%(task_id)s] met %(identity)s in the hands of %(owner)s"),
+        Line(logging.DEBUG, "%(task)s[%(task_id)s] met %(identity)s, which %(owner)s holds"),
     ),
     signals.mismatched: (
         "mismatched",
@@ -115,7 +115,7 @@ _CLAIMED_AGAIN = Line(
     "task %(task_id)s (%(task)s) runs %(identity)s again (crash %(crashes)s, attempt %(attempts)s)",
 )
 
-#: A FAILED that nobody's run ended with: a person should know.
+#: The line of a FAILED that is not the end of a run: a person should read it.
 FAILED_WITHOUT_RUN = Line(logging.ERROR, "%(error)s")
 
 _OBSERVED = (
@@ -179,8 +179,8 @@ class Reporter:
         """Report one outcome: see :class:`~celery_idempotent.signals.Event` for what is said of it.
 
         ``store`` spares a look into the app's settings. ``line`` is what the log says instead of the usual. Without
-        ``has_writer`` nobody but the caller writes the counters of this process: a worker's main process, which forks,
-        has no thread for that.
+        ``has_writer`` the caller writes the counters of this process: a worker's main process, which forks, has no
+        thread for that.
         """
         counter, usual = OUTCOMES[outcome]
         if store is None:
@@ -212,9 +212,38 @@ class Reporter:
             reason=reason,
         )
         if logged:
-            logger.log(line.level, "idempotency: " + line.text, _words(event))  # noqa: G003  a constant
+            extra = {
+                f"idempotency_{name}": value for name, value in _fields(counter, event).items()
+            }
+            logger.log(line.level, "idempotency: " + line.text, _words(event), extra=extra)  # noqa: G003  a constant
         if outcome.receivers:
             emit(outcome, self._sender(), event)
+
+
+def facts(outcome: str, event: Event) -> dict[str, str | int | bool]:
+    """Return what logs and traces say of an event beside the key, under the names that both use; only what is known."""
+    found: dict[str, str | int | bool] = {"outcome": outcome, "task": event.task}
+    if event.namespace:
+        found["namespace"] = event.namespace
+    if event.state is not None:
+        found["state"] = event.state.value
+    if event.error is not None:
+        found["error"] = type(event.error).__name__
+    if event.observed:
+        found["observed"] = True
+    if (record := event.record) is not None:
+        found |= {"attempt": record.attempts, "crashes": record.crashes}
+        if record.task_id != event.task_id:
+            found["first_task_id"] = record.task_id
+    return found
+
+
+def _fields(outcome: str, event: Event) -> dict[str, str | int | bool]:
+    """Return the fields of a log record: for machines, where :func:`_words` are for people."""
+    found = facts(outcome, event) | {"task_id": event.task_id, "who": event.who}
+    if event.identity is not None:
+        found |= {"key": event.identity.key, "scope": event.identity.scope}
+    return found
 
 
 def _words(event: Event) -> dict[str, object]:

@@ -37,6 +37,6 @@ def close(name: str, value: object) -> IdempotencyError:
             how()
             break
     return IdempotencyError(
-        f"{name} returned a {type(value).__name__} which nobody had run: it was closed, and its key is free again. A "
+        f"{name} returned a {type(value).__name__} that was not run: it was closed, and its key is free again. A "
         "task runs what it has to do before it returns, by asyncio.run(…) for example."
     )

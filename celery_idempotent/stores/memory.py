@@ -13,18 +13,15 @@ from typing import TypeVar
 from celery_idempotent.records import (
     Counted,
     Identity,
-    Page,
     Record,
     RefusalKind,
-    Selection,
-    State,
     Stats,
-    SweepReport,
 )
 from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.cas import DecidingStore, Look, report
+from celery_idempotent.stores.cas import Look
 from celery_idempotent.stores.machine import StoredRecord
 from celery_idempotent.stores.refusals import with_refusal
+from celery_idempotent.stores.scanning import ScanningStore
 
 __all__ = ["MemoryStore"]
 
@@ -57,7 +54,7 @@ class Found(Look):
         self.write(self.stored._replace(refusals=refusals))
 
 
-class MemoryStore(DecidingStore):
+class MemoryStore(ScanningStore):
     """The records of one process; a forked child goes on with a copy of its own.
 
     ``clock`` gives the time in microseconds since the epoch; see
@@ -95,21 +92,6 @@ class MemoryStore(DecidingStore):
         """Return nothing: the clock is this machine's own, or one of a test that may differ."""
         return ()
 
-    def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
-        """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
-        with self._locked():
-            now_ms = self._clock() // 1000
-            due = [
-                stored.record.identity
-                for stored in self.records.values()
-                if stored.expires_ms > now_ms and _may_be_swept(stored.record, now_ms)
-            ]
-            swept = [
-                self._at(identity, lambda look: self._sweep(look, requeue_ms))
-                for identity in due[:limit]
-            ]
-            return report([record for record in swept if record], more=len(due) > limit)
-
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention."""
         with self._locked():
@@ -121,40 +103,7 @@ class MemoryStore(DecidingStore):
 
     def stats(self) -> Stats:
         """Count the records."""
-        now_ms, records = self._alive()
-        deadlines = [r.deadline_ms for r in records if r.deadline_ms is not None]
-        stale = sum(deadline_ms <= now_ms for deadline_ms in deadlines)
-        return Stats(
-            live=len(deadlines) - stale,
-            stale=stale,
-            interrupted=sum(record.state is State.INTERRUPTED for record in records),
-            failed=sum(record.state is State.FAILED for record in records),
-            now_ms=now_ms,
-            swept_ms=self._swept_ms,
-        )
-
-    def list(
-        self, selection: Selection, *, cursor: str = "", limit: int = 50, look_at: int = 5000
-    ) -> Page:
-        """Return about ``limit`` of the selected records; the cursor is how many came before."""
-        if cursor and not cursor.isdecimal():
-            raise ValueError("this cursor belongs to another list")
-        now_ms, records = self._alive()
-        if selection.newest_first:
-            wanted = [record for record in records if record.state in selection.wanted]
-            records = sorted(wanted, key=lambda record: record.updated_ms, reverse=True)
-        found: list[Record] = []
-        at = start = int(cursor or 0)
-        while at < len(records) and at - start < look_at and len(found) < limit:
-            if selection.includes(records[at], now_ms):
-                found.append(replace(records[at], value=None, message=None, steps=()))
-            at += 1
-        return Page(
-            records=tuple(found),
-            cursor=str(at) if at < len(records) else "",
-            looked_at=at - start,
-            now_ms=now_ms,
-        )
+        return replace(super().stats(), swept_ms=self._swept_ms)
 
     def count(self, outcomes: Mapping[tuple[str, str], int]) -> None:
         """Add to the counters of this hour."""
@@ -197,12 +146,6 @@ class MemoryStore(DecidingStore):
             now_ms = self._clock() // 1000
             stored = self.records.values()
             return now_ms, [each.record for each in stored if each.expires_ms > now_ms]
-
-
-def _may_be_swept(record: Record, now_ms: int) -> bool:
-    """Is this past its lease or deadline, and not a reservation that a sweep has no message of?"""
-    past = record.deadline_ms is not None and record.deadline_ms <= now_ms
-    return past and (record.state is State.PROCESSING or record.message is not None)
 
 
 def _wall_clock_us() -> int:

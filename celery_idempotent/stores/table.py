@@ -28,8 +28,8 @@ Verb = Literal[
 
 QUEUED, PROCESSING, INTERRUPTED = State.QUEUED, State.PROCESSING, State.INTERRUPTED
 NONE = (None,)
-ENDS = (State.COMPLETED, State.FAILED)
-LIVE = (QUEUED, PROCESSING, INTERRUPTED)
+ENDS = tuple(state for state in State if state.settled)
+LIVE = tuple(state for state in State if not state.settled)
 ANY = (*LIVE, *ENDS)
 
 #: What the next claim or reservation of a key takes over.
@@ -147,8 +147,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("checkpoint", (PROCESSING,), "", "added", PROCESSING, (*_without(UNCHANGED, "steps"), "deadline_ms")),
 
     *_lost("mark_delivered", *LIVE),
-    Rule("mark_delivered", (State.COMPLETED,), "", "marked", State.COMPLETED, _without(UNCHANGED, "delivered")),
-    Rule("mark_delivered", (State.FAILED,), "", "marked", State.FAILED, _without(UNCHANGED, "delivered")),
+    *[Rule("mark_delivered", (state,), "", "marked", state, _without(UNCHANGED, "delivered")) for state in ENDS],
 
     Rule("requeue", NONE, "", "none"),
     Rule("requeue", ANY, "another token", "none"),

@@ -12,9 +12,19 @@
 from __future__ import annotations
 
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Stored
+from celery_idempotent.records import State, Stored
 
-__all__ = ["pack_text", "pack_value", "unpack_text", "unpack_value"]
+__all__ = ["LETTERS", "STATES", "pack_text", "pack_value", "unpack_text", "unpack_value"]
+
+#: The letter that stands for each state. Letters are stored: add, never change.
+LETTERS = {
+    State.QUEUED: "Q",
+    State.PROCESSING: "P",
+    State.INTERRUPTED: "I",
+    State.COMPLETED: "C",
+    State.FAILED: "F",
+}
+STATES = {letter: state for state, letter in LETTERS.items()}
 
 #: What kombu's serializers write. Numbers are stored: add, never change; below 128.
 _CONTENT = {

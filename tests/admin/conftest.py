@@ -82,7 +82,14 @@ def postgresql(_postgresql: str) -> str:
     return _postgresql
 
 
-@pytest.fixture(params=["memory", "redis", "sql", "hybrid"])
+@pytest.fixture(
+    params=[
+        "redis",
+        "sql",
+        pytest.param("memory", marks=pytest.mark.wide),
+        pytest.param("hybrid", marks=pytest.mark.wide),
+    ]
+)
 def store(request: pytest.FixtureRequest, database: None) -> Iterator[Store]:
     """Every kind of store in turn, empty."""
     from celery_idempotent.stores import open_store

@@ -109,7 +109,12 @@ def served(
             sql.drop_alias(alias)
 
 
-STORES = ("redis", "sql", "hybrid")
+#: The hybrid store has the steps of both others between which a process can die.
+STORES = (
+    "hybrid",
+    pytest.param("redis", marks=pytest.mark.wide),
+    pytest.param("sql", marks=pytest.mark.wide),
+)
 
 
 @pytest.fixture(params=STORES)

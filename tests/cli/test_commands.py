@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from celery_idempotent import signals
-from celery_idempotent.cli import idempotency
+from celery_idempotent.cli import idempotency, listing, output
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import ReserveRequest, State
 from celery_idempotent.stores.memory import MemoryStore
@@ -122,6 +123,20 @@ def test_a_pipe_gets_whole_cells_between_tabs(every, run):
     assert {row.split("\t")[0] for row in rows} == ALL_BUT_COMPLETED
 
 
+@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+def test_a_table_fits_the_terminal_and_never_cuts_the_state(store, run, monkeypatch, columns):
+    monkeypatch.setattr(output, "on_terminal", lambda: True)
+    monkeypatch.setattr(listing, "on_terminal", lambda: True)
+    monkeypatch.setattr(output, "width", lambda: columns)
+    claim(store, identity("k" * 90, scope="s" * 60), lease_ms=-1, worker="w" * 60)
+    head, row = run("list").stdout.splitlines()
+    assert "PROCESSING, stale" in row
+    assert "0 s ago" in row
+    assert head.startswith("KEY  ")
+    assert (len(row) <= columns) is (columns > 40)  # what must not be cut takes 68
+    assert ("WORKER" in head) is (columns >= 120)
+
+
 def test_list_says_that_there_is_more(every, run):
     result = run("list", "--limit", "2")
     assert len(result.stdout.splitlines()) == 3
@@ -132,7 +147,10 @@ def test_show_has_every_field_and_the_result_only_if_asked_for(every, run):
     (line,) = lines(run("show", "done", "--json"))
     assert line["state"] == "COMPLETED"
     assert "value" not in line
-    assert "4711" not in run("show", "done").stdout
+    plain = run("show", "done").stdout
+    assert "4711" not in plain
+    assert re.search(r"^crashes +0$", plain, re.MULTILINE)
+    assert re.search(r"^delivered +no$", plain, re.MULTILINE)
     assert "receipt 4711" in run("show", "done", "--value").stdout
 
 
@@ -188,6 +206,14 @@ def test_explain_finds_an_unfinished_record_by_its_task_id_and_a_completed_one_b
     assert without.exit_code == 1
     assert "--scan" in without.stderr
     assert "done of shop.charge" in run("explain", "t-done", "--scan").stdout
+
+
+def test_an_unfinished_key_is_found_in_whatever_scope_it_is(store, run):
+    claim(store, identity("order-1", scope="acme"))
+    result = run("explain", "order-1")
+    assert "order-1 of shop.charge in scope acme" in result.stdout
+    claim(store, identity("order-1", scope="other"))
+    assert run("explain", "order-1").exit_code == 1
 
 
 def test_a_key_of_several_records_is_not_guessed(store, run):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,10 +11,11 @@ from celery import Celery
 pytest.importorskip("django")
 
 import celery_idempotent
+from tests.cli.running import Ran, run_idempotency
 from tests.sql import databases as own
 from tests.support.servers import need
 from tests.support.waiting import wait_for
-from tests.support.workers import Worker, child_environment
+from tests.support.workers import Worker
 
 TASK = "testproject.payments.tasks.pay"
 
@@ -29,17 +27,11 @@ class Project(NamedTuple):
     env: dict[str, str]
     redis_url: str
 
-    def run(self, store: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(self, store: str, *words: str) -> Ran:
         url = "django://default"
         if store == "hybrid":
             url = f"hybrid+{self.redis_url}?truth=default&prefix=cache"
-        return subprocess.run(
-            [sys.executable, "-m", "celery", "-A", "testproject", "idempotency", *words],
-            env=child_environment({**self.env, "IDEMPOTENCY_STORE": url}),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return run_idempotency("testproject", {**self.env, "IDEMPOTENCY_STORE": url}, *words)
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +94,10 @@ def _pay(project: Project, directory: Any) -> None:
 
 
 @pytest.fixture(params=["sql", "hybrid"])
-def run(
-    project: Project, request: pytest.FixtureRequest
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(project: Project, request: pytest.FixtureRequest) -> Callable[..., Ran]:
     """Run a command line on either store."""
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str) -> Ran:
         return project.run(request.param, *words)
 
     return run
@@ -115,33 +105,33 @@ def run(
 
 def test_list_and_explain_tell_of_payments(run):
     listed = run("list", "--json", "--scope", "acme", "--state", "any")
-    assert listed.returncode == 0, listed.stderr
-    found = {line["key"]: line["state"] for line in map(json.loads, listed.stdout.splitlines())}
+    assert listed.code == 0, listed.text
+    found = {line["key"]: line["state"] for line in listed.objects}
     assert found == {"order-1": "COMPLETED", "order-2": "FAILED"}
     told = run("explain", "order-2", "--task", TASK, "--scope", "acme")
-    assert "is FAILED for good with PaymentRefused" in told.stdout, told.stderr
+    assert "is FAILED for good with PaymentRefused" in told.text
     # What the store says, not the task's options.
-    assert "Kept until" in told.stdout
-    assert "by the options" not in told.stdout
+    assert "Kept until" in told.text
+    assert "by the options" not in told.text
 
 
 def test_a_named_user_is_in_the_admins_log_and_a_scope_is_erased_with_its_outbox(project):
     """One way through, in this order: each step takes away what the one before needed."""
-    waiting = json.loads(project.run("sql", "outbox", "--json").stdout)
+    (waiting,) = project.run("sql", "outbox", "--json").objects
     assert (waiting["key"], waiting["task_id"]) == ("order-3", "t-3")
 
     reason = "refunded, called the bank"
     words = ("forget", "order-2", "--task", TASK, "--scope", "acme", "--yes", "--reason", reason)
     done = project.run("hybrid", *words, "--who", "alice")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.text
     query = "SELECT u.username, l.change_message FROM django_admin_log l JOIN auth_user u ON u.id = l.user_id"
     ((who, message),) = own.rows(project.alias, query)
     assert who == "alice"
     assert message == f"Forgotten. Reason: {reason}"
 
     erased = project.run("hybrid", "erase", "--scope", "acme", "--yes", "--json")
-    assert erased.returncode == 0, erased.stderr
-    (line,) = map(json.loads, erased.stdout.splitlines())
+    assert erased.code == 0, erased.text
+    (line,) = erased.objects
     assert (line["key"], line["outcome"]) == ("order-1", "done")
     assert own.rows(project.alias, "SELECT 1 FROM celery_idempotent_record") == []
     assert own.rows(project.alias, "SELECT 1 FROM celery_idempotent_outbox") == []

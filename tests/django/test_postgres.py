@@ -74,6 +74,7 @@ def test_it_answers_its_owner_only_and_leaves_nothing_behind(start):
     assert not directory.exists()
 
 
+@pytest.mark.wide
 def test_programs_that_the_servers_user_cannot_read_are_copied(
     start, postgres, tmp_path, monkeypatch
 ):
@@ -97,6 +98,7 @@ def test_without_its_wheel_the_error_says_what_to_install(postgres, monkeypatch)
         postgres.EmbeddedPostgres()
 
 
+@pytest.mark.wide
 def test_where_it_does_not_start_it_leaves_nothing_behind(start, postgres, monkeypatch):
     monkeypatch.setitem(postgres._SETTINGS, "shared_buffers", "none at all")
     server = start()
@@ -137,6 +139,7 @@ def test_it_ends_with_an_owner_that_is_killed_and_its_data_too(owner):
     wait_for(lambda: not directory.exists(), 20, "its data to be removed")
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells a server that its parent died"
 )

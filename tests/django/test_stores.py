@@ -24,7 +24,7 @@ _RUN = "import django; django.setup(); from tests.django import receiver; receiv
     [
         ("", "RedisStore", False),
         ("django://", "DjangoStore", True),
-        ("hybrid+{redis}", "HybridStore", True),
+        pytest.param("hybrid+{redis}", "HybridStore", True, marks=pytest.mark.wide),
     ],
 )
 def test_what_fails_after_its_write_leaves_nothing_where_the_record_is_in_the_database(

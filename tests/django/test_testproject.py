@@ -295,7 +295,7 @@ def test_without_debug_a_secret_key_has_to_be_set() -> None:
     assert "Set DJANGO_SECRET_KEY" in found.stderr
 
 
-@pytest.mark.parametrize("deploy", [False, True])
+@pytest.mark.parametrize("deploy", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_the_system_checks_find_what_is_wrong_with_tasks_that_nobody_has_imported_yet(
     tmp_path: Path, *, deploy: bool
 ) -> None:

@@ -12,6 +12,8 @@ from tests.docs.test_docs import REFERENCE, blocks
 
 
 class TestTheStoreOfTheReference(StoreContract):
+    brief = True
+
     @pytest.fixture
     def clock(self) -> FakeClock:
         return FakeClock()

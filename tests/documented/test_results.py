@@ -64,7 +64,13 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+_FIRST, *_REST = VARIANTS
+
+
+@pytest.fixture(
+    scope="module",
+    params=[_FIRST, *(pytest.param(each, marks=pytest.mark.wide) for each in _REST)],
+)
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Side]:

@@ -17,13 +17,13 @@ from celery.result import AsyncResult
 from celery_idempotent import State
 from tests.faults.sending_app import POINTS
 from tests.faults.stand import PATIENCE, Stand, open_stand
-from tests.support.sites import RABBITMQ, REDIS
+from tests.support.sites import RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
 
-@pytest.fixture(scope="module", params=[REDIS, RABBITMQ])
+@pytest.fixture(scope="module", params=[REDIS, RABBITMQ_TOO])
 def stand(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stand]:

@@ -1,4 +1,4 @@
-"""The site with its records in PostgreSQL, alone and behind a cache: the important rows of the table, and what is lost.
+"""The site with its records in PostgreSQL, behind a cache and alone: the important rows of the table, and what is lost.
 
 The rows are those of test_ietf.py, word for word; here they meet the stores that it does not run on.
 """
@@ -32,7 +32,7 @@ NOW, LATER, AT_ONCE = "/payments/now/", "/payments/", "/t/at-once/"
 PAY = "testproject.payments.tasks.pay"
 
 
-@pytest.fixture(scope="module", params=["sql", "hybrid"])
+@pytest.fixture(scope="module", params=["hybrid", pytest.param("sql", marks=pytest.mark.wide)])
 def bank(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bank]:
@@ -165,7 +165,6 @@ def test_a_process_that_is_killed_before_its_commit_has_sent_nothing_and_a_repea
     assert made(bank.rows, key) == 1
 
 
-@pytest.mark.parametrize("bank", ["sql"], indirect=True)
 def test_a_request_that_is_killed_before_its_commit_has_queued_nothing_and_a_repeat_does(
     bank: Bank, doomed: Web
 ) -> None:
@@ -213,7 +212,7 @@ def break_cache(cache: EmbeddedRedis, how: str) -> None:
     cache.freeze() if how == "frozen" else cache.kill()
 
 
-@pytest.mark.parametrize("how", ["frozen", "killed"])
+@pytest.mark.parametrize("how", ["frozen", pytest.param("killed", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("bank", ["hybrid"], indirect=True)
 def test_a_cache_that_dies_costs_no_second_payment_and_is_used_again_when_it_is_back(
     bank: Bank, how: str

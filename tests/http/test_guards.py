@@ -258,7 +258,7 @@ def test_while_the_store_is_down_only_what_is_known_is_said(
     site, note, key = Site(options), new_key(), new_key()
     assert site.ask(f"/plain?note={note}", key).status_code == 200
     for execute_, said in (
-        (lost, "Nobody knows yet whether it was carried out."),
+        (lost, "It is not known yet whether it was carried out."),
         (
             down,
             "Whether an earlier request with this key was carried out is not known; this one was not.",

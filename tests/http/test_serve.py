@@ -60,7 +60,9 @@ def descendants(pid: int) -> list[int]:
     return [each.pid for each in psutil.Process(pid).children(recursive=True)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.wide)]
+)
 def test_it_serves_and_stops_whole(tmp_path: Path, how: signal.Signals) -> None:
     port = free_port()
     with serving(tmp_path, port) as served:
@@ -147,6 +149,7 @@ def made(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.wide
 def test_ctrl_c_in_a_terminal_stops_make_serve_whole(made: Path) -> None:
     """The terminal tells the whole group in its foreground: make, the project, whatever else is in it."""
     marker = f"SERVED_BY_{new_key().replace('-', '_')}"

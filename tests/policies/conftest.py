@@ -20,7 +20,7 @@ from celery_idempotent.records import Identity
 from tests.policies import app as app_module
 from tests.support import sites
 from tests.support.ledger import Ledger
-from tests.support.sites import RABBITMQ, REDIS, Message
+from tests.support.sites import RABBITMQ_TOO, REDIS, Message
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
@@ -184,7 +184,7 @@ def on_rabbitmq(
         yield site
 
 
-@pytest.fixture(params=[REDIS, RABBITMQ])
+@pytest.fixture(params=[REDIS, RABBITMQ_TOO])
 def shared(request: pytest.FixtureRequest) -> Site:
     """Either of them."""
     site: Site = request.getfixturevalue(f"on_{request.param}")

@@ -23,12 +23,12 @@ from celery_idempotent.records import State
 from tests.policies import app as app_module
 from tests.policies.conftest import PATIENCE, Site
 from tests.support.proxy import Proxy
-from tests.support.sites import RABBITMQ, REDIS
+from tests.support.sites import RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
 
-@pytest.fixture(params=[REDIS, RABBITMQ])
+@pytest.fixture(params=[REDIS, RABBITMQ_TOO])
 def unattended(request, open_site):
     """A site whose queue nobody reads."""
     site = open_site(request.param)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.worker, pytest.mark.redis]
 MANY = 40
 
 
-@pytest.fixture(scope="module", params=["gevent", "eventlet"])
+@pytest.fixture(scope="module", params=["gevent", pytest.param("eventlet", marks=pytest.mark.wide)])
 def pool(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     need(importlib.util.find_spec(name), name)

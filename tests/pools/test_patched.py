@@ -18,6 +18,12 @@ from tests.support.workers import child_environment
 HERE = Path(__file__).parent
 
 
+#: Eventlet is patched by the same code of ours, in the same places.
+KINDS = pytest.mark.parametrize(
+    "kind", ["gevent", pytest.param("eventlet", marks=pytest.mark.wide)]
+)
+
+
 def start(program: str, kind: str, *arguments: str) -> subprocess.Popen[str]:
     need(importlib.util.find_spec(kind), kind)
     return subprocess.Popen(
@@ -40,7 +46,7 @@ def result(program: subprocess.Popen[str]) -> Any:
     return json.loads(out)
 
 
-@pytest.mark.parametrize("kind", ["gevent", "eventlet"])
+@KINDS
 def test_the_heartbeat_renews_and_lets_others_have_their_turn(kind: str):
     """Also if it is late, after the library was imported, as a server patches that loads the application first."""
     started = {when: start("beating.py", kind, when) for when in ("early", "late")}
@@ -51,7 +57,7 @@ def test_the_heartbeat_renews_and_lets_others_have_their_turn(kind: str):
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("kind", ["gevent", "eventlet"])
+@KINDS
 def test_nobody_gets_the_answer_to_one_who_was_killed(kind: str, databases: Iterator[str]):
     found = result(start("crowding.py", kind, next(databases)))
     assert found["wrong"] == []

@@ -81,7 +81,7 @@ def test_both_stores_answer_alike(open_store: Callable[..., DjangoStore], vendor
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60 if vendor == "sqlite" else 15,
+            max_examples=40 if vendor == "sqlite" else 15,
             stateful_step_count=40,
             phases=PHASES,
             deadline=None,

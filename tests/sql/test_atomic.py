@@ -51,10 +51,10 @@ from django.db import (
 )
 
 from celery_idempotent.django.sql import atomic, holders
+from celery_idempotent.django.sql.columns import digest
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import DIALECTS
 from celery_idempotent.django.sql.ended import TransactionEnded
-from celery_idempotent.django.sql.rows import digest
 from celery_idempotent.django.store import DjangoStore
 
 KEY = Identity(namespace="charge", key="order-17")
@@ -704,8 +704,8 @@ def test_a_run_that_may_not_be_ended_keeps_its_key(
         assert isinstance(claim(limited), Held)
         (told,) = [each for each in caplog.records if "stays held" in each.getMessage()]
         assert (told.levelname, told.name) == ("WARNING", "celery_idempotent.django.holders")
-        assert told.__dict__["event"] == "holder_not_ended"
-        assert told.__dict__["key"] == "charge key order-17"
+        assert told.__dict__["idempotency_outcome"] == "holder_not_ended"
+        assert told.__dict__["idempotency_key"] == "order-17"
         assert "this user may not end it" in told.getMessage()
         _tell(holder, "go on")
         assert _answer(holder) == "committed"

@@ -248,7 +248,7 @@ class TestKills:
             pytest.param("mariadb", "pay", False, marks=pytest.mark.wide),
             pytest.param("sqlite", "pay", False, marks=pytest.mark.wide),
             ("postgresql", "hand_over", False),
-            ("postgresql", "pay", True),
+            pytest.param("postgresql", "pay", True, marks=pytest.mark.wide),
         ],
     )
     def test_a_kill_at_every_boundary_leaves_effect_record_and_message_agreeing(
@@ -470,8 +470,15 @@ class TestContention:
 
 
 class TestPersistentConnections:
-    @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-    @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+    @pytest.mark.parametrize(
+        ("vendor", "checked"),
+        [
+            pytest.param("postgresql", True, id="postgresql-checked"),
+            pytest.param("mariadb", False, id="mariadb-unchecked"),
+            pytest.param("postgresql", False, id="postgresql-unchecked", marks=pytest.mark.wide),
+            pytest.param("mariadb", True, id="mariadb-checked", marks=pytest.mark.wide),
+        ],
+    )
     def test_a_connection_is_kept_from_task_to_task_and_may_be_dead_at_the_next(
         self, till, vendor, checked
     ):
@@ -558,6 +565,7 @@ class TestMisbehaviour:
             yield server, alias
             databases.drop_alias(alias)
 
+    @pytest.mark.wide
     def test_a_database_that_crashes_and_recovers_loses_and_doubles_nothing(self, till, own_server):
         """A process of the server is killed: it ends every session, and recovers from its log."""
         _, alias = own_server

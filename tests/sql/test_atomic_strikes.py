@@ -23,7 +23,7 @@ from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.unit.test_runner import a_call, make_runner
 
-ROUNDS = 15
+ROUNDS = 10
 
 
 class Till:

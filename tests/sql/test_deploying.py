@@ -23,7 +23,7 @@ OLD = Identity(namespace="charge", key="o-1")
 NEW = Identity(namespace="charge", key='["o-1","sale"]')
 
 
-@pytest.fixture(params=databases.VENDORS)
+@pytest.fixture(params=databases.KINDS)
 def store(
     request: pytest.FixtureRequest, open_store: Callable[..., DjangoStore]
 ) -> Iterator[DjangoStore]:

@@ -71,7 +71,7 @@ class Shop:
         return sorted(name for (name,) in rows(self.alias, "SELECT name FROM elsewhere"))
 
 
-@pytest.fixture(params=databases.VENDORS)
+@pytest.fixture(params=databases.KINDS)
 def shop(request: pytest.FixtureRequest, open_store: Callable[..., Any]) -> Iterator[Shop]:
     store = open_store(request.param)
     execute(store.alias, "CREATE TABLE elsewhere (name varchar(50))")

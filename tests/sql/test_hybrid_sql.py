@@ -42,7 +42,7 @@ FINGERPRINT = bytes(16)
 LEASE_MS, KEEP_MS = 60_000, 120_000
 
 
-@pytest.fixture(params=databases.VENDORS)
+@pytest.fixture(params=databases.KINDS)
 def alias(request: pytest.FixtureRequest, use_database: Callable[..., str]) -> str:
     """Every kind of database in turn."""
     return use_database(request.param)

@@ -594,9 +594,9 @@ class TestOnCommit:
         told = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(told) == 2
         for record in told:
-            assert record.event == "on_commit_failed"  # type: ignore[attr-defined]
-            assert record.task == "work"  # type: ignore[attr-defined]
-            assert "joe@example.org" in record.key  # type: ignore[attr-defined]
+            assert record.idempotency_outcome == "on_commit_failed"  # type: ignore[attr-defined]
+            assert record.idempotency_task == "work"  # type: ignore[attr-defined]
+            assert "joe@example.org" in record.idempotency_key  # type: ignore[attr-defined]
             assert "mail" in record.getMessage()
             assert "joe" not in record.getMessage()
             assert record.exc_info

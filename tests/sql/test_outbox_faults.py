@@ -154,7 +154,7 @@ def test_what_a_worker_that_is_killed_after_its_commit_left_is_sent_by_a_sweep(s
     assert stage.ledger.count("dies") == 2
 
 
-@pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+@pytest.mark.parametrize("vendor", ["postgresql", pytest.param("mariadb", marks=pytest.mark.wide)])
 def test_in_a_chain_of_follow_ups_whose_every_worker_is_killed_each_takes_effect_once(
     set_stage: SetStage, vendor: str
 ):

@@ -469,7 +469,9 @@ def overlaps(first: int, second: int) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("reader", ["duplicate", "settle", "mark_delivered"])
+@pytest.mark.parametrize(
+    "reader", ["duplicate", "settle", pytest.param("mark_delivered", marks=pytest.mark.wide)]
+)
 @pytest.mark.parametrize("event", ["nothing", "flush", "old data", "late answers"])
 def test_in_no_order_of_their_steps_does_a_fill_undo_a_forget(fixed, reader, event):
     # Where no data are lost, the cache is right at every moment, not only once a forget has succeeded.

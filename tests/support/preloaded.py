@@ -1,7 +1,8 @@
 """Processes forked from one that has imported Celery already: a start of Python and Celery costs a second of CPU.
 
 Two such servers serve a test process, each started when first asked for: one with what every worker imports, one with
-Django besides. Either has imported nothing of the package under test and made no app, so that what it forks differs
+Django besides. Either has made no app, and has imported nothing of the package under test but the front of its
+command line, which Celery imports with its own, so that what it forks differs
 from a fresh interpreter in nothing but in what is imported.
 """
 

@@ -27,6 +27,7 @@ from tests.support.workers import Worker
 __all__ = [
     "IMPATIENT",
     "RABBITMQ",
+    "RABBITMQ_TOO",
     "REDIS",
     "SHARED_WORKERS",
     "Gate",
@@ -39,6 +40,10 @@ __all__ = [
 
 REDIS = pytest.param("redis", id="redis")
 RABBITMQ = pytest.param("rabbitmq", id="rabbitmq", marks=pytest.mark.rabbitmq)
+#: Where the broker decides nothing: that RabbitMQ delivers to the same code is shown by tests/matrix and test_crashes.
+RABBITMQ_TOO = pytest.param(
+    "rabbitmq", id="rabbitmq", marks=[pytest.mark.rabbitmq, pytest.mark.wide]
+)
 
 #: Redis as a broker gives back what was not acknowledged for two seconds, and looks every second.
 IMPATIENT = {

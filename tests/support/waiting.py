@@ -20,6 +20,7 @@ def wait_for(
 ) -> T:
     """Return the first true value of ``condition``; fail after ``timeout`` seconds, saying ``what`` did not come.
 
+    It looks at once and then more and more seldom, down to ten times a second: many wait at a time, on few cores.
     ``what`` may be a callable, asked only at the end: ``what=lambda: f"two runs, ledger: {ledger.entries()}"``.
     """
     deadline = time.monotonic() + timeout
@@ -31,3 +32,4 @@ def wait_for(
             what = what() if callable(what) else what
             raise AssertionError(f"waited {timeout:g} s in vain for {what}; last value: {value!r}")
         time.sleep(interval)
+        interval = max(interval, min(1.5 * interval, 0.1))

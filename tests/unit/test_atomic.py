@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import IdempotencyError
-from celery_idempotent.celery.receivers import open_store
+from celery_idempotent import IdempotencyError, backoff
+from celery_idempotent.celery.receivers import make_store
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import atomic, backoff, claiming, endings, lease, runner
+from celery_idempotent.protocol import atomic, claiming, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.options import read_table
@@ -218,7 +218,7 @@ class TestEnds:
     def test_a_coroutine_that_nobody_ran_rolls_back_and_frees_the_key(self, execute, database):
         async def later() -> None: ...
 
-        with pytest.raises(IdempotencyError, match="a coroutine which nobody had run"):
+        with pytest.raises(IdempotencyError, match="a coroutine that was not run"):
             execute(writing(database, later))
         assert not database.effect
         assert database.get(IDENTITY) is None
@@ -612,8 +612,8 @@ class TestWorkerStart:
     def test_a_worker_does_not_start_with_an_atomic_task_that_its_store_cannot_serve(self):
         app = self.app(MemoryStore(), idempotency_atomic=True)
         with pytest.raises(SystemExit, match=r"shop\.charge is atomic.*django://"):
-            open_store(SimpleNamespace(app=app))
+            make_store(SimpleNamespace(app=app))
 
     def test_it_starts_where_the_store_can(self):
-        open_store(SimpleNamespace(app=self.app(Database(), idempotency_atomic=True)))
-        open_store(SimpleNamespace(app=self.app(MemoryStore())))
+        make_store(SimpleNamespace(app=self.app(Database(), idempotency_atomic=True)))
+        make_store(SimpleNamespace(app=self.app(MemoryStore())))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent.celery import autoretry
+from celery_idempotent.celery import running
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.protocol import atomic, runner
 from celery_idempotent.records import State
@@ -134,6 +134,6 @@ def test_the_task_itself_is_left_as_it_was(make):
     task.push_request(id="t1", args=(1,), kwargs={}, called_directly=False, is_eager=True)
     before = dict(vars(task))
     error = Collision()
-    assert autoretry.outcome(task, error) is error
+    assert running.late_outcome(task, error) is error
     task.pop_request()
     assert vars(task) == before

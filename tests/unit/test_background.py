@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import StoreUnavailable
-from celery_idempotent.protocol import backoff
 from celery_idempotent.protocol.background import Background
 from tests.support.waiting import wait_for
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from celery_idempotent import backoff
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import backoff
 from tests.unit.test_runner import FakeTime
 
 

@@ -54,7 +54,7 @@ def test_runs_and_replays_are_counted_by_task(store, counters):
 
 
 def test_the_heartbeat_writes_them(store, counters, monkeypatch):
-    monkeypatch.setattr(counters_module, "EVERY", 0.05)
+    monkeypatch.setattr(counters_module, "WRITE_EVERY", 0.05)
     heartbeat = Heartbeat()
     monkeypatch.setattr("celery_idempotent.protocol.runner.heartbeat", heartbeat)
     make_runner(store, lease_ms=300).execute(a_call(), lambda: 42)

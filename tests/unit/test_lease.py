@@ -97,7 +97,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that lingers no longer than a moment."""
     monkeypatch.setattr(lease, "LINGER", 0.1)
     monkeypatch.setattr(lease, "TICK", 0.05)
-    monkeypatch.setattr("celery_idempotent.protocol.counters.EVERY", 0.01)
+    monkeypatch.setattr("celery_idempotent.protocol.counters.WRITE_EVERY", 0.01)
 
 
 @pytest.fixture
@@ -480,7 +480,7 @@ class TestHeartbeat:
     def test_no_count_is_left_behind_however_often_it_ends(self, heartbeat, store, monkeypatch):
         monkeypatch.setattr(lease, "LINGER", 0.0)
         monkeypatch.setattr(lease, "TICK", 0.001)
-        monkeypatch.setattr("celery_idempotent.protocol.counters.EVERY", 0.0)
+        monkeypatch.setattr("celery_idempotent.protocol.counters.WRITE_EVERY", 0.0)
         for _ in range(300):
             counters.add(store, "t", "claimed")
             heartbeat.start()

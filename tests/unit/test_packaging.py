@@ -105,6 +105,7 @@ def test_the_page_on_the_package_index_leads_to_files_that_are_there():
     assert page.replace(files, "").split() == (ROOT / "README.md").read_text().split()
 
 
+@pytest.mark.wide
 def test_the_source_distribution_has_all_that_its_tests_read(tmp_path):
     pytest.importorskip("setuptools")
     names = ["celery_idempotent", "docs", "tests", "testproject", "benchmarks"]
@@ -199,6 +200,7 @@ sys.exit(f"{failed}" if failed else 0)
 """
 
 
+@pytest.mark.wide  # `make contracts` finds knots sooner
 def test_every_module_of_the_core_can_be_imported_alone(tmp_path):
     optional = {"django", "testing", "cli", "metrics"}
     paths = [path.relative_to(PACKAGE.parent).with_suffix("") for path in PACKAGE.rglob("*.py")]

@@ -15,7 +15,7 @@ from celery.schedules import crontab
 from celery.signals import task_prerun
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery.reaper import SWEEP, install, sweep
+from celery_idempotent.celery.reaper import SWEEP, install_sweep, sweep
 from celery_idempotent.errors import InvalidOption, StoreUnavailable
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.stores.memory import MemoryStore
@@ -360,7 +360,7 @@ def lambda_free() -> None: ...
 def test_installing_twice_is_installing_once():
     app = make_app()
     app.finalize()
-    install(app)
+    install_sweep(app)
     task = app.tasks[SWEEP]
-    install(app)
+    install_sweep(app)
     assert app.tasks[SWEEP] is task

@@ -22,17 +22,17 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.utils.dispatch import Signal
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.errors import (
     FingerprintMismatch,
     StoreMisconfigured,
     StoreUnavailable,
     TooManyCrashes,
 )
-from celery_idempotent.protocol import backoff, claiming, endings, lease, runner, telling
 from celery_idempotent.protocol import claim as claim_module
+from celery_idempotent.protocol import claiming, endings, lease, runner, telling
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
-from celery_idempotent.protocol.claiming import Asked, Claiming
+from celery_idempotent.protocol.claiming import ClaimAttempt, Claiming
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import (
@@ -1113,7 +1113,7 @@ class Rescue:
 def start(heartbeat: lease.Heartbeat) -> None:
     """Have the thread started, as the first claim of a process does."""
     record = claim(MemoryStore())
-    asked = Asked(Claimed(record), b"", time.monotonic(), None)
+    asked = ClaimAttempt(Claimed(record), b"", time.monotonic(), None)
     other = Claiming(Policy(), TextCodec(), MemoryStore).hold(record, asked)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)

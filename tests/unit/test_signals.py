@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from celery.utils.dispatch import Signal
 from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, signals
 from celery_idempotent.celery import reaper
 from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.signals import Event
 from celery_idempotent.stores.memory import MemoryStore
@@ -262,3 +264,28 @@ def hold(store: MemoryStore, key: str) -> Any:
 
 def test_the_store_of_the_app_is_the_one_of_the_setting(app, store):
     assert get_store(app) is store
+
+
+def test_a_line_has_fields_for_machines_which_name_no_argument_and_no_result(task, caplog):
+    caplog.set_level(logging.DEBUG, "celery_idempotent.protocol.telling")
+    task.apply(("o",), task_id="one").get()
+    task.apply(("o",), task_id="two").get()
+    fields = [
+        {name: value for name, value in vars(line).items() if name.startswith("idempotency_")}
+        for line in caplog.records
+    ]
+    same = {
+        "idempotency_task": "shop.charge",
+        "idempotency_namespace": "shop.charge",
+        "idempotency_key": "o",
+        "idempotency_scope": "",
+        "idempotency_attempt": 1,
+        "idempotency_crashes": 0,
+        "idempotency_who": worker_name(os.getpid()),
+    }
+    one, two = same | {"idempotency_task_id": "one"}, same | {"idempotency_task_id": "two"}
+    assert fields == [
+        one | {"idempotency_outcome": "claimed", "idempotency_state": "PROCESSING"},
+        one | {"idempotency_outcome": "settled", "idempotency_state": "COMPLETED"},
+        two | {"idempotency_outcome": "replayed", "idempotency_first_task_id": "one"},
+    ]

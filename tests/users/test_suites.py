@@ -59,9 +59,16 @@ def run(
     return run
 
 
-@pytest.mark.parametrize("suite", [DJANGO, PYTEST], ids=["manage.py", "pytest-django"])
 @pytest.mark.parametrize(
-    "vendor", ["postgresql", "sqlite", pytest.param("mariadb", marks=pytest.mark.wide)]
+    ("vendor", "suite"),
+    [
+        pytest.param("postgresql", PYTEST, id="postgresql-pytest-django"),
+        pytest.param("sqlite", DJANGO, id="sqlite-manage.py"),
+        pytest.param("postgresql", DJANGO, id="postgresql-manage.py", marks=pytest.mark.wide),
+        pytest.param("sqlite", PYTEST, id="sqlite-pytest-django", marks=pytest.mark.wide),
+        pytest.param("mariadb", DJANGO, id="mariadb-manage.py", marks=pytest.mark.wide),
+        pytest.param("mariadb", PYTEST, id="mariadb-pytest-django", marks=pytest.mark.wide),
+    ],
 )
 def test_a_suite_passes_and_its_records_end_with_each_test(run, vendor, suite):
     done = run(vendor, *suite)

@@ -14,7 +14,7 @@ from celery_idempotent.identity.keys import task_id_key
 from celery_idempotent.records import Identity
 from tests.support import sites
 from tests.support.ledger import Ledger
-from tests.support.sites import IMPATIENT, RABBITMQ, REDIS
+from tests.support.sites import IMPATIENT, RABBITMQ, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.watch import Copies, States
 from tests.support.workers import Worker
@@ -96,7 +96,7 @@ def open_site(
         yield open_site
 
 
-@pytest.fixture(scope="session", params=[REDIS, RABBITMQ])
+@pytest.fixture(scope="session", params=[REDIS, RABBITMQ_TOO])
 def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:

@@ -33,7 +33,7 @@ def _report(app: Celery) -> None:
         for look in (check_settings, check_store):  # first those that need no server
             for each in look(app):
                 said = f"{each.problem.rstrip('.')}. {each.hint}"
-                extra = {"finding": each.id}
+                extra = {"idempotency_finding": each.id}
                 logger.log(_LEVELS[each.level], "idempotency: %s %s", each.id, said, extra=extra)
     except Exception:
         logger.warning("idempotency: the checks themselves failed", exc_info=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from django.contrib.admin.models import CHANGE, DELETION, LogEntry
 from django.contrib.auth import get_user_model
@@ -26,7 +27,7 @@ _SHOWN = 20
 class Note:
     """Who does what to which key, and why: written down before it is done, so that nothing is done without a trace.
 
-    Should the process die in between, the note says that nobody knows how it ended.
+    If the process dies in between, the entry says that the outcome is unknown.
     """
 
     def __init__(self, begun: Begun, user_pk: int | str) -> None:
@@ -54,11 +55,21 @@ class Note:
 
     def withdraw(self) -> None:
         """Delete the note: nothing was done."""
-        self._entry.delete()
+        with self._no_matter_what():
+            self._entry.delete()
 
     def _end(self, message: str, trouble: str) -> None:
         self._entry.change_message = self._message(message, trouble)
-        self._entry.save(update_fields=["change_message"])
+        with self._no_matter_what():
+            self._entry.save(update_fields=["change_message"])
+
+    @contextlib.contextmanager
+    def _no_matter_what(self) -> Iterator[None]:
+        """Let what was done be done: without its end the note says that nobody knows it."""
+        try:
+            yield
+        except DatabaseError as error:
+            logger.warning("idempotency: the admin's log does not have how it ended: %s", error)
 
     def _message(self, message: str, trouble: str = "") -> str:
         if self._forced:

@@ -16,7 +16,7 @@ from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm
 from celery_idempotent.django.admin.listing import PER_PAGE
 from celery_idempotent.django.admin.operating import Mark, OperationPages, PlanLine
-from celery_idempotent.django.admin.wording import OUTCOMES, WORDINGS, Verdict
+from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.stores import get_store
@@ -46,7 +46,7 @@ class BulkPages(OperationPages):
         query, post = request.GET.urlencode(), request.POST
         back = self.address("changelist") + (f"?{query}" if query else "")
         if request.method == "GET":
-            return HttpResponseRedirect(back)  # somebody who had to log in first
+            return HttpResponseRedirect(back)  # after a login in between
         operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
         if operation is None:
             return _back_with(request, back, "No action selected. Nothing was done.")
@@ -118,7 +118,7 @@ class BulkPages(OperationPages):
         if monotonic() > give_up:
             return self.line(mark, "untried", "Not tried: those before it took too long.")
         try:
-            ending = OUTCOMES[self.carry_out(request, operation, mark, reason=reason, force=force)]
+            ending = ENDINGS[self.carry_out(request, operation, mark, reason=reason, force=force)]
         except IdempotencyError as error:
             logger.warning("idempotency: %s of %s failed: %s", operation, mark.identity, error)
             return self.line(mark, "failed", f"It may have been done, or not: {error}")

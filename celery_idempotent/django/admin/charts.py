@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 from celery_idempotent.records import Counted
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 #: What is drawn, from below, and the outcomes that it adds up. ``settled`` and ``released`` end what ``claimed`` began.
 SERIES: Mapping[str, tuple[str, ...]] = {
@@ -93,7 +91,7 @@ def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) ->
     highest = max(sum(column.values()) for column in columns)
     rows, bars = [], []
     for n, column in enumerate(columns):
-        at = _EPOCH + timedelta(hours=first + n * step)
+        at = datetime.fromtimestamp((first + n * step) * 3600, tz=timezone.utc)
         rows.append(ChartRow(at=at, counts=tuple(column[series] for series in SERIES)))
         bottom = float(HEIGHT)
         for series in SERIES:

@@ -1,4 +1,4 @@
-"""The dashboard: how many records need somebody, what happened to tasks, whether sweeps run, how the store is."""
+"""The dashboard: records that need attention, outcomes by task, whether sweeps run, the state of the store."""
 
 from __future__ import annotations
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 from celery_idempotent.celery.operations import Operation, is_live, offered
 from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores.refusals import KEPT
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Something that happened to a record, or will; without ``at`` where nobody kept the time.
+    """Something that happened to a record, or will; without ``at`` where the time was not recorded.
 
     ``task_id`` is who it happened to, where that is not the record's own task.
     """
@@ -57,7 +55,7 @@ class Detail:
 
 def detail(record: Record, now_ms: int) -> Detail:
     """Return what there is to say about a record at ``now_ms`` of the store's clock."""
-    # A host name has no colon but in IPv6. What follows the pid tells machines of one name apart, for machines.
+    # A host name has no colon but in IPv6. What follows the pid is a random id of the process.
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
     return Detail(
         record=record,
@@ -71,7 +69,7 @@ def detail(record: Record, now_ms: int) -> Detail:
         timeline=_timeline(record, now_ms),
         unknown=_not_recorded(record),
         steps=[(name, len(stored.body)) for name, stored in record.steps],
-        now=_EPOCH + timedelta(milliseconds=now_ms),
+        now=datetime.fromtimestamp(now_ms / 1000, tz=timezone.utc),
     )
 
 
@@ -123,26 +121,28 @@ def _began(record: Record) -> str:
 
 
 def _between(record: Record) -> list[Moment]:
-    """Return what happened between the first claim and the present state, at times that nobody kept."""
+    """Return what happened between the first claim and the present state, at times that were not recorded."""
     earlier = record.attempts - (record.state is State.PROCESSING)
     shown = 1 if record.state is State.INTERRUPTED else 0
     moments = []
     if earlier > 1 or (earlier == 1 and record.state is State.PROCESSING):
         before = " before" if record.state is State.PROCESSING else ""
-        moments.append(Moment(what=f"Claimed {_times(earlier)}{before}"))
+        moments.append(Moment(what=f"Claimed {_recorded_times(earlier)}{before}"))
     if record.crashes > shown:
         before = " before" if shown else ""
-        moments.append(Moment(what=f"Lost to a crash {_times(record.crashes - shown)}{before}"))
+        moments.append(
+            Moment(what=f"Lost to a crash {_recorded_times(record.crashes - shown)}{before}")
+        )
     return moments
 
 
-def _times(count: int) -> str:
+def _recorded_times(count: int) -> str:
     # Redis counts in one byte.
     return {1: "once", 255: "255 times or more"}.get(count, f"{count} times")
 
 
 def _not_recorded(record: Record) -> str:
-    """Say what the timeline cannot tell."""
+    """Return what the timeline does not show."""
     missing = ["replays", "renewals", "sweeps that left it alone"]
     if record.attempts > 1 or record.crashes:
         missing.insert(0, "when earlier attempts began and ended")

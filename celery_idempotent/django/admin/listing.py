@@ -24,7 +24,7 @@ SEARCHED = 30
 class Listing:
     """A page of records. ``cursor`` asks for the next one; ``looked_at`` keys were seen since the list began.
 
-    ``unsearched``: of so many tasks nobody asked whether they have the key. ``cut``: there were too many unfinished
+    ``unsearched``: so many tasks were not searched for the key. ``cut``: there were too many unfinished
     and failed records to look at each of them for a task id.
     """
 

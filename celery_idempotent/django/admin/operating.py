@@ -25,7 +25,7 @@ from celery_idempotent.celery.operations import (
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
-from celery_idempotent.django.admin.wording import OUTCOMES, WORDINGS, Verdict
+from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
@@ -116,7 +116,7 @@ class OperationPages(Pages):
         outcome = self.carry_out(
             request, operation, mark, reason=given["reason"], force=given.get("force", False)
         )
-        ending = OUTCOMES[outcome]
+        ending = ENDINGS[outcome]
         text = ending.message.format(done=wording.done, identity=identity)
         messages.add_message(request, ending.level, text)
         return HttpResponseRedirect(back)

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.backends.base import Backend
 
+#: What a result backend knows of a task.
+Meta = dict[str, Any]
+
 logger = logging.getLogger(__name__)
 
 #: How long a page waits for the result backend, in seconds. Its own limits are for workers: Celery lets Redis take two
 #: minutes, and tries again twenty times.
-PATIENCE = 3.0
+BACKEND_PATIENCE = 3.0
 
 #: So many questions may be without an answer at a time: each has a thread until the backend's own limits end it.
 _asking = threading.BoundedSemaphore(4)
@@ -45,9 +48,11 @@ def result_of(app: Celery, task_id: str, *, may_see: bool) -> BackendResult:
     except (NotImplementedError, AttributeError):
         return BackendResult(trouble="This app keeps no results.")
     except NotYet:
-        logger.warning("idempotency: the result backend does not answer within %s s", PATIENCE)
+        logger.warning(
+            "idempotency: the result backend does not answer within %s s", BACKEND_PATIENCE
+        )
         return BackendResult(
-            trouble=f"The result backend does not answer within {PATIENCE:g} seconds."
+            trouble=f"The result backend does not answer within {BACKEND_PATIENCE:g} seconds."
         )
     except Exception as error:
         logger.warning("idempotency: the result backend does not answer", exc_info=True)
@@ -59,11 +64,11 @@ def result_of(app: Celery, task_id: str, *, may_see: bool) -> BackendResult:
     return BackendResult(state=state, done=meta.get("date_done"), value=value)
 
 
-def _meta(backend: Backend, task_id: str) -> dict[str, Any]:
+def _meta(backend: Backend, task_id: str) -> Meta:
     """Ask in a thread of its own: whatever the backend is, a page does not hang because it does."""
     if not _asking.acquire(blocking=False):
         raise NotYet
-    answer: Future[dict[str, Any]] = Future()
+    answer: Future[Meta] = Future()
 
     def ask() -> None:
         try:
@@ -79,4 +84,4 @@ def _meta(backend: Backend, task_id: str) -> dict[str, Any]:
     except BaseException:
         _asking.release()
         raise
-    return answer.result(PATIENCE)
+    return answer.result(BACKEND_PATIENCE)

@@ -71,7 +71,7 @@ class IdempotencyRecordAdmin(BulkPages):
     ) -> HttpResponse:
         """Show the list of records."""
         app = celery_app()
-        store, tasks = get_store(app), _namespaces(app)
+        store, tasks = get_store(app), _known_namespaces(app)
         form = FilterForm(request.GET)
         listing, rows, more = None, [], ""
         if form.is_valid():
@@ -218,7 +218,7 @@ class IdempotencyRecordAdmin(BulkPages):
         return super().render(request, page, {**ways, **context}, status=status)
 
 
-def _namespaces(app: Celery) -> list[str]:
+def _known_namespaces(app: Celery) -> list[str]:
     """Return what keys may be for: views, of which there are few, and tasks."""
     return list(dict.fromkeys([*view_namespaces(), *namespaces(app)]))
 

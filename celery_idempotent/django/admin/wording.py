@@ -71,7 +71,7 @@ class Ending:
     message: str
 
 
-OUTCOMES: Mapping[Outcome, Ending] = MappingProxyType(
+ENDINGS: Mapping[Outcome, Ending] = MappingProxyType(
     {
         Outcome.DONE: Ending(
             verdict="done",

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def object_permissions(request: HttpRequest, *_: object, **__: object) -> bool:
     """Ask what a view of Django REST framework about one object asks: its ``get_object()``.
 
-    For ``@idempotent_view(authorize=object_permissions)``: whoever is not given the object by ``get_queryset()`` any
-    more, or is refused by a ``has_object_permission()``, gets the framework's 404 or 403. An action of a router that
-    is about no object (``create``) has nothing to ask.
+    For ``@idempotent_view(authorize=object_permissions)``: a caller who no longer gets the object from
+    ``get_queryset()``, or is refused by a ``has_object_permission()``, gets the framework's 404 or 403. An action of a
+    router that is about no object (``create``) has nothing to ask.
 
     Raises:
         InvalidOption: for a view that has no ``get_object()``.

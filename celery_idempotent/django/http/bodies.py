@@ -62,7 +62,7 @@ def receive(request: HttpRequest, options: HttpOptions, *, parsed: bool = False)
             raise _broken_off()
 
 
-def too_large() -> RequestRefused:
+def body_too_large() -> RequestRefused:
     """Return what is said of a request over one of Django's own limits, for which Django itself has a page."""
     return RequestRefused("request_too_large", "It is larger than this service reads.")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.db import connections
 
-from celery_idempotent.django.http.bodies import TOO_LARGE, receive, too_large
+from celery_idempotent.django.http.bodies import TOO_LARGE, body_too_large, receive
 from celery_idempotent.django.http.ending import to_the_end
 from celery_idempotent.django.http.guards import Guarded
 from celery_idempotent.django.http.headers import read_key
@@ -33,8 +33,12 @@ ViewFunction = Callable[..., Any]
 View = TypeVar("View", bound=ViewFunction)
 
 
-def idempotent_view(view: ViewFunction | None = None, /, **options: object) -> Any:
-    """Let a view take effect once for each ``Idempotency-Key`` of a caller; whoever asks again gets the first answer.
+@overload
+def idempotent_view(view: View, /, **options: object) -> View: ...
+@overload
+def idempotent_view(view: None = None, /, **options: object) -> Callable[[View], View]: ...
+def idempotent_view(view: ViewFunction | None = None, /, **options: object) -> object:
+    """Let a view take effect once for each ``Idempotency-Key`` of a caller; a repetition gets the first answer.
 
     ``@idempotent_view`` or ``@idempotent_view(required=False, ...)``, over a view function, a coroutine, a class-based
     view, an ``APIView`` or ``ViewSet`` of Django REST framework, or one of their methods. See
@@ -46,7 +50,11 @@ def idempotent_view(view: ViewFunction | None = None, /, **options: object) -> A
     return _decorator(view, options, guards=True)
 
 
-def keyed_view(view: ViewFunction | None = None, /, **options: object) -> Any:
+@overload
+def keyed_view(view: View, /, **options: object) -> View: ...
+@overload
+def keyed_view(view: None = None, /, **options: object) -> Callable[[View], View]: ...
+def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object:
     """Check the ``Idempotency-Key`` of a view that hands it to :func:`~celery_idempotent.django.http.enqueue`.
 
     A missing or malformed key is refused before anything else is looked at. Used as :func:`idempotent_view`, with the
@@ -252,7 +260,7 @@ def _too_large(request: HttpRequest, options: HttpOptions, error: Exception) -> 
     if request.method not in options.methods:
         raise error
     roll_back_requests()
-    return too_large().response(options.docs_url)
+    return body_too_large().response(options.docs_url)
 
 
 def _rest_view(seen: HttpRequest) -> Any:

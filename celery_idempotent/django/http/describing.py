@@ -38,7 +38,7 @@ _CODES: Final[dict[type[IdempotencyError], str]] = {
 _OWN: Final = {each.__name__: each for each in _CODES}
 
 
-_JSON: Final = Serializer()
+_SERIALIZER: Final = Serializer()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def describe(
         described["retryable"] = True
     if state is State.COMPLETED:
         described |= result
-    if state is State.FAILED:
+    if state.raises:
         failure = failure_of(record, task, options)
         described |= {
             "error": {**failure.error, "code": failure.code, "detail": failure.detail},
@@ -113,7 +113,7 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
     found: object = None
     if record.value is not None:
         with contextlib.suppress(IdempotencyError):
-            found = _JSON.load(record.value)
+            found = _SERIALIZER.load(record.value)
     parts = found if isinstance(found, dict) else {}
     kind, message = _sendable(parts.get("exc_type", "")), _sendable(parts.get("exc_message", ""))
     return (_OWN[kind](message) if kind in _OWN else None), kind, message
@@ -130,7 +130,7 @@ def _sendable(value: object) -> str:
 def _result_of(
     record: Record, task: IdempotentTask | None, options: HttpOptions
 ) -> tuple[dict[str, object], State]:
-    """Return the members about the result, and the state: who replaced the task may still be at it.
+    """Return the members about the result, and the state: the task that replaced this one may still run.
 
     Raises:
         RequestRefused: ``result_unavailable``, if the result backend does not answer.
@@ -145,7 +145,7 @@ def _result_of(
     try:
         if record.value is not None and not record.replaced:
             return _if_json({"result": definition.codec.load_value(record.value)}), record.state
-        outcome: Any = task.AsyncResult(record.task_id)
+        outcome = task.AsyncResult(record.task_id)
         if outcome.state == "SUCCESS":
             return _if_json({"result": outcome.result}), record.state
         if record.replaced and not outcome.ready():
@@ -166,7 +166,7 @@ def _result_of(
     return {"result_kept": False}, record.state
 
 
-def _response_of(record: Record) -> dict[str, Any]:
+def _response_of(record: Record) -> dict[str, object]:
     assert record.value is not None
     try:
         response = read_response(record.value)
@@ -183,7 +183,7 @@ def _response_of(record: Record) -> dict[str, Any]:
     return _if_json({"result": described})
 
 
-def _if_json(members: dict[str, object]) -> dict[str, Any]:
+def _if_json(members: dict[str, object]) -> dict[str, object]:
     """Return the members if JSON can say them."""
     try:
         json.dumps(members, cls=DjangoJSONEncoder)

@@ -26,7 +26,7 @@ from celery_idempotent.identity.fingerprints import (
 if TYPE_CHECKING:
     from django.core.files.uploadedfile import UploadedFile
 
-#: So many digits, times ten to the power of up to so much, a float tells apart.
+#: A float distinguishes numbers of so many digits, times ten to the power of up to so much.
 _FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
 
 _FORM = "application/x-www-form-urlencoded"
@@ -79,7 +79,7 @@ def _body(request: HttpRequest) -> str:
         raw = request.body
         if content_type == _FORM:
             data = QueryDict(raw, encoding=request.encoding or "utf-8")
-            return f"form {_fields(data)}"
+            return f"form {_form_fields(data)}"
     except (MultiPartParserError, UnicodeError) as error:
         raise RequestRefused("body_unreadable", "The form in it is malformed.") from error
     if content_type == "application/json" or content_type.endswith("+json"):
@@ -106,7 +106,7 @@ def _json(raw: bytes) -> str | None:
 
 
 def _number(text: str) -> float | Written:
-    """Return a number of JSON as what tells it from any other: as a float, unless it has more digits than that.
+    """Return a JSON number in a form that differs from that of every other: a float, unless it has more digits.
 
     Numbers of up to 15 digits are as many floats. ``0.1``, ``0.10`` and ``1e-1`` are one number.
     """
@@ -122,7 +122,7 @@ def _number(text: str) -> float | Written:
     return Written(f"{'-' if text.startswith('-') else ''}{digits}e{power}")
 
 
-def _fields(data: QueryDict) -> str:
+def _form_fields(data: QueryDict) -> str:
     return form(dict(data.lists()))
 
 
@@ -140,7 +140,7 @@ def _multipart(request: HttpRequest) -> str:
     hashed: Mapping[str, list[str]] = {
         name: [_file(file) for file in many] for name, many in files.lists()
     }
-    return f"multipart {_fields(data)} {form(hashed)}"
+    return f"multipart {_form_fields(data)} {form(hashed)}"
 
 
 def _file(file: UploadedFile) -> str:

@@ -40,7 +40,7 @@ def read_key(request: HttpRequest, *, strict: bool, required: bool = False) -> s
 
     Raises:
         RequestRefused: ``idempotency_key_missing``; ``idempotency_key_invalid``, if the header is malformed, empty,
-            doubled or too long. Its text tells what is wrong and never repeats the value.
+            doubled or too long. Its text says what is wrong and never repeats the value.
     """
     raw = request.META.get(_META)
     if raw is None and required:

@@ -13,8 +13,7 @@ from drf_spectacular.utils import OpenApiParameter
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.rest import StatusView
 from celery_idempotent.django.http.views import Marks, marks_of
-
-__all__ = ["AutoSchema", "IdempotencySchemaMixin"]
+from celery_idempotent.records import State
 
 _PROBLEM: Final[dict[str, object]] = {
     "type": "object",
@@ -41,7 +40,7 @@ _STATUS: Final[dict[str, object]] = {
         "key": {"type": "string"},
         "state": {
             "type": "string",
-            "enum": ["QUEUED", "PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED"],
+            "enum": [state.name for state in State],
         },
         "settled": {"type": "boolean"},
         "created_at": {"type": "string", "format": "date-time"},
@@ -65,7 +64,7 @@ _STATUS: Final[dict[str, object]] = {
 }
 #: What every key may be; one that is no number may have two characters more.
 _PATTERN: Final = r'^"([ !#-\[\]-~]|\\["\\]){1,253}"$'
-_BARE: Final = r"^[!#-+\--:<-\[\]-~]{1,253}$"
+_BARE_PATTERN: Final = r"^[!#-+\--:<-\[\]-~]{1,253}$"
 _REFUSALS: Final = {
     400: "The Idempotency-Key header is missing or malformed, or the body is not valid or not whole.",
     409: "A request with this key is in progress; see Retry-After.",
@@ -135,7 +134,10 @@ class AutoSchema(IdempotencySchemaMixin, SpectacularSchema):
 def _header(options: HttpOptions) -> OpenApiParameter:
     return OpenApiParameter(
         "Idempotency-Key",
-        type={"type": "string", "pattern": _PATTERN if options.strict else f"{_PATTERN}|{_BARE}"},
+        type={
+            "type": "string",
+            "pattern": _PATTERN if options.strict else f"{_PATTERN}|{_BARE_PATTERN}",
+        },
         location=OpenApiParameter.HEADER,
         required=options.required,
         description=(

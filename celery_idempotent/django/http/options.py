@@ -31,19 +31,8 @@ from celery_idempotent.protocol.policy import Policy
 if TYPE_CHECKING:
     from django.http import HttpResponseBase
 
-__all__ = [
-    "KEPT_ATTRIBUTES",
-    "KEPT_HEADERS",
-    "NEVER_KEPT",
-    "SETTING",
-    "Check",
-    "HttpOptions",
-    "http_options",
-    "refuse_idle",
-]
-
 #: The one setting: a dict with any of the options of :class:`HttpOptions`.
-SETTING: Final = "IDEMPOTENCY_HTTP"
+HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
 
 #: Headers of a response that are kept for its replays; ``headers`` adds to them.
 KEPT_HEADERS: Final = (
@@ -120,7 +109,7 @@ _amount = fitting(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
     "takes a number from 0",
 )
-_namespace = fitting(
+_namespace_text = fitting(
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARS,
     f"is 1 to {MAX_CHARS} printable characters",
 )
@@ -169,13 +158,13 @@ _headers = _items(
     lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
     f"takes names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
 )
-_attributes = _items(
+_attribute_names = _items(
     lambda item: (
         isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
     ),
     "takes names of attributes that are not a response's own",
 )
-_names = _items(
+_task_names = _items(
     lambda item: isinstance(item, str),
     "takes names of tasks, or what else is their idempotency_namespace",
 )
@@ -197,7 +186,7 @@ class HttpOptions(Guarding):
     anonymous: Anonymous = option("refuse", one_of(Anonymous), views=_BOTH)
     required: bool = option(True, flag, views=_BOTH)
     strict: bool = option(False, flag, views=_BOTH)
-    namespace: str = option("http", _namespace)
+    namespace: str = option("http", _namespace_text)
     methods: tuple[str, ...] = option(
         ("POST", "PUT", "PATCH", "DELETE"), _unsafe_methods, views=_BOTH
     )
@@ -208,7 +197,7 @@ class HttpOptions(Guarding):
     on_pending: OnPending = option("accept", one_of(OnPending), views="keyed")
     retry_after: float = option(1, _amount, views=_BOTH)
     headers: tuple[str, ...] = option((), _headers)
-    attributes: tuple[str, ...] = option((), _attributes)
+    attributes: tuple[str, ...] = option((), _attribute_names)
     unstored: tuple[int, ...] = option(
         (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429), _statuses
     )
@@ -217,7 +206,7 @@ class HttpOptions(Guarding):
     show_errors: ShowErrors = option("permanent", one_of(ShowErrors), views="keyed")
     docs_url: str | None = option(None, optional(_a_text), views=_BOTH)
     app: str | None = option(None, optional(_a_text))
-    namespaces: tuple[str, ...] | None = option(None, optional(_names), views="")
+    namespaces: tuple[str, ...] | None = option(None, optional(_task_names), views="")
 
     @property
     def policy(self) -> Policy:
@@ -230,7 +219,7 @@ class HttpOptions(Guarding):
         )
 
     def shows(self, namespace: str) -> bool:
-        """Does the status resource tell of keys of this namespace?"""
+        """Does the status resource show keys of this namespace?"""
         return self.namespaces is None or namespace in self.namespaces
 
     def is_stored(self, status: int) -> bool:
@@ -244,11 +233,11 @@ def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
     Raises:
         InvalidOption: for an unknown name or a bad value, saying what is allowed.
     """
-    setting = getattr(settings, SETTING, None) or {}
+    setting = getattr(settings, HTTP_SETTING, None) or {}
     if not isinstance(setting, Mapping):
-        raise InvalidOption(f"the setting {SETTING} is a dict of options.")
+        raise InvalidOption(f"the setting {HTTP_SETTING} is a dict of options.")
     return read_table(
-        HttpOptions, [(f"the setting {SETTING}", setting), ("this view", given or {})]
+        HttpOptions, [(f"the setting {HTTP_SETTING}", setting), ("this view", given or {})]
     )
 
 
@@ -261,7 +250,7 @@ def refuse_idle(given: Mapping[str, object], kind: Literal["idempotent", "keyed"
     table = table_of(HttpOptions)
     if "namespaces" in given:
         raise InvalidOption(
-            f"namespaces is for the status resource, which all views share: put it into {SETTING}."
+            f"namespaces is for the status resource, which all views share: put it into {HTTP_SETTING}."
         )
     idle = [name for name in given if name in table and kind not in table[name].metadata["views"]]
     if idle:

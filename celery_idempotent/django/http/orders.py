@@ -42,7 +42,7 @@ _CHOSEN_HERE = ("task_id", "idempotency_key", "idempotency_scope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class TaskOrder:
     """What is to be done, and how to say so.
 
     ``publish`` are options of ``apply_async``; ``url``: where the caller finds the status, if anywhere.
@@ -131,7 +131,7 @@ def read_order(
     using: str | None,
     publish: Options,
     options: HttpOptions,
-) -> Order | None:
+) -> TaskOrder | None:
     """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.
 
     Raises:
@@ -157,7 +157,7 @@ def read_order(
         return None
     namespace = definition.identifier.namespace
     identity = http_identity(namespace, scope, key)
-    return Order(
+    return TaskOrder(
         task=task,
         definition=definition,
         args=args,

@@ -25,7 +25,7 @@ def for_people(request: HttpRequest) -> bool:
 
 
 def status_page(request: HttpRequest, described: dict[str, object], *, every: int) -> HttpResponse:
-    """Show what the resource tells; the page asks again each ``every`` seconds until it is settled."""
+    """Show what the resource says; the page asks again each ``every`` seconds until it is settled."""
     result = described.get("result")
     shown = "" if result is None else _laid_out(result)
     context = {

@@ -25,15 +25,14 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import transaction
 from django.http import HttpResponse, JsonResponse
 
-from celery_idempotent import signals
+from celery_idempotent import backoff, signals
 from celery_idempotent.django.http import reservations
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.orders import Order, read_order
+from celery_idempotent.django.http.orders import TaskOrder, read_order
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
-from celery_idempotent.protocol import backoff
 from celery_idempotent.records import (
     Held,
     Mismatched,
@@ -63,7 +62,7 @@ def enqueue(
 
     Args:
         request: the request; its ``Idempotency-Key`` is the task's key.
-        task: an ``IdempotentTask``. Its fingerprint of the arguments tells another request with the same key.
+        task: an ``IdempotentTask``. Its fingerprint of the arguments detects another request with the same key.
         args: for the task.
         kwargs: for the task.
         scope: whose key it is: a value, or a function of the request; by default the caller.
@@ -115,7 +114,7 @@ def _refuse_event_loop() -> None:
     )
 
 
-def _claim(order: Order, *, in_transaction: bool) -> Reserved | Held | Settled:
+def _claim(order: TaskOrder, *, in_transaction: bool) -> Reserved | Held | Settled:
     """Reserve the key, or find the first request's record.
 
     The store is asked again while its answer may still change: the first request has not committed its reservation yet,
@@ -152,7 +151,7 @@ def _claim(order: Order, *, in_transaction: bool) -> Reserved | Held | Settled:
 
 
 def _answer(
-    order: Order, found: Reserved | Held | Settled, *, in_transaction: bool
+    order: TaskOrder, found: Reserved | Held | Settled, *, in_transaction: bool
 ) -> HttpResponse:
     """Queue what was reserved, or answer from the record of the first request."""
     match found:
@@ -161,7 +160,7 @@ def _answer(
             return _status_of(order, record, replayed=False)
         case Held(record, _) if order.options.on_pending == "refuse":
             raise _in_progress(order, record, "Ask its status resource, or again later.")
-        case Settled(record, _) if record.state is State.FAILED:
+        case Settled(record, _) if record.state.raises:
             order.report(signals.replayed, record)
             failure = failure_of(record, order.task, order.options)
             answer = problem(
@@ -179,7 +178,7 @@ def _answer(
             return _status_of(order, found.record, replayed=True)
 
 
-def _may_be_rolled_back(order: Order, record: Record) -> bool:
+def _may_be_rolled_back(order: TaskOrder, record: Record) -> bool:
     """Is this the reservation of a transaction that is still open, for whose end this request waits?"""
     return (
         order.options.on_pending == "accept"
@@ -188,12 +187,12 @@ def _may_be_rolled_back(order: Order, record: Record) -> bool:
     )
 
 
-def _is_retryable(order: Order, record: Record) -> bool:
-    failed = record.state is State.FAILED
+def _is_retryable(order: TaskOrder, record: Record) -> bool:
+    failed = record.state.raises
     return failed and failure_of(record, order.task, order.options).retryable
 
 
-def _in_progress(order: Order, record: Record, advice: str) -> RequestRefused:
+def _in_progress(order: TaskOrder, record: Record, advice: str) -> RequestRefused:
     order.report(signals.conflicted, record)
     return RequestRefused(
         "request_in_progress",
@@ -202,7 +201,7 @@ def _in_progress(order: Order, record: Record, advice: str) -> RequestRefused:
     )
 
 
-def _status_of(order: Order, record: Record, *, replayed: bool) -> HttpResponse:
+def _status_of(order: TaskOrder, record: Record, *, replayed: bool) -> HttpResponse:
     """Return the answer about an operation that did not fail: 200 once it is done, 202 while it is not."""
     described = describe(record, key=order.key, task=order.task, options=order.options)
     status = 200 if described["settled"] else 202

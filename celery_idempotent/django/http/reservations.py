@@ -22,10 +22,10 @@ from typing import TypeVar
 from django.db import DatabaseError, transaction
 from kombu.exceptions import OperationalError
 
-from celery_idempotent import signals
-from celery_idempotent.django.http.orders import Order
+from celery_idempotent import backoff, signals
+from celery_idempotent.django.http.orders import TaskOrder
 from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.protocol import backoff, key_change
+from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS
 from celery_idempotent.protocol.telling import Line
 from celery_idempotent.records import Record, Reservation, State
@@ -50,7 +50,7 @@ _FORGOTTEN = Line(
 )
 
 
-def reserve_key(order: Order, task_id: str, *, promised: bool) -> Reservation:
+def reserve_key(order: TaskOrder, task_id: str, *, promised: bool) -> Reservation:
     """Reserve the key; ``promised``: with its message, which a sweep sends should this process die.
 
     Raises:
@@ -71,7 +71,7 @@ def reserve_key(order: Order, task_id: str, *, promised: bool) -> Reservation:
     )
 
 
-def forget_failure(order: Order, record: Record) -> None:
+def forget_failure(order: TaskOrder, record: Record) -> None:
     """Delete a FAILED record that the request tries again; the record of a later attempt stays."""
     identity = record.identity
     if _patiently(
@@ -80,7 +80,7 @@ def forget_failure(order: Order, record: Record) -> None:
         order.report(signals.forgotten, record, line=_FORGOTTEN)
 
 
-def _patiently(order: Order, verb: Callable[[], T]) -> T:
+def _patiently(order: TaskOrder, verb: Callable[[], T]) -> T:
     """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost."""
     try:
         return backoff.persist(verb, until=time.monotonic() + REQUEST_PATIENCE)
@@ -93,7 +93,7 @@ def _patiently(order: Order, verb: Callable[[], T]) -> T:
         ) from error
 
 
-def queue_message(order: Order, record: Record, *, in_transaction: bool) -> None:
+def queue_message(order: TaskOrder, record: Record, *, in_transaction: bool) -> None:
     """Send the message, now or after the COMMIT.
 
     Raises:
@@ -120,7 +120,7 @@ def queue_message(order: Order, record: Record, *, in_transaction: bool) -> None
         ) from error
 
 
-def _stage_message(order: Order, record: Record) -> None:
+def _stage_message(order: TaskOrder, record: Record) -> None:
     transaction.on_commit(_AtCommit(order, record), using=order.using)
     if order.outbox is not None:
         order.stage(record.task_id, order.outbox)
@@ -133,7 +133,7 @@ class _AtCommit:
     this object is garbage that was never called. If the process dies before either, the deadline passes in seconds.
     """
 
-    def __init__(self, order: Order, record: Record) -> None:
+    def __init__(self, order: TaskOrder, record: Record) -> None:
         self._order = order
         self._record = record
         # In a thread of its own: the connection of this one is in the middle of the rollback.
@@ -164,7 +164,7 @@ class _AtCommit:
                 _free_key(order, record)
 
 
-def _free_key(order: Order, record: Record) -> None:
+def _free_key(order: TaskOrder, record: Record) -> None:
     try:
         key_change.give_back(order.store, order.identified, record)
     except STORE_ERRORS as trouble:

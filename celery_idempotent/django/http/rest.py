@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from rest_framework.renderers import BaseRenderer
     from rest_framework.request import Request
 
-__all__ = ["StatusView"]
-
 
 class _Ours(BaseContentNegotiation):
     """The resource itself looks at ``Accept``: a page is no renderer's work."""

@@ -1,4 +1,4 @@
-"""Whose key it is, and so which record's: the caller's, always, so that nobody meets the keys of somebody else."""
+"""The scope of a request's key: always the caller, so that no caller sees a record of another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def user_scope(user: object) -> tuple[object, ...]:
     customer, a machine) has their class in it, so that customer 5 is not user 5.
 
     Raises:
-        InvalidKey: if nothing tells this user from others, as with one that was never saved.
+        InvalidKey: if the user has no primary key, as one that was never saved.
     """
     kind: tuple[str, ...] = ()
     model = _user_model()
@@ -68,7 +68,7 @@ def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
     """Return the scope of the caller's keys.
 
     Raises:
-        RequestRefused: ``caller_unknown``, if there is nobody whose they could be. All the world in one scope would
+        RequestRefused: ``caller_unknown``, if the request has no known caller. All callers in one scope would
             hand one visitor the answers of another.
     """
     if options.scope is not None:

@@ -70,7 +70,7 @@ def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
 
 
 def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
-    """Answer a request for a status; ``request`` may be one of Django REST framework, which knows who asks."""
+    """Answer a request for a status; ``request`` may be one of Django REST framework, with its own user."""
     options = http_options()
     options = replace(options, show_errors=least_shown(options.show_errors))
     plain: HttpRequest = getattr(request, "_request", request)
@@ -135,6 +135,6 @@ def _look_up(
             "store_unavailable", "Ask again later.", retry_after=options.retry_after
         ) from error
     if record is None:
-        # The same words for a key that never was, is forgotten, or is somebody else's.
+        # The same answer for a key that never existed, was forgotten, or belongs to another caller.
         raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
     return describe(record, key=key, task=find_task(app, namespace, load=True), options=options)

@@ -42,14 +42,14 @@ def atomic_requests(without: frozenset[str]) -> Iterator[None]:
 
 
 def roll_back_requests() -> None:
-    """See to it that nothing is committed by a request whose exception is made an answer."""
+    """Roll back the transactions of a request whose exception becomes an answer."""
     for alias in atomic_aliases(frozenset()):
         if connections[alias].in_atomic_block:
             transaction.set_rollback(True, using=alias)
 
 
 def refuse_open_transactions() -> None:
-    """See to it that a record is settled after the COMMIT.
+    """Refuse to run inside a transaction: a record is settled after the COMMIT.
 
     Raises:
         ImproperlyConfigured: if there is a transaction around the guard.

@@ -12,8 +12,6 @@ from django.apps import apps
 from django.http import Http404, HttpRequest, HttpResponseBase
 from django.urls import path, re_path
 
-__all__ = ["app_name", "urlpatterns"]
-
 app_name = "celery_idempotent_http"
 
 

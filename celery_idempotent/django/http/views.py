@@ -7,13 +7,18 @@ import threading
 from django.core.signals import setting_changed
 
 from celery_idempotent.django.http.guards import Guard
-from celery_idempotent.django.http.options import SETTING, HttpOptions, ShowErrors, http_options
+from celery_idempotent.django.http.options import (
+    HTTP_SETTING,
+    HttpOptions,
+    ShowErrors,
+    http_options,
+)
 
 #: The namespaces of guarded views, as the views were given them; ``None``: what the setting says.
-_namespaces: set[str | None] = set()
+_guarded_namespaces: set[str | None] = set()
 
 #: What views say about the errors of their tasks, from the least to the most.
-_SHOWN: tuple[ShowErrors, ...] = ("none", "permanent", "all")
+_LEAST_FIRST: tuple[ShowErrors, ...] = ("none", "permanent", "all")
 _shown: set[ShowErrors] = set()
 
 
@@ -31,11 +36,11 @@ class Marks:
         if "show_errors" in given:
             _shown.add(options.show_errors)
         if guards:
-            _namespaces.add(options.namespace if "namespace" in given else None)
+            _guarded_namespaces.add(options.namespace if "namespace" in given else None)
         setting_changed.connect(self._forget)
 
     def _forget(self, *, setting: str = "", **_: object) -> None:
-        if setting == SETTING:
+        if setting == HTTP_SETTING:
             self._guard = None
 
     @property
@@ -61,9 +66,9 @@ def marks_of(view: object) -> Marks | None:
 
 def view_namespaces() -> list[str]:
     """Return the namespaces of all views that were guarded so far; none in a project that guards none."""
-    return sorted({name or http_options().namespace for name in _namespaces})
+    return sorted({name or http_options().namespace for name in _guarded_namespaces})
 
 
 def least_shown(show_errors: ShowErrors) -> ShowErrors:
     """Return what may be said where it is not known by which view a task was queued: what every view would say."""
-    return min((show_errors, *_shown), key=_SHOWN.index)
+    return min((show_errors, *_shown), key=_LEAST_FIRST.index)

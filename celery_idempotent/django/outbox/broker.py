@@ -47,7 +47,7 @@ def confirming(app: Celery) -> Iterator[object]:
 
     RabbitMQ takes messages without an answer: what was written to the socket when it died is gone, without an error.
     """
-    connection: Any = app.connection_for_write()
+    connection = app.connection_for_write()
     options = connection.transport_options or {}
     if connection.transport.driver_type != "amqp" or options.get("confirm_publish"):
         yield None
@@ -62,7 +62,7 @@ def unreached(app: Celery, error: Exception | None) -> bool:
     """Was it the way to the broker that failed, and not something about this message?"""
     if error is None:
         return False
-    connection: Any = app.connection_for_write()
+    connection = app.connection_for_write()
     cause = error.__cause__ or error
     if isinstance(cause, connection.channel_errors):
         return False

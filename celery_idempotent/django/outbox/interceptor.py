@@ -76,7 +76,7 @@ class Pending:
     due_in_ms: int
 
 
-class _Group:
+class _MessageGroup:
     """What one transaction staged, and whether its sending came to a stop."""
 
     __slots__ = ("__weakref__", "blocked", "lease", "named")
@@ -92,7 +92,7 @@ class _AfterCommit:
     """Sends one message; the bytes, not the caller's objects, which may change before the commit."""
 
     app: Celery
-    group: _Group
+    group: _MessageGroup
     pk: int
     label: str
     content: bytes
@@ -121,7 +121,7 @@ class _AfterCommit:
 
 
 #: The last group of each connection.
-_groups: WeakKeyDictionary[BaseDatabaseWrapper, _Group] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[BaseDatabaseWrapper, _MessageGroup] = WeakKeyDictionary()
 _groups_lock = threading.Lock()
 
 
@@ -177,7 +177,7 @@ def stage(
 
 
 def _check_swept(app: Celery, using: str) -> None:
-    """Raise where nobody would send what a dead process left."""
+    """Raise where no sweep would send the messages of a process that died."""
     swept = get_store(app).outbox_alias
     if swept != using:
         raise StoreMisconfigured(
@@ -223,7 +223,9 @@ def _stage_call(task: IdempotentTask, call: DeferredCall, using: str, group: str
     message = OutboxMessage(task_id=task_id[:MAX_CHARS])
     if identified is not None:
         message.key, message.scope = identified.identity.key, identified.identity.scope
-    _insert(task.app, message, payload, options.get("serializer") or task.serializer, using, group)
+    _insert_message(
+        task.app, message, payload, options.get("serializer") or task.serializer, using, group
+    )
     return task_id
 
 
@@ -255,7 +257,7 @@ def _stage_canvas(
         stamped=False,
         canvas=whole,
     )
-    _insert(app, OutboxMessage(task_id=task_id[:MAX_CHARS]), payload, None, using, group)
+    _insert_message(app, OutboxMessage(task_id=task_id[:MAX_CHARS]), payload, None, using, group)
     return task_id
 
 
@@ -272,7 +274,7 @@ def _adopt(app: Celery, options: Options) -> None:
         options.setdefault("priority", priority)
 
 
-def _insert(
+def _insert_message(
     app: Celery,
     message: OutboxMessage,
     payload: Payload,
@@ -288,14 +290,14 @@ def _insert(
     transaction.on_commit(_AfterCommit(app, group, pk, str(message), content), using=using)
 
 
-def _group(using: str, name: str | None) -> _Group:
+def _group(using: str, name: str | None) -> _MessageGroup:
     """Return the group of the transaction at work, or one for this message alone, which looks for older ones itself.
 
     Django has what it will call after the commit in a list, which ends with the transaction: a group that is not in
     it belongs to an earlier one.
     """
     if name is not None:
-        return _Group(using, name)
+        return _MessageGroup(using, name)
     connection = connections[using]
     with _groups_lock:
         group = _groups.get(connection)
@@ -303,7 +305,7 @@ def _group(using: str, name: str | None) -> _Group:
             isinstance(call := entry[1], _AfterCommit) and call.group is group
             for entry in reversed(connection.run_on_commit)
         ):
-            group = _groups[connection] = _Group(using, None)
+            group = _groups[connection] = _MessageGroup(using, None)
     return group
 
 

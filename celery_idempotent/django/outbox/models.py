@@ -10,8 +10,6 @@ from django.db import models
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["ERROR_CHARS", "NowMs", "OutboxMessage"]
-
 #: How much of an error is kept for operators.
 ERROR_CHARS = 500
 

@@ -27,7 +27,7 @@ _CREDENTIALS = re.compile(r"://\S*@")
 
 
 class GroupLease:
-    """The right to send one group, for :data:`LEASE_MS` unless it is held on to."""
+    """The right to send one group, for :data:`LEASE_MS` unless it is renewed."""
 
     __slots__ = ("_renewed", "group", "holder", "using")
 

@@ -62,7 +62,7 @@ def _publisher(app: Celery) -> Iterator[Callable[[bytes], None]]:
 
 
 def name_of(app: Celery) -> str:
-    """Return what tells the messages of this app from those of others: each has its own broker."""
+    """Return the name under which the messages of this app are staged: each app has its own broker."""
     return str(app.main or "")[:MAX_CHARS]
 
 

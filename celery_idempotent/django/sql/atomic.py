@@ -17,21 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from django.db import Error
-from django.db.transaction import Atomic
 
-from celery_idempotent.django.sql.commit_hooks import make_robust
+from celery_idempotent.django.sql.blocks import RunBlock, refuse_outer
+from celery_idempotent.django.sql.columns import LIVE, PRUNE_SLACK_MS, digest
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
 from celery_idempotent.django.sql.elsewhere import Surroundings
 from celery_idempotent.django.sql.ended import SessionLost, still_there
 from celery_idempotent.django.sql.holders import lock_name, lock_number
-from celery_idempotent.django.sql.interruptions import drop, sound, struck
-from celery_idempotent.django.sql.rows import LETTERS, PRUNE_SLACK_MS, digest
+from celery_idempotent.django.sql.interruptions import drop, sound
 from celery_idempotent.errors import (
     IdempotencyError,
     LeaseLost,
@@ -39,10 +36,7 @@ from celery_idempotent.errors import (
     StoreUnavailable,
 )
 from celery_idempotent.records import Identity, Record, SettleRequest
-from celery_idempotent.stores.values import pack_value
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+from celery_idempotent.stores.values import LETTERS, pack_value
 
 __all__ = ["ClaimTransaction", "abandon", "answer", "transaction"]
 
@@ -50,7 +44,7 @@ __all__ = ["ClaimTransaction", "abandon", "answer", "transaction"]
 _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
 
 _SAVEPOINT = "celery_idempotent_run"
-_OURS = " WHERE digest = %s AND token = %s AND state IN ('P', 'I', 'Q')"
+_OURS = f" WHERE digest = %s AND token = %s AND {LIVE}"
 
 #: Bounds one wait of ours, and no statement of the task, nor its COMMIT.
 _PATIENCE = (
@@ -197,13 +191,13 @@ class ClaimTransaction:
 def transaction(lines: Lines, record: Record | None) -> Iterator[ClaimTransaction]:
     """Open the thread's own transaction for the run of a claim, or for one that settles nothing."""
     own = lines.own()
-    _refuse_outer(own)
+    refuse_outer(own)
     session = Session(own, lines.words(own), inside=True)
     run = ClaimTransaction(session, record)
     if record is not None:
         _runs[record.identity, record.token] = run
     nested = own.in_atomic_block
-    begun = _Begun(lines, own, run, record, nested=nested)
+    begun = RunBlock(lines, own, run, record, nested=nested)
     try:
         with begun:
             yield run
@@ -249,111 +243,5 @@ def abandon(lines: Lines, record: Record) -> None:
     SQLite would be part of it.
     """
     for block in lines.own().atomic_blocks:
-        if isinstance(block, _Begun) and block.abandoned(record):
+        if isinstance(block, RunBlock) and block.abandoned(record):
             return
-
-
-class _Begun(Atomic):
-    """``transaction.atomic`` that begins with the run's first statements, on a live connection."""
-
-    def __init__(
-        self,
-        lines: Lines,
-        own: BaseDatabaseWrapper,
-        run: ClaimTransaction,
-        record: Record | None,
-        *,
-        nested: bool,
-    ) -> None:
-        super().__init__(lines.alias, True, False)
-        self._own = own
-        self._nested = nested
-        self._run = run
-        self._record = record
-        self._lines = lines
-        #: Closing this now comes too late: another run uses the connection.
-        self.over = False
-
-    def abandoned(self, record: Record) -> bool:
-        """Close the connection if this is the run of the claim."""
-        if self._nested or not self._run.of(record):
-            return False
-        self.over = True
-        drop(self._own)
-        return True
-
-    def __enter__(self) -> None:
-        """Begin, once more if the server had closed the connection."""
-        try:
-            self._enter()
-        except Error as error:
-            if kind(error, self._own.vendor) != "lost":
-                raise self._trouble(error) from error
-            self._own.close()
-            try:
-                self._enter()
-            except Error as again:
-                raise self._trouble(again) from again
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Commit or roll back."""
-        if self.over:
-            return
-        undo = kind is not None or self._own.needs_rollback
-        if not self._nested and not undo:
-            self._run.waiting = make_robust(self._own, self._record)
-        if self._nested or not undo or self._rolled_back(error):
-            super().__exit__(kind, error, trace)
-
-    def _rolled_back(self, error: BaseException | None) -> bool:
-        """Roll back; ``False`` if that took the connection.
-
-        Django turns autocommit on whatever came of its ROLLBACK, and that *commits* on MySQL and SQLite: a time limit
-        that strikes there would leave the writes of a task without their record.
-        """
-        own = self._own
-        try:
-            if not struck(error):
-                own._rollback()  # type: ignore[attr-defined]  # noqa: SLF001
-                return True
-        except Error:
-            pass
-        except BaseException:
-            drop(own)
-            raise
-        drop(own)
-        return False
-
-    def _enter(self) -> None:
-        if not self._nested:
-            # Django leaves that of an earlier transaction there.
-            self._own.rollback_exc = None  # type: ignore[attr-defined]
-        try:
-            super().__enter__()
-        except BaseException:
-            if not self._nested:
-                drop(self._own)
-            raise
-        try:
-            self._run.begin()
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-
-    def _trouble(self, error: Error) -> StoreUnavailable | StoreMisconfigured:
-        return self._lines.trouble(error, kind(error, self._own.vendor))
-
-
-def _refuse_outer(own: BaseDatabaseWrapper) -> None:
-    # Django's TestCase wraps each test in blocks of its own, and calls durable ones inner then.
-    outer = [block for block in own.atomic_blocks if not getattr(block, "_from_testcase", False)]
-    if outer or (own.connection is not None and not own.in_atomic_block and not own.autocommit):
-        raise StoreMisconfigured(
-            "an idempotency_atomic task commits its own writes with its record, so it cannot run"
-            " inside another transaction: call it outside of atomic()"
-        )

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from celery_idempotent.django.sql.columns import DIGEST_BYTES, record_of, summary_columns
 from celery_idempotent.django.sql.connections import Session
-from celery_idempotent.django.sql.rows import DIGEST_BYTES, LETTERS, record_of, summary_columns
 from celery_idempotent.records import Counted, Page, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
+from celery_idempotent.stores.values import LETTERS
 
 #: Letters of the states that no lease runs in, and what they are counted as.
 _COUNTED_AS = {"F": "failed", "I": "interrupted"}

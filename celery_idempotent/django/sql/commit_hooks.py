@@ -53,9 +53,9 @@ def _call_hook(
             _name_of_hook(function),
             ", and what was to follow is left out: its time is over" if over else "",
             extra={
-                "event": "on_commit_failed",
-                "task": _task(record),
-                "key": "" if record is None else str(record.identity),
+                "idempotency_outcome": "on_commit_failed",
+                "idempotency_task": _task(record),
+                "idempotency_key": "" if record is None else record.identity.key,
             },
         )
         if over:

@@ -25,12 +25,12 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, connections
 from django.utils.connection import ConnectionDoesNotExist
 
+from celery_idempotent import backoff
 from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect, error_code, kind
 from celery_idempotent.django.sql.forking import unforked
 from celery_idempotent.django.sql.spare_connections import SpareConnections, is_inherited
 from celery_idempotent.django.testcases import in_testcase, under_test
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import backoff
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -104,7 +104,10 @@ def _not_ended(record: Record, why: str) -> bool:
             record.task_id,
             record.worker,
             why,
-            extra={"event": "holder_not_ended", "key": str(record.identity)},
+            extra={
+                "idempotency_outcome": "holder_not_ended",
+                "idempotency_key": record.identity.key,
+            },
         )
     return False
 

@@ -7,63 +7,98 @@ elsewhere there is the long way alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
+from celery_idempotent.django.sql.columns import (
+    ENDED,
+    LEASE,
+    LIVE,
+    PRUNE_SLACK_MS,
+    RECORD,
+    RELEASED,
+    digest,
+    lease_values,
+    record_values,
+)
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS
-from celery_idempotent.django.sql.rows import LETTERS, PRUNE_SLACK_MS, RELEASED, digest
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.cas import Done
 from celery_idempotent.stores.machine import Asked, decide
 from celery_idempotent.stores.table import Verb
-from celery_idempotent.stores.values import pack_value
+from celery_idempotent.stores.values import LETTERS, pack_value
 
 __all__ = ["SHORTCUTS", "claim"]
+
+
+#: How the columns are computed from what they have if the time is 0 and there is no token yet.
+_OF_RECORD = {
+    "token": "greatest(us, %s + coalesce((SELECT max(token) FROM celery_idempotent_highwatermark), 0))",
+    "created_ms": "us / 1000 + %s",
+    "updated_ms": "us / 1000 + %s",
+    "expires_ms": "us / 1000 + %s",
+    "prune_ms": "us / 1000 + %s",
+}
+_OF_LEASE = {
+    "deadline_ms": "created_ms + %s",
+    "due_ms": "created_ms + %s",
+    "expires_ms": "created_ms + %s",
+}
+#: A lease that was left behind is written over.
+_OVER = ", ".join(
+    f"{column} = excluded.{column}" if column != "version" else "version = lease.version + 1"
+    for column in LEASE
+)
 
 
 def claim(session: Session, asked: Asked) -> Record | None:
     """Claim a key that has no row; ``None`` if it has one."""
     if session.words.vendor != "postgresql":
         return None
-    fields, lease_ms = asked.fields, asked.delay_ms or 0
-    identity, life_ms = fields["identity"], lease_ms + asked.keep_ms
-    name, letter = digest(identity), LETTERS[State.PROCESSING]
+    identity = asked.fields["identity"]
+    name, move = digest(identity), decide("claim", None, asked, 0)
+    new = move.after(None, asked, 0, 1)
+    record = {
+        "digest": name,
+        "namespace": identity.namespace,
+        "scope": identity.scope,
+        "key": identity.key,
+        "prune_ms": new.expires_ms,
+        **_filled(RECORD, record_values(new, 0)),
+    }
+    lease = _filled(LEASE, lease_values(new, 0))
+    del lease["token"]  # the one that the record gets
     found = session.rows(
-        f"{_clock(session)}, r AS ("
-        "INSERT INTO celery_idempotent_record (digest, namespace, scope, key, token, created_ms,"
-        " updated_ms, expires_ms, prune_ms, version, crashes, attempts, state, reserved, replaced,"
-        " delivered, fingerprint, task_id)"
-        " SELECT %s, %s, %s, %s, greatest(us, 1 + coalesce("
-        "(SELECT max(token) FROM celery_idempotent_highwatermark), 0)),"
-        " us / 1000, us / 1000, us / 1000 + %s, us / 1000 + %s, 0, 0, 1, %s, false, false, false,"
-        " %s, %s FROM t"
-        # Not left to the conflict alone: that waits for the transaction that is writing the row.
-        " WHERE NOT EXISTS (SELECT 1 FROM celery_idempotent_record WHERE digest = %s)"
-        " ON CONFLICT (digest) DO NOTHING"
-        " RETURNING digest, token, created_ms, expires_ms"
-        "), l AS ("
-        "INSERT INTO celery_idempotent_lease AS lease (digest, token, deadline_ms, due_ms,"
-        " expires_ms, version, requeues, state, on_stale, attempt, worker, message)"
-        " SELECT digest, token, created_ms + %s, created_ms + %s, expires_ms, 0, 0, %s, %s, %s,"
-        " %s, %s FROM r"
-        # One that was left behind.
-        " ON CONFLICT (digest) DO UPDATE SET token = excluded.token,"
-        " deadline_ms = excluded.deadline_ms, due_ms = excluded.due_ms,"
-        " expires_ms = excluded.expires_ms, version = lease.version + 1, requeues = 0,"
-        " state = excluded.state, on_stale = excluded.on_stale, attempt = excluded.attempt,"
-        " worker = excluded.worker, message = excluded.message, steps = NULL"
-        ") SELECT token, created_ms FROM r",
-        (
-            name, identity.namespace, identity.scope, identity.key,
-            life_ms, life_ms, letter, fields["fingerprint"], fields["task_id"], name,
-            lease_ms, lease_ms, letter, fields["on_stale"][0], asked.attempt, fields["worker"],
-            fields["message"],
-        ),
-    )  # fmt: skip
+        _claim_statement(_clock(session), tuple(record), tuple(lease)),
+        (*record.values(), name, *lease.values()),
+    )
     if not found:
         return None
     ((token, now_ms),) = found
-    return decide("claim", None, asked, now_ms).after(None, asked, now_ms, token).record
+    return move.after(None, asked, now_ms, token).record
+
+
+def _filled(columns: Sequence[str], values: Sequence[object]) -> dict[str, object]:
+    """Return the columns that are not NULL."""
+    return {
+        column: value for column, value in zip(columns, values, strict=True) if value is not None
+    }
+
+
+@cache
+def _claim_statement(clock: str, record: tuple[str, ...], lease: tuple[str, ...]) -> str:
+    return (
+        f"{clock}, r AS (INSERT INTO celery_idempotent_record ({', '.join(record)})"
+        f" SELECT {', '.join(_OF_RECORD.get(column, '%s') for column in record)} FROM t"
+        # Not left to the conflict alone: that waits for the transaction that is writing the row.
+        " WHERE NOT EXISTS (SELECT 1 FROM celery_idempotent_record WHERE digest = %s)"
+        " ON CONFLICT (digest) DO NOTHING RETURNING digest, token, created_ms"
+        f"), l AS (INSERT INTO celery_idempotent_lease AS lease (digest, token, {', '.join(lease)})"
+        f" SELECT digest, token, {', '.join(_OF_LEASE.get(column, '%s') for column in lease)} FROM r"
+        f" ON CONFLICT (digest) DO UPDATE SET {_OVER}"
+        ") SELECT token, created_ms FROM r"
+    )
 
 
 def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
@@ -77,7 +112,7 @@ def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
         " reserved = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
         " prune_ms = least(prune_ms, us / 1000 + %s), version = record.version + 1"
         " FROM t, celery_idempotent_lease AS lease"
-        " WHERE record.digest = %s AND record.token = %s AND record.state IN ('P', 'I', 'Q')"
+        f" WHERE record.digest = %s AND record.token = %s AND record.{LIVE}"
         " AND lease.digest = record.digest AND lease.token = record.token"
         " AND lease.expires_ms > us / 1000 RETURNING record.digest"
         "), l AS (DELETE FROM celery_idempotent_lease USING r"
@@ -120,7 +155,7 @@ def _mark_delivered(session: Session, identity: Identity, asked: Asked) -> Done:
     """Mark a settled record, on any database."""
     marked = session.write(
         "UPDATE celery_idempotent_record SET delivered = %s, version = version + 1"
-        " WHERE digest = %s AND token = %s AND state IN ('C', 'F')"
+        f" WHERE digest = %s AND token = %s AND {ENDED}"
         f" AND expires_ms > {session.words.now_ms}",
         (True, digest(identity), asked.token),
     )

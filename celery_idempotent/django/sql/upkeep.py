@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from celery_idempotent.django.sql.columns import digest
 from celery_idempotent.django.sql.connections import Lines, Session
-from celery_idempotent.django.sql.rows import digest
 from celery_idempotent.records import Renewal
 
 __all__ = ["PRUNE_BATCH", "find_due", "prune", "renew"]

@@ -6,8 +6,6 @@ from django import template
 from django.utils.html import conditional_escape
 from django.utils.safestring import SafeString, mark_safe
 
-__all__ = ["breakable"]
-
 register = template.Library()
 
 

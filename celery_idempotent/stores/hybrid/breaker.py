@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from celery_idempotent import backoff
+
 __all__ = ["Breaker"]
 
-#: How long the first pause lasts, and the longest, in seconds: each failure in a row doubles it.
+#: The first pause after a failure and the longest one, in seconds.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 10.0
 
@@ -49,4 +51,4 @@ class Breaker:
         self._failures = 0
 
     def _pause(self) -> float:
-        return float(min(FIRST_PAUSE * 2.0 ** min(self._failures - 1, 10), LONGEST_PAUSE))
+        return backoff.seconds(max(self._failures, 1), first=FIRST_PAUSE, longest=LONGEST_PAUSE)

@@ -49,15 +49,9 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.refusals import unpack_refusals
-from celery_idempotent.stores.values import pack_text, pack_value, unpack_text, unpack_value
+from celery_idempotent.stores.values import STATES, pack_text, pack_value, unpack_text, unpack_value
 
-_STATE_OF_LETTER = {
-    ord("C"): State.COMPLETED,
-    ord("F"): State.FAILED,
-    ord("I"): State.INTERRUPTED,
-    ord("P"): State.PROCESSING,
-    ord("Q"): State.QUEUED,
-}
+_STATE_OF_LETTER = {ord(letter): state for letter, state in STATES.items()}
 _LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
 
 _HAS_FINGERPRINT = 1

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
+from celery_idempotent.records import State
+from celery_idempotent.stores.values import LETTERS
+
 #: The verbs that are a script.
 VERBS = (
     "checkpoint",
@@ -39,6 +42,14 @@ _ON_LIVE_RECORDS = frozenset({"checkpoint", "interrupt", "release", "requeue", "
 _ON_REFUSALS = frozenset({"claim", "reserve", "settle"})
 #: Scripts that also need take.lua, which has what they share.
 _ON_TAKE = frozenset({"claim", "reserve"})
+
+#: What each verb's script begins with: patterns of the records that are unfinished, and of those that have ended.
+_PATTERNS = "local LIVE, ENDED = '^[{}]', '^[{}]'\n".format(
+    *(
+        "".join(LETTERS[state] for state in State if state.settled is settled)
+        for settled in (False, True)
+    )
+).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,8 @@ def script(verb: str) -> Script:
         source = _read_source("live") + _read_source("refusals") + source
     elif verb in _ON_LIVE_RECORDS:
         source = _read_source("live") + source
+    if verb in VERBS:
+        source = _PATTERNS + source
     # The digest is Redis' name for the script, not a matter of security.
     return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import pytest
 
@@ -27,10 +27,14 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 __all__ = [
+    "ENDS",
+    "END_STATES",
+    "EVERY",
     "FINGERPRINT",
     "KEY",
     "MESSAGE",
     "OTHER_FINGERPRINT",
+    "STATES",
     "TASK_ID",
     "VALUE",
     "Advance",
@@ -49,6 +53,12 @@ VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b
 FINGERPRINT = bytes(range(16))
 OTHER_FINGERPRINT = bytes(range(16, 32))
 TASK_ID = "6ff5d5ba-6ff1-4b4f-8f0e-4f0f2f1f0f3f"
+
+#: What a record may be in: its states, and PROCESSING whose lease ran out.
+EVERY = tuple(state.name for state in State)
+STATES = (*EVERY, "STALE")
+END_STATES: tuple[EndState, ...] = get_args(EndState)
+ENDS = {state.name: state for state in END_STATES}
 
 
 def attempt() -> bytes:
@@ -169,10 +179,8 @@ class ContractBase:
             advance(self.lease_ms + 1)
         elif state == "INTERRUPTED":
             assert store.interrupt(record.identity, token=record.token)
-        elif state == "COMPLETED":
-            assert self.settle(store, record)
-        elif state == "FAILED":
-            assert self.settle(store, record, State.FAILED)
+        elif state in ENDS:
+            assert self.settle(store, record, ENDS[state])
         found = store.get(record.identity)
         assert found is not None
         return found

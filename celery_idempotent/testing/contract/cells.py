@@ -15,6 +15,7 @@ from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.table import TABLE, Rule
 from celery_idempotent.testing.contract.base import (
+    ENDS,
     FINGERPRINT,
     KEY,
     MESSAGE,
@@ -176,8 +177,8 @@ class CellContract(ContractBase):
                     self.reserve(store, task_id=scene.task_id)
             case State.INTERRUPTED:
                 assert store.interrupt(KEY, token=claim.token)
-            case State.COMPLETED | State.FAILED:
-                assert self.settle(store, claim, found)
+            case _ if found.name in ENDS:
+                assert self.settle(store, claim, ENDS[found.name])
                 life_ms = self.keep_ms
         return claim, life_ms
 

@@ -13,6 +13,7 @@ from celery_idempotent.testing.contract.base import (
     KEY,
     MESSAGE,
     OTHER_FINGERPRINT,
+    STATES,
     TASK_ID,
     VALUE,
     Advance,
@@ -21,8 +22,6 @@ from celery_idempotent.testing.contract.base import (
     all_at_once,
     attempt,
 )
-
-STATES = ("QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
 
 
 class ClaimContract(ContractBase):

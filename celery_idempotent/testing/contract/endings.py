@@ -9,6 +9,7 @@ import pytest
 from celery_idempotent.records import Claimed, Record, Settled, State, Stored
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
+    END_STATES,
     FINGERPRINT,
     KEY,
     MESSAGE,
@@ -23,7 +24,6 @@ from celery_idempotent.testing.contract.base import (
 ANOTHER_VALUE = Stored(
     content_type="application/json", content_encoding="utf-8", body=b'{"paid": false}'
 )
-END_STATES: list[EndState] = [State.COMPLETED, State.FAILED]
 
 
 class EndingContract(ContractBase):

@@ -9,9 +9,15 @@ import pytest
 
 from celery_idempotent.records import Identity, Record, Selection, State
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import KEY, MESSAGE, VALUE, Advance, ContractBase
-
-EVERY = ("QUEUED", "PROCESSING", "INTERRUPTED", "COMPLETED", "FAILED")
+from celery_idempotent.testing.contract.base import (
+    ENDS,
+    EVERY,
+    KEY,
+    MESSAGE,
+    VALUE,
+    Advance,
+    ContractBase,
+)
 
 
 class ListingContract(ContractBase):
@@ -41,8 +47,8 @@ class ListingContract(ContractBase):
         record = self.claim(store, identity)
         if state == "INTERRUPTED":
             store.interrupt(identity, token=record.token)
-        elif state in ("COMPLETED", "FAILED"):
-            self.settle(store, record, State.COMPLETED if state == "COMPLETED" else State.FAILED)
+        elif state in ENDS:
+            self.settle(store, record, ENDS[state])
         return self.found(store, identity)
 
     def test_an_empty_store_lists_and_counts_nothing(self, store: Store) -> None:

@@ -11,6 +11,7 @@ from celery_idempotent.testing.contract.base import (
     KEY,
     MESSAGE,
     OTHER_FINGERPRINT,
+    STATES,
     TASK_ID,
     VALUE,
     Advance,
@@ -49,9 +50,7 @@ class RefusalContract(ContractBase):
         assert record.created_ms + self.lease_ms / 4 <= first.at_ms
         assert first.at_ms + self.lease_ms / 4 <= second.at_ms
 
-    @pytest.mark.parametrize(
-        "state", ["QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED"]
-    )
+    @pytest.mark.parametrize("state", STATES)
     def test_a_mismatch_is_noted_in_every_state(
         self, store: Store, advance: Advance, state: str
     ) -> None:

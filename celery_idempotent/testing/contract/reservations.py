@@ -14,6 +14,7 @@ from celery_idempotent.testing.contract.base import (
     KEY,
     MESSAGE,
     OTHER_FINGERPRINT,
+    STATES,
     TASK_ID,
     VALUE,
     Advance,
@@ -22,8 +23,6 @@ from celery_idempotent.testing.contract.base import (
     all_at_once,
     attempt,
 )
-
-STATES = ("QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
 
 
 class ReservationContract(ContractBase):

@@ -13,13 +13,13 @@ from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     KEY,
     MESSAGE,
+    STATES,
     Advance,
     ContractBase,
     EndState,
     all_at_once,
 )
 
-STATES = ("QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "COMPLETED", "FAILED")
 MANY = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(100)]
 
 

@@ -27,7 +27,7 @@ if old then
     refuse(KEYS[1], old, 'm', now, who)
     return {'mismatched', old}
   end
-  if old:find('^[CF]') then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
+  if old:find(ENDED) then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
 
   crashes, attempts = old:byte(22, 23)
   if old:sub(1, 1) == 'P' then

@@ -31,7 +31,7 @@ end
 -- have it written again and again. Nor does a server that takes no writes at the moment, and it answers all the same.
 local function refuse(name, record, kind, now, who)
   if #record > 65536 then return end
-  local live = record:sub(1, 1):find('[PIQ]')
+  local live = record:find(LIVE)
   local known, at, rest = '', nil, nil
   if live then
     at, rest = refusals_of(record)

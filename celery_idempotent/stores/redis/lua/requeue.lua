@@ -7,8 +7,8 @@
 local old = redis.call('GET', KEYS[1])
 if not old then return {'none'} end
 local state = old:sub(1, 1)
-if state == 'C' or state == 'F' then return {'none'} end
-if not state:find('[PIQ]') or foreign(old) then return {'unreadable'} end
+if old:find(ENDED) then return {'none'} end
+if not old:find(LIVE) or foreign(old) then return {'unreadable'} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if ARGV[3] ~= '' and old:sub(3, 9) ~= ARGV[3] then return {'none'} end

@@ -26,7 +26,7 @@ if old then
     refuse(KEYS[1], old, 'm', now, ARGV[5]:sub(3))
     return {'mismatched', old}
   end
-  if old:find('^[CF]') then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
+  if old:find(ENDED) then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
   local state = old:sub(1, 1)
   if state == 'P' then
     return {'held', old, math.max(struct.unpack('>I6', old, 24) - now, 0)}

@@ -12,9 +12,9 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if old then
   local state = old:sub(1, 1)
-  if not state:find('[PIQCF]') then return 'unreadable' end
+  if not old:find(LIVE) and not old:find(ENDED) then return 'unreadable' end
   if old:sub(3, 9) ~= new:sub(3, 9) then return 'lost' end
-  if state == 'C' or state == 'F' then
+  if old:find(ENDED) then
     if ARGV[3] == '1' then
       redis.call('ZREM', KEYS[2], KEYS[1])
       redis.call('SET', KEYS[1], old, 'KEEPTTL')

@@ -30,7 +30,7 @@ for i = 3, #KEYS do
         end
       end
     end
-  elseif not old or state == 'I' or state == 'C' or state == 'F' then
+  elseif not old or state == 'I' or old:find(ENDED) then
     -- Expired or evicted, swept or settled by somebody else. What a newer version wrote is left
     -- to that version.
     redis.call('ZREM', KEYS[1], name)

@@ -55,7 +55,7 @@ def persist(
     while True:
         try:
             return ask()
-        except errors:  # noqa: PERF203  tries that are to be told apart
+        except errors:  # noqa: PERF203  one try failed, and the next may not
             failures += 1
             if not pause(failures, until=until, longest=longest):
                 raise
