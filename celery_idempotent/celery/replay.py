@@ -11,7 +11,7 @@ from celery.exceptions import Ignore
 from celery_idempotent.celery import delivery, republish, sentry
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.errors import ResultUnavailable
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def replay(
     own = record.task_id == request.id
     if own and record.delivered:
         delivery.drop_callbacks(request)
-    if record.state is State.FAILED:
+    if record.state.raises:
         error = definition.codec.load_error(record.value)
         if not own:
             # A redelivery comes of a process that may have died before it reported anything.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -58,6 +58,18 @@ if TYPE_CHECKING:
 __all__ = ["DjangoStore", "open_django"]
 
 T = TypeVar("T")
+
+
+class LookAfter(Protocol):
+    """Does a table's part of the beat task, in one database, and returns the counts for its report."""
+
+    def __call__(self, app: Celery, *, using: str, limit: int) -> dict[str, int]:
+        """Look after it."""
+        ...
+
+
+#: Those of the other tables, the outbox: :mod:`celery_idempotent.django.apps` has them.
+upkeeps: list[LookAfter] = []
 
 
 class DjangoStore(DecidingStore):
@@ -251,11 +263,11 @@ class DjangoStore(DecidingStore):
         atomic.abandon(self.lines, record)
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
-        """Send what the outbox holds for this app: its beat task calls this after sweep and prune."""
-        # Not before: models are made once the apps are.
-        from celery_idempotent.django.outbox import sending as outbox_sending
-
-        return outbox_sending.upkeep(app, using=self.alias, limit=limit)
+        """Look after the other tables of this database: the beat task calls this after sweep and prune."""
+        counts: dict[str, int] = {}
+        for look_after in upkeeps:
+            counts |= look_after(app, using=self.alias, limit=limit)
+        return counts
 
     def close(self) -> None:
         """Close the store's own connections; the threads' are Django's."""

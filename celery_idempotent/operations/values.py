@@ -11,7 +11,7 @@ from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.records import Record, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -45,7 +45,7 @@ def shown(app: Celery, record: Record) -> Shown:
         return Shown(trouble=f"It is too large to be shown: {len(stored.body):,} bytes.")
     try:
         codec = _codec(app, record)
-        if record.state is State.FAILED:
+        if record.state.raises:
             return text_of(codec.load_error(stored))
         return text_of(codec.load_value(stored))
     except IdempotencyError as error:
@@ -57,7 +57,7 @@ def shown(app: Celery, record: Record) -> Shown:
 def error_name(app: Celery, record: Record) -> str:
     """Return the name of the exception that a FAILED record has, ``""`` if there is none that can be read."""
     stored = record.value
-    if record.state is not State.FAILED or stored is None or too_large(stored):
+    if not record.state.raises or stored is None or too_large(stored):
         return ""
     try:
         return type(_codec(app, record).load_error(stored)).__name__

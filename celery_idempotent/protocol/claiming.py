@@ -124,9 +124,7 @@ class Claiming:
 
     def _settle_as(self, record: Record, old: Record) -> None:
         """Let a claim end as the same operation did under its old identity."""
-        policy = self._policy
-        completed = old.state is State.COMPLETED
-        keep_ms = policy.settled_keep_ms if completed else policy.failed_keep_ms
+        keep_ms = self._policy.keep_ms_of(old.state)
         self._store().settle(SettleRequest.ending_as(old, record=record, keep_ms=keep_ms))
 
     def _abandon(self, call: Call, attempt: bytes) -> None:

@@ -220,12 +220,12 @@ class Endings:
     def _settle_once(
         self, call: Call, claim: Claim, settlement: Settlement, value: Stored | None
     ) -> End:
-        policy, state = self.policy, settlement.state
+        state = settlement.state
         request = SettleRequest(
             record=claim.record,
             state=state,
             value=value,
-            keep_ms=policy.settled_keep_ms if state is State.COMPLETED else policy.failed_keep_ms,
+            keep_ms=self.policy.keep_ms_of(state),
             replaced=claim.replaced,
         )
         if not claim.store.settle(request):

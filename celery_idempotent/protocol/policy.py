@@ -101,9 +101,13 @@ class Policy(Guarding):
         kept = self.failure_retention_ms
         return (self.retention_ms if kept is None else kept) or self.lease_ms
 
+    def keep_ms_of(self, end: State) -> int:
+        """How long a record in an end state is kept."""
+        return self.failed_keep_ms if end.raises else self.settled_keep_ms
+
     def forgets(self, record: Record) -> bool:
         """Is this settled record but the mark of a retention of 0, and no answer for another task?"""
-        if record.state is State.FAILED:
+        if record.state.raises:
             kept = self.failure_retention_ms
             return not (self.retention_ms if kept is None else kept)
         return record.state.settled and not self.retention_ms and not record.replaced

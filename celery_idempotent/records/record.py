@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Literal
+from typing import Literal, get_args
 
 __all__ = [
     "EPOCH",
@@ -51,11 +51,17 @@ class State(enum.Enum):
     @property
     def settled(self) -> bool:
         """Is this an end state, answered without another run?"""
-        return self is State.COMPLETED or self is State.FAILED
+        return self in _ENDS
+
+    @property
+    def raises(self) -> bool:
+        """Is this an end that is answered with an exception?"""
+        return self.settled and self is not State.COMPLETED
 
 
 #: The states that a run settles its record in.
 EndState = Literal[State.COMPLETED, State.FAILED]
+_ENDS = frozenset(get_args(EndState))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

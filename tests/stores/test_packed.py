@@ -230,6 +230,12 @@ def test_a_damaged_record_is_told_so_or_read_and_nothing_else():
         assert record.updated_at.year >= 1970
 
 
+@pytest.mark.parametrize("packed", [b"", b"\x81", b"\x00\x00\x01\xff\x00\x00"])
+def test_a_value_that_is_damaged_is_refused(packed):
+    with pytest.raises(StoreMisconfigured, match="damaged"):
+        unpack_value(packed, 0)
+
+
 def test_a_value_in_a_form_of_a_newer_version_is_refused():
     for code in (99, 128 + 99):
         with pytest.raises(StoreMisconfigured, match="newer version"):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from celery_idempotent.records import ClaimRequest, Identity, SettleRequest, State
+from celery_idempotent.records import ClaimRequest, Identity, ReserveRequest, SettleRequest, State
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import StoreContract
 from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
@@ -50,6 +50,16 @@ class TestRedis(RedisContract):
 
     def test_any_attempt_without_an_answer_gives_way(self, store):
         any_attempt_gives_way(store)
+
+    def test_the_token_of_a_reservation_given_back_is_not_given_out_again(self, store, stop_at):
+        now_ms, asked = time.time_ns() // 1_000_000, {"lease_ms": 60_000, "keep_ms": 60_000}
+        stop_at(now_ms)
+        message = ReserveRequest(identity=KEY, task_id="a", deadline_ms=60_000, keep_ms=60_000)
+        first = store.reserve(message).record
+        assert store.release(KEY, token=first.token)
+        stop_at(now_ms - 1_000)
+        claim = ClaimRequest(identity=KEY, attempt=b"attempt1", **asked)
+        assert store.claim(claim).record.token > first.token
 
     def test_crashes_stay_at_255(self, store):
         asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}

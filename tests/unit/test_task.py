@@ -1175,6 +1175,13 @@ class TestRetries:
             before_task_publish.disconnect(note)
         assert free == [True]
 
+    def test_what_is_sent_again_by_hand_with_its_headers_keeps_key_and_fingerprint(
+        self, published, charge
+    ):
+        message = send(published, charge, "o-1", idempotency_key="given")
+        again = send(published, charge, "o-2", task_id=message.id, headers=message.headers)
+        assert again.stamp == message.stamp
+
     def test_a_retry_that_gives_a_key_of_its_own_gets_it(self, app, published):
         @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
         def task(self: Any, key: str) -> None:

@@ -69,7 +69,7 @@ def describe(
         described["retryable"] = True
     if state is State.COMPLETED:
         described |= result
-    if state is State.FAILED:
+    if state.raises:
         failure = failure_of(record, task, options)
         described |= {
             "error": {**failure.error, "code": failure.code, "detail": failure.detail},

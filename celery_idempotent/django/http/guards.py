@@ -32,7 +32,7 @@ from celery_idempotent.protocol.calls import (
     worker_name,
 )
 from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.records import Record, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import get_store
 
@@ -225,7 +225,7 @@ class Guard:
         return refused_replay(authorize, guarded.seen, guarded.args, guarded.kwargs, name=name)
 
     def _replay(self, record: Record) -> HttpResponseBase:
-        if record.state is State.FAILED:
+        if record.state.raises:
             code = failure_of(record, None, self.options).code
             details = {
                 "failed_by_operator": "An operator decided that it is not tried again.",

@@ -160,7 +160,7 @@ def _answer(
             return _status_of(order, record, replayed=False)
         case Held(record, _) if order.options.on_pending == "refuse":
             raise _in_progress(order, record, "Ask its status resource, or again later.")
-        case Settled(record, _) if record.state is State.FAILED:
+        case Settled(record, _) if record.state.raises:
             order.report(signals.replayed, record)
             failure = failure_of(record, order.task, order.options)
             answer = problem(
@@ -188,7 +188,7 @@ def _may_be_rolled_back(order: TaskOrder, record: Record) -> bool:
 
 
 def _is_retryable(order: TaskOrder, record: Record) -> bool:
-    failed = record.state is State.FAILED
+    failed = record.state.raises
     return failed and failure_of(record, order.task, order.options).retryable
 
 

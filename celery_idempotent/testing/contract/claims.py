@@ -339,15 +339,10 @@ class ClaimContract(ContractBase):
         assert not self.renew(store, record)
         assert store.get(KEY) == record
 
-    def test_what_is_past_its_retention_is_not_renewed(
-        self, store: Store, advance: Advance
-    ) -> None:
+    def test_what_is_gone_is_not_renewed(self, store: Store, advance: Advance) -> None:
         record = self.claim(store)
         advance(self.lease_ms + self.keep_ms + 1)
         assert not self.renew(store, record)
-        assert store.get(KEY) is None
-
-    def test_what_is_gone_is_not_renewed(self, store: Store) -> None:
         record = self.claim(store)
         store.forget(KEY)
         assert not self.renew(store, record)

@@ -56,6 +56,16 @@ class RequeueContract(ContractBase):
         assert (swept.state, swept.crashes) == (State.INTERRUPTED, 1)
         assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
 
+    def test_who_did_not_run_it_settles_no_state_but_the_one_that_they_saw(
+        self, store: Store
+    ) -> None:
+        record = self.claim(store, message=MESSAGE)
+        seen = store.interrupt(KEY, token=record.token)
+        assert seen is not None
+        queued = store.requeue(KEY, deadline_ms=60_000)
+        assert not self.settle(store, seen, State.FAILED, restore=False)
+        assert store.get(KEY) == queued
+
     def test_what_was_requeued_is_claimed_with_its_crash(
         self, store: Store, advance: Advance
     ) -> None:
