@@ -80,7 +80,7 @@ def publish(
     """
     intercept = take_interceptor()
     retried_run = _retrying_run(task, definition, options)
-    # Before a task id is made here: a call to which the caller gave an id is never answered by another one's.
+    # Asked before stamp_call() sets a task id: a call whose caller chose its id must not get another call's result.
     may_reserve = retried_run is None and _may_reserve(task, definition, options)
     identified = stamp_call(definition, args, kwargs, options, retried_run)
     _give_ids_to_callbacks(task, options)
@@ -104,24 +104,26 @@ def stamp_call(
     *,
     eager: bool = False,
 ) -> Identified | None:
-    """Write the identity of a call, and its task id, to the headers in ``options``; return it if it was computed here.
+    """Write the call's identity and task id to the headers in ``options``.
 
-    Two calls get no new stamp. A message that has one (a retry, a republished copy) keeps the key of its first
+    Returns the identity, or ``None`` if no stamp was written.
+
+    Two kinds of calls get no new stamp. A message that has one (a retry, a republished copy) keeps the key of its first
     publish, whatever its arguments are now. A call without any key needs none: the worker takes the task id.
     """
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
     key, scope = take_key(options)
     given = key is not None or scope is not None
-    said = stamp.read_stamp(headers, task_id)
-    if "key" in said and not given:
+    in_headers = stamp.read_stamp(headers, task_id)
+    if "key" in in_headers and not given:
         return None
     if retried_run is not None and not given:
         identified = _identified_of(retried_run)
     else:
         if key is None:
-            key = options.get(stamp.KEY_HEADER, said.get(stamp.RAW_KEY))
+            key = options.get(stamp.KEY_HEADER, in_headers.get(stamp.RAW_KEY))
         if scope is None:
-            scope = options.get(stamp.SCOPE_HEADER, said.get(stamp.RAW_SCOPE))
+            scope = options.get(stamp.SCOPE_HEADER, in_headers.get(stamp.RAW_SCOPE))
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
                 definition.identify(args, kwargs, task_id=task_id or "")  # raises
@@ -159,7 +161,10 @@ def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
 
 
 def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
-    """May the result of the first call be returned for a duplicate? Not where this call's own id is needed."""
+    """Does the task reserve keys, and may another call's result stand for this one?
+
+    Not where this call's own task id is needed.
+    """
     return (
         definition.policy.publish_once
         and definition.policy.mode == "enforce"
@@ -238,7 +243,7 @@ def _send_retry(
         publish first   run ─ publish the retry ─────────── release      worker B: claim: Held, a conflict
         release first   run ─ release ─ publish the retry                worker B: claim: Claimed
 
-    In a transaction both wait for its rollback.
+    In an atomic run both wait until its transaction has been rolled back.
     """
     release = partial(definition.runner.release, run, requeue_ms=lost_after_ms(options))
     if run.transaction is None:

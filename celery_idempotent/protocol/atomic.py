@@ -140,7 +140,7 @@ class AtomicRun:
             raise
         finally:
             claim.transaction = None
-        self._endings.settled(self._call, claim)
+        self._endings.report_settled(self._call, claim)
         if self._left is not None:
             raise self._left
         return self._value
@@ -190,7 +190,7 @@ class AtomicRun:
             if self._trouble is not None:
                 # Its message goes out once more, and may be all that there is of it.
                 endings.release(claim, requeue_ms=claim.lease.lease_ms, error=self._trouble)
-                endings.store_failed(call, claim, self._trouble)
+                endings.report_store_failed(call, claim, self._trouble)
                 return StoreFailed(self._trouble)
         return self._rolled_back(error)
 

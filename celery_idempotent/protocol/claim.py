@@ -54,7 +54,7 @@ class Phase(Enum):
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
 #: In one of these its end was reported: written, or given up.
-OVER = (Phase.SETTLED, Phase.ENDED)
+REPORTED = (Phase.SETTLED, Phase.ENDED)
 
 
 def current_claim() -> Claim | None:
@@ -78,7 +78,8 @@ class StepCodec(Protocol):
 class Claim:
     """The claim of the run in progress: ``self.idempotency`` in a bound task, :func:`current_claim` anywhere."""
 
-    #: Only the thread of the run assigns it. The heartbeat's thread calls :meth:`lose` instead.
+    #: RUNNING stays on the class and is never assigned to an instance: :meth:`lose` relies on that. Only the run's
+    #: thread assigns; the heartbeat's calls :meth:`lose`.
     phase = Phase.RUNNING
 
     def __init__(
@@ -95,7 +96,7 @@ class Claim:
         #: When the claim, or its last renewal, was sent (``time.monotonic``): the lease ends no
         #: earlier than this plus one lease.
         self.renewed_at = sent
-        #: The record of the same operation under the identity of before a deploy, claimed together with this one.
+        #: While a deploy changes keys: the record under the operation's old identity, claimed together with this one.
         self.old: Record | None = None
         #: A newer claim has the key, and that was reported.
         self.superseded = False
@@ -133,7 +134,7 @@ class Claim:
 
     @property
     def crashes(self) -> int:
-        """How many earlier runs of this key a crash took."""
+        """How many earlier runs of this key ended in a crash of their worker."""
         return self.record.crashes
 
     @property
@@ -145,7 +146,8 @@ class Claim:
         """RUNNING becomes LOST: the store refused a renewal or a step. Every other phase stays what it is.
 
         The heartbeat calls this in its own thread, and must not overwrite what the run has written meanwhile. No lock
-        can be taken here (:class:`~.lease.Heartbeat` says why), but ``setdefault`` looks and writes in one step::
+        can be taken here (:class:`~.lease.Heartbeat` says why), but
+        ``setdefault`` on the instance's dict writes LOST only if the run has assigned no phase, in one step::
 
             run         ─────────── release: RELEASED ─ the retry is published ────────
             heartbeat   ─ renew: refused ─────────────────────────── lose(): no effect
@@ -183,7 +185,7 @@ class Claim:
         return renewed
 
     def ensure(self) -> None:
-        """Ask the store whether this run still holds the claim: call it before an irreversible step.
+        """Renew the lease, and so learn whether this run still holds the claim: call it before an irreversible step.
 
         Raises:
             LeaseLost: if the claim is gone.

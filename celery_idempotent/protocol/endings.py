@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from celery_idempotent import backoff, signals
 from celery_idempotent.protocol import deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
-from celery_idempotent.protocol.claim import OVER, Claim, Phase
+from celery_idempotent.protocol.claim import REPORTED, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
 from celery_idempotent.records import EndState, SettleRequest, State, Stored
@@ -78,7 +78,8 @@ class Endings:
         the body …                          the record is …
         returned a value                    settled COMPLETED
         replaced its task by another one    settled COMPLETED, as replaced
-        raised a permanent error            settled FAILED; with enqueue(), so does any final failure
+        raised a permanent error            settled FAILED
+        failed for good, from enqueue()     settled FAILED; released if it recorded steps
         raised anything else                released
 
     A settle is tried for a whole lease: the effect has happened, and without a record another run would repeat it. A
@@ -98,7 +99,8 @@ class Endings:
             return End.RELEASED
         if claim.replaced:
             return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
-        # A FAILED record loses its steps, and the next run would repeat them: with steps, release.
+        # A FAILED record loses its steps, and the next run would repeat them. So with steps only a permanent error is
+        # FAILED.
         final = call.fails(error) and not claim.stepped
         if final or isinstance(error, self.policy.permanent_errors):
             dump = partial(self._codec.dump_error, error)
@@ -144,9 +146,8 @@ class Endings:
             with suppress(Exception):
                 free()
             raise
-        if (
-            released or tries > 1
-        ):  # the answer of an earlier try may have been lost; the last one then finds nothing
+        # The answer of an earlier try may have been lost: that try released the key, and the last one finds nothing.
+        if released or tries > 1:
             state = self._state_after_release(claim, requeue_ms)
             self._report(signals.released, claim.record, claim, state=state, error=error)
         return End.RELEASED if released else End.GONE
@@ -176,7 +177,7 @@ class Endings:
     def settle(
         self, call: Call, claim: Claim, settlement: Settlement, *, at_exit: bool = False
     ) -> End:
-        """Try to write the end state for the length of a lease: SETTLED, NEWER_CLAIM, or LEFT if every try failed.
+        """Try, for up to one lease, to write the end state: SETTLED, NEWER_CLAIM, or LEFT if every try failed.
 
         ``at_exit`` and in observe mode there is only one try. The end of a run in the caller's transaction is written
         after that commits; here it counts as SETTLED. A signal handler may raise while the store answers::
@@ -191,7 +192,7 @@ class Endings:
         give_up = time.monotonic() + self.policy.lease_ms / 1000
         trouble: Exception | None = None
         failures = faults = 0
-        while claim.phase not in OVER:
+        while claim.phase not in REPORTED:
             try:
                 if trouble is not None and (
                     self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
@@ -205,7 +206,7 @@ class Endings:
                 failures += 1
                 faults += not isinstance(failure, STORE_ERRORS)
             except BaseException:
-                if claim.phase not in OVER:
+                if claim.phase not in REPORTED:
                     self._last_try(call, claim, settlement)
                 raise
         # A time limit struck while the end was reported.
@@ -231,7 +232,7 @@ class Endings:
         if not claim.store.settle(request):
             self._lost(call, claim)
             return End.NEWER_CLAIM
-        self.settled(call, claim, settlement)
+        self.report_settled(call, claim, settlement)
         return End.SETTLED
 
     def _give_up(self, call: Call, claim: Claim, error: Exception) -> End:
@@ -260,13 +261,14 @@ class Endings:
         self._settle_once(call, claim, settlement, dump())
 
     def _defer(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
-        """Defer the end to the commit of the caller's transactions, if there are any without this record in them."""
+        """Let the end wait for the COMMIT of those of the caller's transactions that the record is not part of."""
         transactions = call.around(claim.store) if call.around is not None else ()
         if not transactions:
             return False
         value = None
         with suppress(Exception):  # as in a settle: without a value, if it cannot be serialized
             value = settlement.dump()
+        # around=None: this settle must not be deferred again.
         alone, end = replace(call, around=None), settlement._replace(dump=lambda: value)
         seen = replace(claim.record, state=settlement.state, value=value, deadline_ms=None)
         deferred.defer(
@@ -284,9 +286,9 @@ class Endings:
     # -- of a transaction ----------------------------------------------------------------------------------------------
 
     def commit_of(self, call: Call, claim: Claim, *, patient: bool) -> Commit:
-        """Find out whether a transaction was committed whose COMMIT was not answered.
+        """Ask the database whether the transaction was committed: the answer to its COMMIT was lost.
 
-        The record's row decides: the transaction wrote it, and locks it to its end::
+        The record's row decides: the transaction wrote it, and keeps it locked until it ends::
 
             A      claim ─ BEGIN ─ run() ─────────────── settle ─ COMMIT ─✂─ the answer is lost ─ wait for the row
             sweep           (the lease runs out) ─ interrupt                                        │
@@ -300,12 +302,12 @@ class Endings:
                 return Commit.ROLLED_BACK
         except STORE_ERRORS:
             return Commit.IN_DOUBT
-        self.settled(call, claim)
+        self.report_settled(call, claim)
         return Commit.COMMITTED
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def settled(self, call: Call, claim: Claim, end: Settlement = COMPLETED) -> None:
+    def report_settled(self, call: Call, claim: Claim, end: Settlement = COMPLETED) -> None:
         """Report that the end state is written. The phase comes first, so that it is reported once."""
         if claim.phase is Phase.SETTLED:
             return
@@ -315,7 +317,7 @@ class Endings:
         if call.on_settled is not None:
             call.on_settled(claim.token)
 
-    def store_failed(self, call: Call, claim: Claim, error: BaseException) -> None:
+    def report_store_failed(self, call: Call, claim: Claim, error: BaseException) -> None:
         """Report that the store failed, and that the run left nothing behind."""
         self._report(signals.store_failed, call, claim, error=error)
 

@@ -5,9 +5,9 @@ A table is a frozen dataclass with a line for each option. ::
     lease_ms: int = option(60_000, duration(at_least_ms=100))
 
 is the option ``lease``: the user gives seconds or a timedelta, the field has milliseconds. Tasks and views share the
-options of :class:`Guarding`, and each have more of their own::
+options of :class:`SharedOptions`, and each have more of their own::
 
-    Guarding ─┬─ Policy       a task: its attribute idempotency_<name>, or that setting of the app
+    SharedOptions ─┬─ Policy       a task: its attribute idempotency_<name>, or that setting of the app
               └─ HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
 
 A reader refuses a value by a ``ValueError`` with the end of a sentence; :func:`read_table` adds the beginning::
@@ -34,7 +34,11 @@ Reader = Callable[[object], Any]
 
 
 def option(default: T, read: Callable[[object], T], *, views: str = "idempotent") -> T:
-    """Return a field of a table. ``views``: which decorators take the option, of ``"idempotent keyed"``."""
+    """Declare one option.
+
+    ``views``: the view decorators that take it, ``"idempotent"``, ``"keyed"`` or both, with a space between; tasks
+    ignore it.
+    """
     line: T = field(default=default, metadata={"read": read, "views": views.split()})
     return line
 
@@ -43,7 +47,7 @@ def option(default: T, read: Callable[[object], T], *, views: str = "idempotent"
 
 
 def fitting(fits: Callable[[object], bool], allowed: str) -> Reader:
-    """Return a reader of values that ``fits`` accepts, unchanged; ``allowed`` ends the sentence of a refusal."""
+    """Return a reader that returns a value as it is if ``fits`` accepts it, and else raises ``ValueError(allowed)``."""
 
     def read(value: object) -> object:
         if not fits(value):
@@ -87,7 +91,7 @@ whole_number = fitting(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guarding:
+class SharedOptions:
     """The options that tasks and views share: how a claim is held, and what is done in trouble."""
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
@@ -99,7 +103,7 @@ class Guarding:
     mode: Mode = option("enforce", one_of(Mode))
 
 
-Table = TypeVar("Table", bound=Guarding)
+Table = TypeVar("Table", bound=SharedOptions)
 
 
 def table_of(kind: type) -> dict[str, Field[object]]:
@@ -110,7 +114,9 @@ def table_of(kind: type) -> dict[str, Field[object]]:
 def read_table(
     kind: type[Table], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
 ) -> Table:
-    """Build a table from pairs (where options are given, the options); later pairs override earlier ones.
+    """Build a table from ``sources``: pairs of a place, for messages, and the options given there.
+
+    Later pairs override earlier ones.
 
     ``prefix`` stands before the names of options in messages.
 
@@ -121,13 +127,14 @@ def read_table(
     for where, given in sources:
         for name, value in given.items():
             if name not in table:
-                raise unknown(str(name), table, where=where, prefix=prefix)
+                raise unknown_option(str(name), table, where=where, prefix=prefix)
             entry = table[name]
             try:
                 values[entry.name] = entry.metadata["read"](value)
             except ValueError as error:
                 raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
     options = kind(**values)
+    # The combination is checked after all sources; the message names the last.
     if options.atomic and options.on_store_error == "open":
         raise InvalidOption(
             f"{prefix}atomic of {where} excludes {prefix}on_store_error='open': there is no transaction without the "
@@ -136,7 +143,9 @@ def read_table(
     return options
 
 
-def unknown(name: str, known: Collection[str], *, where: str, prefix: str = "") -> InvalidOption:
+def unknown_option(
+    name: str, known: Collection[str], *, where: str, prefix: str = ""
+) -> InvalidOption:
     """Return the error for a name that is no option, with the option that was probably meant."""
     from difflib import get_close_matches  # seldom needed, and slow to import
 

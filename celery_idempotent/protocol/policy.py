@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import (
-    Guarding,
+    SharedOptions,
     duration,
     fitting,
     flag,
@@ -18,7 +18,7 @@ from celery_idempotent.protocol.options import (
     optional,
     read_table,
     table_of,
-    unknown,
+    unknown_option,
     whole_number,
 )
 from celery_idempotent.records import OnStale, Record, State
@@ -71,7 +71,7 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy(Guarding):
+class Policy(SharedOptions):
     """How one task is handled: the table of the options ``idempotency_<name>``, beside those that views have, too."""
 
     failure_retention_ms: int | None = option(None, optional(duration()))
@@ -144,7 +144,7 @@ def read_task_options(
                 raise InvalidOption(
                     f"{found} is a setting of the app, not an attribute of {where}."
                 )
-            raise unknown(each, _KNOWN, where=where, prefix=PREFIX)
+            raise unknown_option(each, _KNOWN, where=where, prefix=PREFIX)
     about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
     return read_table(Policy, [(where, given)], prefix=PREFIX), about
 
@@ -157,7 +157,7 @@ def refuse_unknown_settings(names: list[str]) -> None:
     """
     for name in names:
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _KNOWN:
-            raise unknown(name.removeprefix(PREFIX), _KNOWN, where="the app", prefix=PREFIX)
+            raise unknown_option(name.removeprefix(PREFIX), _KNOWN, where="the app", prefix=PREFIX)
 
 
 def snapshot(app: Celery) -> Snapshot:

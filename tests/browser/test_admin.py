@@ -61,7 +61,7 @@ def show(page: Page, key: str, *, task: str = TASK) -> None:
     page.get_by_label("Key, or task id").fill(key)
     page.get_by_role("button", name="Show").click()
     page.get_by_role("link", name=key, exact=True).click()
-    expect(page.get_by_role("heading", name=key)).to_be_visible()
+    expect(page.get_by_role("heading", name=key, exact=True)).to_be_visible()
 
 
 def listed(page: Page) -> set[str]:

@@ -147,7 +147,8 @@ def _traces(side: Side, task_id: str) -> dict[str, Any]:
         "runs": _runs([line for line in lines if line["kind"] not in {"publish", *main}]),
         "sent events": sorted(
             [event for event in events if event["type"] == "task-sent"],
-            key=lambda event: (event["name"], event["retries"]),
+            # Each from another process perhaps: which came first is chance.
+            key=lambda event: (event["name"], event["retries"], repr(event.get("args"))),
         ),
         "events": [event for event in events if event["type"] != "task-sent"],
         "log": log,

@@ -55,7 +55,7 @@ sys.stdin.readline()
 
 class Delivery:
     task, id, worker_pid = task, "t", ended.pid
-    request_dict, _payload, _mourned = {}, (["k"], {}, {}), False
+    request_dict, _payload, _loss_handled = {}, (["k"], {}, {}), False
     _child_lost, _lost = request.Request._child_lost, request.Request._lost
 
 threads = []

@@ -9,6 +9,9 @@ import yaml
 
 __all__ = ["Mutant", "mutants"]
 
+#: Ten times as fast as the one in Python, where libyaml is.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
@@ -28,5 +31,5 @@ def mutants() -> list[Mutant]:
     return [
         Mutant(**{**each, "group": path.stem, "killers": tuple(each["killers"])})
         for path in sorted(Path(__file__).parent.glob("*.yaml"))
-        for each in yaml.safe_load(path.read_text())
+        for each in yaml.load(path.read_text(), Loader=_Loader)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
@@ -165,14 +166,25 @@ def test_a_thread_that_ends_leaves_no_connection_behind(store: DjangoStore):
     assert len(store.lines._spare._idle) == 1
 
 
-def test_a_store_that_was_not_closed_closes_its_connections_when_it_goes(store: DjangoStore):
-    """The heartbeat's thread writes what was counted, perhaps after the store was closed."""
-    other = DjangoStore(store.alias)
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_store_that_was_not_closed_closes_its_connections_when_it_goes(
+    store: DjangoStore, loop: bool
+):
+    """The heartbeat's thread writes what was counted, perhaps after the store was closed; in ASGI under a loop."""
+    stores = [DjangoStore(store.alias)]
     with transaction.atomic(using=store.alias):
-        other.stats()
-    idle = [connection for _, connection in other.lines._spare._idle]
-    del other
-    gc.collect()
+        stores[0].stats()
+    idle = [connection for _, connection in stores[0].lines._spare._idle]
+
+    async def go() -> None:
+        stores.clear()
+        gc.collect()
+
+    if loop:
+        asyncio.run(go())
+    else:
+        stores.clear()
+        gc.collect()
     assert [connection.connection for connection in idle] == [None] * len(idle)
     assert idle or store.lines.own().vendor == "sqlite"
 

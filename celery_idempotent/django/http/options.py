@@ -14,8 +14,8 @@ from django.utils.module_loading import import_string
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.protocol.options import (
-    Guarding,
     Reader,
+    SharedOptions,
     duration,
     fitting,
     flag,
@@ -178,7 +178,7 @@ _BOTH: Final = "idempotent keyed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpOptions(Guarding):
+class HttpOptions(SharedOptions):
     """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, beside what tasks take, too."""
 
     lease_ms: int = option(30_000, duration(at_least_ms=100))
@@ -211,7 +211,7 @@ class HttpOptions(Guarding):
     @property
     def policy(self) -> Policy:
         """The policy of the runner that guards the view."""
-        shared = {line.name: getattr(self, line.name) for line in fields(Guarding)}
+        shared = {line.name: getattr(self, line.name) for line in fields(SharedOptions)}
         return Policy(
             **shared,
             on_conflict="wait" if self.on_conflict == "wait" else "raise",

@@ -91,7 +91,9 @@ def enqueue(
             return JsonResponse({"state": State.QUEUED.value}, status=202)
         in_transaction = transaction.get_connection(using).in_atomic_block
         return _answer(
-            order, _claim(order, in_transaction=in_transaction), in_transaction=in_transaction
+            order,
+            _reserve_or_find(order, in_transaction=in_transaction),
+            in_transaction=in_transaction,
         )
     except RequestRefused as refusal:
         return refusal.response(options.docs_url)
@@ -114,7 +116,7 @@ def _refuse_event_loop() -> None:
     )
 
 
-def _claim(order: TaskOrder, *, in_transaction: bool) -> Reserved | Held | Settled:
+def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | Held | Settled:
     """Reserve the key, or find the first request's record.
 
     The store is asked again while its answer may still change: the first request has not committed its reservation yet,
@@ -133,12 +135,13 @@ def _claim(order: TaskOrder, *, in_transaction: bool) -> Reserved | Held | Settl
             case Reserved(record) if record.task_id != task_id:
                 # The process that reserved it died. Its message may exist: reserve again, under the same task id.
                 task_id = record.task_id
-            case Held(record, _) if _may_be_rolled_back(order, record):
+            case Held(record, _) if _waits_for_commit(order, record):
                 attempts += 1
                 if not backoff.pause(attempts, until=give_up, first=0.02):
                     raise _in_progress(order, record, "It is not queued yet. Ask again later.")
             case Settled(record, _) if _is_retryable(order, record):
-                # This failure only: if another request did this already, the next round finds its reservation.
+                # Deletes this failure only: if another request has reserved the key meanwhile, the next round finds
+                # that reservation.
                 reservations.forget_failure(order, record)
             case Mismatched(record):
                 order.report(signals.mismatched, record)
@@ -178,8 +181,8 @@ def _answer(
             return _status_of(order, found.record, replayed=True)
 
 
-def _may_be_rolled_back(order: TaskOrder, record: Record) -> bool:
-    """Is this the reservation of a transaction that is still open, for whose end this request waits?"""
+def _waits_for_commit(order: TaskOrder, record: Record) -> bool:
+    """Does this request wait for the transaction that made this reservation? Not in a TestCase, which never commits."""
     return (
         order.options.on_pending == "accept"
         and record.uncommitted

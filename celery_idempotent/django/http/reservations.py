@@ -7,7 +7,7 @@ the message, which a sweep sends if this process does not::
     transaction      reserve (10 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
                                            ├─ ROLLBACK ─ give the key back
                                            └─ the process dies ─ the deadline passes ─ a repetition is queued
-    its own outbox   reserve, stage the message ─ COMMIT of both ─ send, or a sweep sends
+    outbox           reserve, stage the message ─ COMMIT of both ─ send, or a sweep sends
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ def _stage_message(order: TaskOrder, record: Record) -> None:
 class _AtCommit:
     """The hook that Django calls after the COMMIT: it sends the message. After a ROLLBACK the key is given back.
 
-    Django has no hook for a rollback, but it drops the hooks of the transaction then. So the key is given back when
-    this object is garbage that was never called. If the process dies before either, the deadline passes in seconds.
+    Django has no hook for a rollback, but it drops the hooks of the transaction then. So if this object is
+    garbage-collected without having been called, there was a rollback, and the key is given back. If the process dies
+    before either, the reservation's deadline passes in seconds.
     """
 
     def __init__(self, order: TaskOrder, record: Record) -> None:
@@ -160,7 +161,7 @@ class _AtCommit:
         except Exception:
             logger.exception("idempotency: %s is committed and not queued", record.identity)
             if not promised or order.message(record.task_id) is None:
-                # A client that polls gets 404, and sends the request again.
+                # No sweep can send it. A client that polls gets 404, and sends the request again.
                 _free_key(order, record)
 
 

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from django.db import Error, connections
+from django.db import connections
 
 from celery_idempotent.django.testcases import under_test
 
@@ -137,8 +137,12 @@ def _close_idle(idle: list[tuple[float, BaseDatabaseWrapper]], pid: int) -> None
     with contextlib.suppress(IndexError):
         while True:
             _, connection = idle.pop()
-            with contextlib.suppress(Error):
-                connection.close()
+            # Not by Django's own close(): it refuses wherever an event loop runs, and garbage is collected there, too.
+            raw, in_memory = connection.connection, getattr(connection, "is_in_memory_db", bool)
+            if raw is not None and not in_memory():  # whose tables its last connection takes along
+                connection.connection = None
+                with contextlib.suppress(Exception):
+                    raw.close()
 
 
 def is_inherited(raw: object) -> bool:

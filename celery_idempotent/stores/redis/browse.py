@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 from celery_idempotent.records import Counted, Page, Record, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
@@ -145,29 +146,39 @@ class _Search:
         return self._page("n", score, same)
 
     def scan(self, cursor: str, look_at: int) -> Page:
-        """Scan all keys; the cursor is the node, the cursor of its ``SCAN``, and how much of that step was looked
-        at.
+        """Scan all keys; the cursor is the node, the cursor of its ``SCAN``, and how many keys a step looks for.
+
+        A page ends between two steps, never within one: Redis promises to pass over no key from step to step, but the
+        same step, asked for again, may give other keys in another order once the server has resized its table::
+
+            page 1: SCAN 0 gives a b c d, of which a and b fill it
+            a key of somebody else comes: the table grows
+            page 2: SCAN 0 gives c a; "the third one on" would leave c out
+
+        A step with more than the page has room for is therefore left to the next page, or made smaller.
         """
-        node, at, skip = read_cursor(cursor, "s", 3)
+        node, at, count = read_cursor(cursor, "s", 3)
+        count = count or _STEP
         nodes = self._link.nodes()
-        while node < len(nodes):
-            words = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % _STEP)
+        while node < len(nodes) and len(self._found) < self._limit and self._looked_at < look_at:
+            words = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % count)
             ((after, names),) = exchange(self._link, (plain(nodes[node], *words),))
-            step = names[skip:]
-            buckets = [self._keys.bucket(name) for name in step]
-            for n, record in enumerate(self._records(buckets, step), start=1):
-                self._take(record)
-                if len(self._found) >= self._limit and n < len(step):
-                    self._looked_at += n
-                    return self._page("s", node, at, skip + n)
             # A step looks at about so many keys, those of other applications included.
-            self._looked_at += max(len(step), _STEP)
-            at, skip = int(after), 0
-            if not at:
-                node += 1
-            if len(self._found) >= self._limit or self._looked_at >= look_at:
-                break
-        return self._page("s", node, at, 0) if node < len(nodes) else self._page()
+            self._looked_at += max(len(names), count)
+            buckets = [self._keys.bucket(name) for name in names]
+            found = [record for record in self._records(buckets, names) if self._includes(record)]
+            room = self._limit - len(self._found)
+            if len(found) > room and (self._found or count > 1):
+                count = max(count * self._limit // (len(found) + 1), 1)
+                if self._found:
+                    break
+                continue
+            self._found += found
+            if len(found) < room // 4:
+                count = min(2 * count, _STEP)
+            at = int(after)
+            node += not at
+        return self._page("s", node, at, count) if node < len(nodes) else self._page()
 
     def _of_indexes(self, start: int, skip: int) -> Iterator[tuple[int, int, Sequence[bytes]]]:
         """Yield each place (a bucket of one index after the other), from which position on, and the names there."""
@@ -240,8 +251,11 @@ class _Search:
         return unpack_record(identity, packed, summary=True)
 
     def _take(self, record: Record | None) -> None:
-        if record is not None and self._selection.includes(record, self._now_ms):
+        if self._includes(record):
             self._found.append(record)
+
+    def _includes(self, record: Record | None) -> TypeGuard[Record]:
+        return record is not None and self._selection.includes(record, self._now_ms)
 
     def _page(self, kind: str = "", *place: int) -> Page:
         return Page(
