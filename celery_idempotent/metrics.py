@@ -54,7 +54,7 @@ __all__ = ["StoreCollector", "install"]
 logger = logging.getLogger(__name__)
 
 #: Of run times, in seconds: tasks take from milliseconds to half an hour.
-BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+RUN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 #: So many stale records are looked at, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
@@ -65,7 +65,7 @@ ANSWER_WITHIN: Final = 2.0
 #: prometheus_client shares metrics between processes through files in this directory.
 MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
 
-_ENDS: Final = (signals.settled, signals.released, signals.lease_lost, signals.settle_failed)
+_RUN_ENDS: Final = (signals.settled, signals.released, signals.lease_lost, signals.settle_failed)
 
 
 class _Receiver:
@@ -82,7 +82,7 @@ class _Receiver:
             "celery_idempotency_run_seconds",
             "From the claim of a key to the end of that run, whatever the end is.",
             ("task",),
-            buckets=BUCKETS,
+            buckets=RUN_SECONDS,
             registry=registry,
         )
         self._began: dict[tuple[Identity, str], float] = {}
@@ -90,7 +90,7 @@ class _Receiver:
             signal.connect(self._counting(signal, outcome), weak=False)
 
     def _counting(self, signal: Signal, outcome: str) -> Callable[..., None]:
-        starts, ends = signal is signals.claimed, signal in _ENDS
+        starts, ends = signal is signals.claimed, signal in _RUN_ENDS
 
         def count(event: Event, **_: object) -> None:
             self._outcomes.labels(

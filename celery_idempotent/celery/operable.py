@@ -111,7 +111,8 @@ class OperableTask(TaskBase):
     ) -> bool:
         identities = self._identities(key, scope)
         return True in [
-            operations.insist(self.app, identity, operation, **how) for identity in identities
+            operations.operate_or_raise(self.app, identity, operation, **how)
+            for identity in identities
         ]
 
     def _identities(self, key: object, scope: object) -> list[Identity]:

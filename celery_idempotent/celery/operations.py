@@ -34,11 +34,11 @@ __all__ = [
     "Note",
     "Operation",
     "Outcome",
-    "insist",
     "is_live",
     "notebooks",
     "offered",
     "operate",
+    "operate_or_raise",
 ]
 
 Operation = Literal["release", "forget", "fail", "requeue"]
@@ -185,7 +185,7 @@ def _carry_out(
             return _forget(by, record)
 
 
-def insist(
+def operate_or_raise(
     app: Celery,
     identity: Identity,
     operation: Operation,

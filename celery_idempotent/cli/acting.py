@@ -10,7 +10,7 @@ import click
 
 from celery_idempotent.cli.doing import (
     DONE,
-    LIVE,
+    OWNER_IS_LIVE,
     Order,
     do,
     order_of,
@@ -96,7 +96,7 @@ def _act_on_one(
     story = story_of(session.app, session.store, record)
     choice = next((each for each in story.choices if each.operation == order.operation), None)
     if choice is None or (story.live and not order.force):
-        why = _WHY_NOT[order.operation] if choice is None else f"{LIVE}."
+        why = _WHY_NOT[order.operation] if choice is None else f"{OWNER_IS_LIVE}."
         hint = "" if choice is None else " Wait for its end, or give --force and a --reason."
         note(f"{story.headline}\nNothing was done: {why}{hint}")
         raise click.exceptions.Exit(FOUND)
@@ -178,7 +178,7 @@ def _preview(
             note(f"  … and {len(doing) - _SAMPLE:,} more")
     if sorted_out["live"] and not order.force:
         note(
-            f"{records_in_words(len(sorted_out['live']))} left alone: {LIVE} (--force, with a --reason)."
+            f"{records_in_words(len(sorted_out['live']))} left alone: {OWNER_IS_LIVE} (--force, with a --reason)."
         )
     if sorted_out["left"]:
         note(f"{records_in_words(len(sorted_out['left']))} left alone: {_WHY_NOT[order.operation]}")

@@ -12,7 +12,7 @@ from celery_idempotent.cli.output import note, paragraph, write_json
 from celery_idempotent.cli.session import (
     FOUND,
     UNREACHABLE,
-    Command,
+    OurCommand,
     Session,
     app_of,
     django_part,
@@ -27,7 +27,7 @@ __all__ = ["check_command"]
 _STORE_DOWN = "E006"
 
 
-@click.command("check", cls=Command, examples=["check", "check --health"])
+@click.command("check", cls=OurCommand, examples=["check", "check --health"])
 @click.option(
     "--health", "only_health", is_flag=True, help="Is all well right now? Quick, for orchestrators."
 )

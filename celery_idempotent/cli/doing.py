@@ -19,7 +19,7 @@ from celery_idempotent.operations import Operation, Outcome
 from celery_idempotent.operations.bulk import Ended, carry_out
 from celery_idempotent.records import Record
 
-__all__ = ["DONE", "LIVE", "Order", "do", "order_of", "order_options", "records_in_words"]
+__all__ = ["DONE", "OWNER_IS_LIVE", "Order", "do", "order_of", "order_options", "records_in_words"]
 
 DONE: dict[Operation, str] = {
     "release": "released",
@@ -28,12 +28,12 @@ DONE: dict[Operation, str] = {
     "forget": "forgotten",
 }
 
-LIVE = "its owner is live"
+OWNER_IS_LIVE = "its owner is live"
 
 _SAID: dict[Outcome, str] = {
     Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
     Outcome.CHANGED: "left alone: it has changed meanwhile",
-    Outcome.LIVE: f"left alone: {LIVE}",
+    Outcome.LIVE: f"left alone: {OWNER_IS_LIVE}",
 }
 
 

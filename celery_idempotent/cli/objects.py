@@ -10,7 +10,7 @@ from celery_idempotent.operations.finding import task_name
 from celery_idempotent.operations.wording import ago, iso
 from celery_idempotent.records import Record
 
-__all__ = ["COLUMNS", "object_of", "row_of", "state_of"]
+__all__ = ["COLUMNS", "object_of", "row_of", "shown_state"]
 
 #: Of a list; the narrow ones come first.
 COLUMNS = (
@@ -25,7 +25,7 @@ COLUMNS = (
 )
 
 
-def state_of(record: Record, now_ms: int) -> str:
+def shown_state(record: Record, now_ms: int) -> str:
     """Return the state for people: one whose lease ran out is stale."""
     return f"{record.state.value}, stale" if record.stale(now_ms) else record.state.value
 
@@ -37,7 +37,7 @@ def row_of(session: Session, record: Record, now_ms: int, *, whole: bool) -> lis
         record.identity.key,
         task_name(session.app, record.identity),
         record.identity.scope,
-        state_of(record, now_ms),
+        shown_state(record, now_ms),
         changed or "",
         str(record.crashes) if record.crashes or whole else "",
         record.task_id,

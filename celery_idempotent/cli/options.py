@@ -12,11 +12,11 @@ from celery.app.utils import find_app
 from celery_idempotent.celery.registry import load_tasks, namespaces
 from celery_idempotent.cli.output import note
 from celery_idempotent.cli.session import Session
-from celery_idempotent.identity.keys import canonical
 from celery_idempotent.operations.finding import (
     UNFINISHED_AND_FAILED,
     Filter,
     namespace_of,
+    scope_of_user,
     spellings,
 )
 from celery_idempotent.records import State
@@ -34,9 +34,6 @@ _STATES = {
     "any": frozenset(State),
     **{state.value: frozenset({state}) for state in State},
 }
-
-#: A primary key that is no text.
-_NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
 
 class _Length(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
@@ -65,7 +62,7 @@ def _complete_task(ctx: click.Context, _: click.Parameter, incomplete: str) -> l
         return []
 
 
-def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+def _all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         for option in reversed(options):
             function = option(function)
@@ -74,7 +71,7 @@ def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-_task = click.option(
+_task_option = click.option(
     "--task", metavar="NAME", shell_complete=_complete_task, help="Only this task (or namespace)."
 )
 _scope = click.option(
@@ -82,10 +79,10 @@ _scope = click.option(
 )
 
 #: Which record a key is about.
-key_options = _options(_task, _scope)
+key_options = _all_of(_task_option, _scope)
 
-filter_options = _options(
-    _task,
+filter_options = _all_of(
+    _task_option,
     _scope,
     click.option(
         "--state",
@@ -142,9 +139,5 @@ def scopes_of(text: str) -> list[str]:
     Raises:
         InvalidKey: if there is no such scope.
     """
-    word, _, number = text.partition(" ")
-    if word == "user" and number.strip():
-        pk = number.strip()
-        user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
-        return [canonical(user, what="scope", task="search")]
-    return spellings(text, what="scope")
+    of_user = scope_of_user(text)
+    return [of_user] if of_user else spellings(text, what="scope")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FOUND",
     "UNREACHABLE",
-    "Command",
+    "OurCommand",
     "Session",
     "app_of",
     "command",
@@ -60,7 +60,7 @@ class Session:
         )
 
 
-class Command(click.Command):
+class OurCommand(click.Command):
     """A command with examples, that turns what it may raise into a message and an exit code."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **options: Any) -> None:
@@ -92,7 +92,7 @@ def command(name: str, **options: Any) -> Callable[[Callable[..., None]], click.
         def run(ctx: click.Context, /, **given: Any) -> None:
             function(session_of(ctx), **given)
 
-        return click.command(name, cls=Command, **options)(update_wrapper(run, function))
+        return click.command(name, cls=OurCommand, **options)(update_wrapper(run, function))
 
     return decorate
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from celery_idempotent.cli.objects import COLUMNS, object_of, row_of, state_of
+from celery_idempotent.cli.objects import COLUMNS, object_of, row_of, shown_state
 from celery_idempotent.cli.options import json_option, key_options, known_namespace, scopes_of
 from celery_idempotent.cli.output import Progress, note, on_terminal, paragraph, table, write_json
 from celery_idempotent.cli.session import FOUND, Session, command
@@ -62,7 +62,7 @@ def show_command(session: Session, key: str, value: bool, as_json: bool, **where
     if as_json:
         write_json(about)
         return
-    about["state"] = state_of(record, now_ms)
+    about["state"] = shown_state(record, now_ms)
     for name in ("created", "updated", "deadline"):
         ms = getattr(record, f"{name}_ms")
         about[name] = "" if ms is None else moment(ms, now_ms)

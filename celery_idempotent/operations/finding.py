@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ __all__ = [
     "find_task_id",
     "namespace_of",
     "pages",
+    "scope_of_user",
     "spellings",
     "task_name",
 ]
@@ -35,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 #: What an index finds: all but COMPLETED records.
 UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
+
+#: A primary key that is no text.
+_NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
 #: So many keys one page looks at, and so many unfinished and failed records are searched for a task id.
 LOOK_AT, MOST = 5_000, 10_000
@@ -182,6 +187,19 @@ def spellings(text: str, *, what: str = "key") -> list[str]:
     if what == "key":
         found.append(task_id_key(text))
     return list(dict.fromkeys(found))
+
+
+def scope_of_user(text: str) -> str | None:
+    """Return the canonical scope that ``user 17`` stands for: what that user sent over HTTP. ``None``: no such text.
+
+    Raises:
+        InvalidKey: if no user can have that primary key.
+    """
+    word, _, pk = text.partition(" ")
+    if word != "user" or not (pk := pk.strip()):
+        return None
+    user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
+    return canonical(user, what="scope", task="search")
 
 
 def namespace_of(app: Celery, name: str) -> str | None:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 HOUR_US = 3_600_000_000
 
 
-class Found(Look):
+class MemoryLook(Look):
     """What one look found; nobody writes before it is over."""
 
     def __init__(self, store: MemoryStore, stored: StoredRecord | None, now_us: int) -> None:
@@ -82,7 +82,7 @@ class MemoryStore(ScanningStore):
             stored = self.records.get(identity)
             if stored is not None and stored.expires_ms <= now_us // 1000:
                 stored = None
-            return verb(Found(self, stored, now_us))
+            return verb(MemoryLook(self, stored, now_us))
 
     def now_ms(self) -> int:
         """Return the time by the store's clock."""

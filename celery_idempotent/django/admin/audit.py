@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _SHOWN = 20
 
 
-class Note:
+class LogNote:
     """Who does what to which key, and why: written down before it is done, so that nothing is done without a trace.
 
     If the process dies in between, the entry says that the outcome is unknown.
@@ -81,12 +81,12 @@ class Note:
         return message
 
 
-def open_note(begun: Begun) -> Note | None:
+def open_note(begun: Begun) -> LogNote | None:
     """Begin a note about somebody who is a user of this project; ``None`` about anybody else."""
     users = get_user_model()._default_manager  # noqa: SLF001  a model of the project's own may have no `objects`
     try:
         user = users.filter(**{get_user_model().USERNAME_FIELD: begun.who}).first()
-        return None if user is None else Note(begun, user.pk)
+        return None if user is None else LogNote(begun, user.pk)
     except (DatabaseError, SynchronousOnlyOperation) as error:
         # An incident does not wait for this database: the event and the log have it.
         logger.warning("idempotency: the admin's log does not have what follows: %s", error)

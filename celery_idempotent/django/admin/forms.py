@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from django import forms
 from celery_idempotent.celery.operations import Operation
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
-from celery_idempotent.identity.keys import canonical
+from celery_idempotent.operations.finding import scope_of_user
 from celery_idempotent.records import Selection, State
 
 if TYPE_CHECKING:
@@ -34,9 +33,6 @@ _STATE_FILTERS = {
 
 #: Hours that the charts show, and hours that one bar of them stands for.
 PERIODS = {"24h": ("24 hours", 24, 1), "7d": ("7 days", 168, 6), "30d": ("30 days", 720, 24)}
-
-#: A primary key that is no text.
-_NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
 
 #: Tokens fit into 64 bits.
 _LARGEST_TOKEN = 2**63 - 1
@@ -84,13 +80,8 @@ class FilterForm(forms.Form):
     def clean_scope(self) -> str:
         """Return the scope as a record has it: ``user 17`` stands for what that user sent over HTTP."""
         scope: str = self.cleaned_data["scope"]
-        word, _, pk = scope.partition(" ")
-        if word != "user" or not pk.strip():
-            return scope
-        pk = pk.strip()
-        user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
         try:
-            return canonical(user, what="scope", task="search")
+            return scope_of_user(scope) or scope
         except InvalidKey:
             raise forms.ValidationError("No user has such a primary key.") from None
 

@@ -130,7 +130,7 @@ def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
     return Done("settled") if found else None
 
 
-def _release(session: Session, identity: Identity, asked: Asked) -> Done | None:
+def _release_row(session: Session, identity: Identity, asked: Asked) -> Done | None:
     """Give back a claim without steps; ``None`` for any other."""
     if session.words.vendor != "postgresql":
         return None
@@ -165,7 +165,7 @@ def _mark_delivered(session: Session, identity: Identity, asked: Asked) -> Done:
 #: Verbs that are one statement, where this is all that they need; ``None`` leaves one to the long way.
 SHORTCUTS: Mapping[Verb, Callable[[Session, Identity, Asked], Done | None]] = {
     "settle": _settle,
-    "release": _release,
+    "release": _release_row,
     "mark_delivered": _mark_delivered,
 }
 
