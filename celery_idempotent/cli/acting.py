@@ -26,7 +26,7 @@ from celery_idempotent.operations import Operation
 from celery_idempotent.operations.bulk import Verdict, verdict
 from celery_idempotent.operations.explaining import EFFECTS, story_of
 from celery_idempotent.operations.finding import Filter, pages
-from celery_idempotent.records import Record
+from celery_idempotent.records import Identity, Record
 
 __all__ = ["fail_command", "forget_command", "release_command", "requeue_command"]
 
@@ -119,7 +119,7 @@ def _collect(
     session: Session, operation: Operation, wanted: Filter, limit: int
 ) -> tuple[list[Record], bool]:
     """Return what a filter means, up to a limit, and whether there is more."""
-    found: dict[Any, Record] = {}
+    found: dict[Identity, Record] = {}
     with Progress("keys looked at") as progress:
         for page in pages(session.app, session.store, wanted):
             progress.add(page.looked_at)

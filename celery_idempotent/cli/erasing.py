@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,13 +14,16 @@ from celery_idempotent.cli.session import Session, command, django_part
 from celery_idempotent.operations.finding import Filter, pages
 from celery_idempotent.records import Record, State
 
+if TYPE_CHECKING:
+    from celery_idempotent.django.outbox import Pending
+
 __all__ = ["erase_command"]
 
 #: So many staged messages are looked for at a time.
 _STAGED = 500
 
 
-def _erase(session: Session, scope: str, **given: Any) -> None:
+def _erase(session: Session, scope: str, **given: object) -> None:
     """Delete all records of a scope, COMPLETED ones included, and its messages in the outbox.
 
     Every key is looked at, twice: to count, and to erase. It asks in between. What a live owner holds is left alone
@@ -74,12 +77,12 @@ def _records(session: Session, wanted: Filter) -> Iterator[Record]:
             return
 
 
-def _staged(session: Session, wanted: Filter, *, limit: int) -> list[Any]:
+def _staged(session: Session, wanted: Filter, *, limit: int) -> list[Pending]:
     """Return messages of these scopes that wait in the outbox, where there is one."""
     alias, outbox = session.store.outbox_alias, django_part("celery_idempotent.django.outbox")
     if alias is None or outbox is None:
         return []
-    found: list[Any] = outbox.pending(using=alias, limit=limit, scopes=wanted.scopes)
+    found: list[Pending] = outbox.pending(using=alias, limit=limit, scopes=wanted.scopes)
     return found
 
 

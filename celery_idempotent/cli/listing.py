@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import click
 
@@ -50,7 +49,7 @@ _OUTCOMES = (
     help="So many records at most.",
 )
 @json_option
-def list_command(session: Session, limit: int, as_json: bool, **given: Any) -> None:
+def list_command(session: Session, limit: int, as_json: bool, **given: object) -> None:
     """List records: the unfinished and the failed ones, or those of a --state.
 
     COMPLETED records have no index: to list them (--state COMPLETED, --state any), keys are looked at one after the

@@ -23,7 +23,7 @@ from celery_idempotent.records import State
 
 __all__ = ["filter_of", "filter_options", "json_option", "key_options", "scopes_of"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 _LENGTH = re.compile(r"([0-9]{1,9})\s*(s|min|m|h|d)", re.ASCII)
@@ -41,7 +41,9 @@ class _Length(click.ParamType):  # type: ignore[type-arg]  # generic from click 
 
     name = "time"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
         """Read ``90s``, ``10m``, ``2h`` or ``1d``."""
         if isinstance(value, int):
             return value

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import click
 
@@ -115,7 +114,7 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
-def write_json(item: Mapping[str, Any]) -> None:
+def write_json(item: Mapping[str, object]) -> None:
     """Write one object, on a line of its own."""
     click.echo(json.dumps(item, ensure_ascii=False))
 

@@ -74,7 +74,7 @@ class OurCommand(click.Command):
             with formatter.section("Examples"):
                 formatter.write("".join(f"  {each}\n" for each in self.examples))
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """Run the command."""
         try:
             return super().invoke(ctx)
@@ -89,7 +89,7 @@ def command(name: str, **options: Any) -> Callable[[Callable[..., None]], click.
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @click.pass_context
-        def run(ctx: click.Context, /, **given: Any) -> None:
+        def run(ctx: click.Context, /, **given: object) -> None:
             function(session_of(ctx), **given)
 
         return click.command(name, cls=OurCommand, **options)(update_wrapper(run, function))

@@ -120,14 +120,14 @@ class Move:
         self.writes = rule.then is not None and not self.deletes
         self.holds: Holds | None = _CONDITIONS[rule.when] if rule.when else None
         self._rule = rule
-        self._read: Callable[[Record], Sequence[Any]] | None = (
+        self._read: Callable[[Record], Sequence[object]] | None = (
             attrgetter(*rule.carried) if rule.carried else None
         )
         live = rule.then in (State.PROCESSING, State.QUEUED)
         self._adds_deadline = live and "deadline_ms" not in rule.carried
         self._adds_token = "token" not in rule.carried
         self._requeues = int(rule.verb in ("requeue", "sweep") and rule.then is State.QUEUED)
-        self._changes: Mapping[str, Any] = (
+        self._changes: Mapping[str, object] = (
             {"state": rule.then, "attempts": rule.attempts} if isinstance(rule.then, State) else {}
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from django.db import (
     DataError,
@@ -151,7 +151,7 @@ def kind(error: Exception, vendor: str) -> Kind:
     return _other(error, "no such" in text or "readonly" in text)
 
 
-def error_code(error: Exception) -> Any:
+def error_code(error: Exception) -> object:
     """Return the SQLSTATE, or MySQL's number."""
     if error.args and isinstance(error.args[0], int):
         # Newer releases of PyMySQL have a SQLSTATE as well, which tells fewer errors apart.
