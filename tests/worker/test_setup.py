@@ -85,7 +85,8 @@ def test_sweeps_for_a_queue_that_no_worker_consumes_are_found(
     assert f"the queue {queue}: none of the 1 worker(s) that answered consumes it" in found.problem
     # For as long as the worker needs, not for the second that Celery waits for any number of answers.
     assert site.app.control.add_consumer(queue, reply=True, timeout=30, limit=1)
-    assert check_workers(site.app) == []
+    # The worker answers before it has begun to consume.
+    wait_for(lambda: check_workers(site.app) == [], what="the worker to consume it")
 
 
 def test_sweeps_that_nobody_takes_do_not_pile_up_in_rabbitmq(open_site: Callable[..., Any]) -> None:
