@@ -205,8 +205,12 @@ def _serve(inbox: socket.socket) -> list[str]:
         _, fds, _, _ = socket.recv_fds(inbox, 16, 3)
         if not fds:  # the test process is gone, or was killed
             for pid in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                for kill in (
+                    os.kill,
+                    os.killpg,
+                ):  # a child has a group of its own once it has come to setsid()
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
             sys.exit()
         log, status, request = fds
         pid = os.fork()

@@ -76,7 +76,8 @@ class Proxy:
         with self._lock:
             listener, self._listener = self._listener, None
         if listener is not None:
-            _shut(listener)
+            _wake(listener)
+            self._accepting.join(timeout=5)  # it closes the listener
         if cut:
             self.cut()
 
@@ -132,29 +133,31 @@ class Proxy:
         listener.listen(_MAX_CONNECTIONS)
         self.port = listener.getsockname()[1]
         self._listener = listener
-        self._start(self._accept, listener)
+        self._accepting = self._start(self._accept, listener)
 
-    def _start(self, target: Callable[..., None], *args: object) -> None:
+    def _start(self, target: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, daemon=True)
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         thread.start()
+        return thread
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 client, _ = listener.accept()
             except OSError:
+                listener.close()
                 return
             with self._lock:
                 welcome = self._listener is listener and len(self._links) < _MAX_CONNECTIONS
                 self.connections += welcome
             if not welcome:
-                _shut(client)
+                client.close()
                 continue
             try:
                 server = socket.create_connection(self._target, timeout=5)
             except OSError:
-                _shut(client)
+                client.close()
                 continue
             link = _Link(client, server)
             with self._lock:
@@ -213,6 +216,11 @@ class Proxy:
         link.close()
         with self._lock:
             self._links.discard(link)
+            link.pumps -= 1
+            last = not link.pumps
+        if last:
+            link.client.close()
+            link.server.close()
 
 
 class _Rule:
@@ -240,6 +248,9 @@ class _Link:
         self.server = server
         self.swallowing: _Rule | None = None
         self.silenced = False
+        #: The threads that use the sockets. The last of them closes these: no other may, since the number of a closed
+        #: socket goes to the next one, and a thread that is in ``send`` or ``recv`` would go on with that one.
+        self.pumps = 2
         for end in (client, server):
             end.settimeout(None)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -255,8 +266,9 @@ class _Link:
             yield chunk
 
     def close(self) -> None:
-        _shut(self.client)
-        _shut(self.server)
+        """End both connections, and with that the threads."""
+        _wake(self.client)
+        _wake(self.server)
 
 
 def _send(end: socket.socket, data: bytes) -> bool:
@@ -267,9 +279,7 @@ def _send(end: socket.socket, data: bytes) -> bool:
     return True
 
 
-def _shut(end: socket.socket) -> None:
-    # shutdown wakes a thread that is blocked in recv or accept; close alone does not.
+def _wake(end: socket.socket) -> None:
+    """End a connection, or the accepting of them, and wake the thread that waits for it."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
-    with contextlib.suppress(OSError):
-        end.close()
