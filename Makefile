@@ -7,8 +7,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
 # The tests mostly wait for processes that they started: more of them at a time than there are cores. 0: in this process.
 JOBS   ?= 5
-# A test that needs a second chance has a fault. RERUNS=1 says whether one would pass then.
-RERUNS ?= 0
+# A test that needs a second chance has a fault, which RERUNS=0 shows. Such tests are listed at the end of a run.
+RERUNS ?= 1
 PORT   ?= 8000
 
 # Another interpreter than that of $(VENV) is asked for: then it is made anew.
@@ -31,7 +31,7 @@ help:  ## say what there is
 	@echo
 	@echo "  PYTHON=python3.12     the interpreter for $(VENV) (python3)"
 	@echo "  JOBS=5                so many test files at a time; 0 for one process, as pdb needs it"
-	@echo "  RERUNS=1              a second chance for a test that fails, to find out whether it always does"
+	@echo "  RERUNS=0              no second chance for a test that fails"
 	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
 	@echo "  EVENTS=path           for the demo: the file to take its events from"
 	@echo "  STORE=django          for the demo: where the records are, redis (or nothing), django or hybrid"
