@@ -62,6 +62,9 @@ LOOK_AT: Final = 500
 #: How long a scrape waits for the store, in seconds: less than Prometheus waits for the scrape.
 ANSWER_WITHIN: Final = 2.0
 
+#: So many runs are timed at a time; with more, those that have begun are not timed.
+MOST_RUNS: Final = 10_000
+
 #: prometheus_client shares metrics between processes through files in this directory.
 MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -103,6 +106,9 @@ class _Receiver:
             if event.identity is None:
                 return
             if starts:
+                # A run whose release failed is left to its lease and reports no end; such entries must not pile up.
+                if len(self._began) >= MOST_RUNS:
+                    self._began.clear()
                 self._began[event.identity, event.task_id] = time.perf_counter()
             elif ends:
                 began = self._began.pop((event.identity, event.task_id), None)

@@ -50,7 +50,7 @@ class OperableTask(TaskBase):
     ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
 
-        The log and the signal ``forgotten`` tell who did it (this process, if nobody is named) and the reason. To take
+        The log and the signal ``forgotten`` say who did it (this process, if no one is named) and the reason. To take
         the key away from a live owner, who may still be at work, this has to be forced, with a reason.
 
         Raises:
@@ -71,7 +71,7 @@ class OperableTask(TaskBase):
     ) -> bool:
         """End the claim of a key of this task: the next delivery or call runs. ``False`` if nothing is queued or runs.
 
-        It is told, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
         """
         return self._operate("release", key, scope, reason=reason, who=who, force=force)
 
@@ -86,7 +86,7 @@ class OperableTask(TaskBase):
     ) -> bool:
         """Publish the message that the record of a key keeps once more. ``False`` if it keeps none.
 
-        That takes ``idempotency_on_stale="requeue"``, and an unfinished run. It is told, refused and forced as
+        That takes ``idempotency_on_stale="requeue"``, and an unfinished run. It is reported, refused and forced as
         :meth:`idempotency_forget` is, and raises the same.
         """
         return self._operate("requeue", key, scope, reason=reason, who=who, force=force)
@@ -102,7 +102,7 @@ class OperableTask(TaskBase):
     ) -> bool:
         """Settle an unfinished key of this task FAILED: callers get ``FailedByOperator``. ``False`` if there is none.
 
-        It is told, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
         """
         return self._operate("fail", key, scope, reason=reason, who=who, force=force)
 

@@ -1,6 +1,6 @@
 """A view for load balancers and orchestrators: is all well right now?
 
-``path("health/idempotency/", health)``. It asks nobody who they are, and says nothing about keys, tasks or callers.
+``path("health/idempotency/", health)``. It needs no login, and says nothing about keys, tasks or callers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from django.views.decorators.http import require_safe
 from celery_idempotent.django import outbox
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.operations.health import UNREACHABLE
 from celery_idempotent.operations.health import health as ask
 from celery_idempotent.stores import get_store
 
 __all__ = ["health"]
+
+#: The answer for a store that does not give any.
+_NO_STORE = {"well": False, "store": {"well": False, "answered_ms": None}}
 
 
 @never_cache
@@ -27,5 +29,5 @@ def health(request: HttpRequest) -> JsonResponse:  # noqa: ARG001  any request g
         store = get_store(app := celery_app())
         found = ask(app, store, outbox_ms=outbox.oldest_ms(using=store.outbox_alias))
     except (StoreUnavailable, StoreMisconfigured):
-        return JsonResponse(UNREACHABLE, status=503)
+        return JsonResponse(_NO_STORE, status=503)
     return JsonResponse(found.as_json(), status=200 if found.well else 503)

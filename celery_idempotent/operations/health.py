@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-__all__ = ["OUTBOX_MS", "UNREACHABLE", "Health", "Sweeps", "health", "sweeps"]
+__all__ = ["OUTBOX_MS", "Health", "Sweeps", "health", "sweeps"]
 
 #: A message that waits in the outbox for longer has lost its sender, or its broker.
 OUTBOX_MS = 60_000
@@ -85,10 +85,6 @@ class Health:
                 "oldest_s": None if self.outbox_ms is None else self.outbox_ms // 1000,
             },
         }
-
-
-#: The same for a store that does not answer.
-UNREACHABLE: dict[str, object] = {"well": False, "store": {"well": False, "answered_ms": None}}
 
 
 def health(app: Celery, store: Store, *, outbox_ms: int | None) -> Health:
