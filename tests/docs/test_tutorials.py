@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
+from celery_idempotent.stores import open_store
+from tests.support.pages import load
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -185,3 +188,11 @@ def test_the_endpoints_of_other_frameworks_work_as_they_are_told(
         f"COMPLETED {{'receipt': '{framework}-17'}} 404",
     ]
     assert (tmp_path / "charges.txt").read_text() == f"{framework}-17 1999\n"
+
+
+@pytest.mark.parametrize("title", ["rabbitmq", "sqs", "sentinel", "cluster", "tls"])
+def test_the_settings_of_the_brokers_page_are_taken(title: str) -> None:
+    app = Celery(set_as_current=False)
+    load(app, "brokers", title, {})
+    open_store(app.conf.idempotency_store).close()
+    app.close()
