@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from celery_idempotent.celery.operations import Operation, Outcome, is_live, offered, operate
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Record
+from celery_idempotent.records import Record, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -43,6 +43,8 @@ def carry_out(
     force: bool,
     who: str,
     reason: str,
+    step: str | None = None,
+    value: Stored | None = None,
 ) -> Iterator[Ended]:
     """Do an operation to one record after the other; each is yielded as soon as it is done.
 
@@ -59,6 +61,8 @@ def carry_out(
                 force=force,
                 who=who,
                 reason=reason,
+                step=step,
+                value=value,
             )
         except IdempotencyError as error:
             yield Ended(record, None, str(error))
