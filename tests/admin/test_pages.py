@@ -393,7 +393,7 @@ def test_a_list_says_how_many_follow_and_begins_with_the_newest(
     serve(store)
     for n in range(53):
         claim(store, f"key-{n}")
-    page = operator.get(LIST, {"state": "PROCESSING"})
+    page: Any = operator.get(LIST, {"state": "PROCESSING"})
     assert "continue with 3 more" in text(page)
     changed = [row.record.updated_ms for row in page.context_data["rows"]]
     assert changed == sorted(changed, reverse=True)
