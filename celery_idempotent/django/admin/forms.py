@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from django import forms
 
 from celery_idempotent.celery.operations import Operation
+from celery_idempotent.django.applications import celery_app
+from celery_idempotent.django.http.views import namespace_of_view
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
-from celery_idempotent.operations.finding import scope_of_user
+from celery_idempotent.operations.finding import namespace_of, scope_in_words, scope_of_user
 from celery_idempotent.records import Selection, State
 
 if TYPE_CHECKING:
@@ -77,6 +79,11 @@ class FilterForm(forms.Form):
         required=False, min_value=0, max_value=10**12, widget=forms.HiddenInput
     )
 
+    def clean_task(self) -> str:
+        """Return the namespace of the task or view of this name; another name is taken for a namespace."""
+        name: str = self.cleaned_data["task"]
+        return namespace_of_view(name) or (name and namespace_of(celery_app(), name)) or name
+
     def clean_scope(self) -> str:
         """Return the scope as a record has it: ``user 17`` stands for what that user sent over HTTP."""
         scope: str = self.cleaned_data["scope"]
@@ -102,7 +109,10 @@ class FilterForm(forms.Form):
     def chosen(self) -> dict[str, str]:
         """Return what was chosen, for an address; without the place in the list."""
         names = ("state", "task", "scope", "age", "key")
-        return {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
+        found = {name: self.cleaned_data[name] for name in names if self.cleaned_data[name]}
+        if "scope" in found:
+            found["scope"] = scope_in_words(found["scope"])
+        return found
 
 
 class PeriodForm(forms.Form):
