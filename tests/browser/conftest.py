@@ -141,7 +141,7 @@ def open_as(
 ) -> Iterator[Callable[..., Page]]:
     """A function that gives a page of somebody who has logged in, or of nobody.
 
-    A path is one of the records' admin, or begins with a slash. ``anew``: with a login that no other test shares.
+    A path is one of the records' admin, or begins with a slash. ``anew``: a page and a login that no other test shares.
     Nothing moves, since each frame has to be drawn, until a test asks for it.
     """
     contexts: list[BrowserContext] = []
@@ -196,7 +196,8 @@ def _clear(page: Page) -> None:
     page.unroute_all()
     page.set_viewport_size(_SIZE)
     page.emulate_media(color_scheme="light", reduced_motion="reduce")
-    page.goto("about:blank")
+    # A page of the same site, which takes no other process as an empty one does.
+    page.goto("/static/nothing.html")
 
 
 def look_at(page: Page, what: str) -> None:
