@@ -222,11 +222,12 @@ def _violations(page: Page, rules: Sequence[str] | None) -> list[list[str]]:
     if page.evaluate("typeof axe") == "undefined":
         page.evaluate(AXE_SCRIPT)
     options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
-    return page.evaluate(
+    found: list[list[str]] = page.evaluate(
         "options => axe.run(options).then(found =>"
         " found.violations.map(each => [each.id, each.nodes[0].html]))",
         options,
     )
+    return found
 
 
 def log_in(page: Page, user: str) -> None:
