@@ -53,7 +53,7 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "replayed",
         Line(
             logging.INFO,
-            "%(task)s[%(task_id)s] is answered from the record of %(identity)s: task %(first)s, %(found)s since "
+            "%(task)s[%(task_id)s] gets the stored result of %(identity)s: task %(first)s, %(found)s since "
             "%(updated)s",
         ),
     ),
