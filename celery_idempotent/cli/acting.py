@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,11 @@ from celery_idempotent.cli.output import Progress, note
 from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.cli.telling import find_one
 from celery_idempotent.operations import Operation
-from celery_idempotent.operations.bulk import Verdict, verdict
+from celery_idempotent.operations.bulk import Verdict, collect, verdict
 from celery_idempotent.operations.explaining import EFFECTS, STEP_EFFECTS, story_of
 from celery_idempotent.operations.finding import Filter, pages
 from celery_idempotent.operations.values import value_from_json
-from celery_idempotent.records import Identity, Record
+from celery_idempotent.records import Page, Record
 from celery_idempotent.serializers import LARGEST
 
 __all__ = [
@@ -157,18 +157,14 @@ def _collect(
     session: Session, operation: Operation, wanted: Filter, limit: int
 ) -> tuple[list[Record], bool]:
     """Return what a filter means, up to a limit, and whether there is more."""
-    found: dict[Identity, Record] = {}
     with Progress("keys looked at") as progress:
-        for page in pages(session.app, session.store, wanted):
-            progress.add(page.looked_at)
-            for each in page.records:
-                if len(found) == limit:
-                    return list(found.values()), True
-                # Lists leave out whether there is a message.
-                record = session.store.get(each.identity) if operation == "requeue" else each
-                if record is not None:
-                    found[record.identity] = record
-    return list(found.values()), False
+
+        def counted() -> Iterator[Page]:
+            for page in pages(session.app, session.store, wanted):
+                progress.add(page.looked_at)
+                yield page
+
+        return collect(session.store, operation, counted(), limit=limit)
 
 
 def _act_on_all(

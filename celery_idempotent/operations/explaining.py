@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import Operation, is_live, offered
 from celery_idempotent.celery.registry import definition_of
-from celery_idempotent.operations.finding import task_name
+from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import (
@@ -102,7 +102,7 @@ class _Teller:
     def headline(self) -> str:
         record, now_ms = self.record, self.now_ms
         identity = record.identity
-        scope = f" in scope {identity.scope}" if identity.scope else ""
+        scope = f" in scope {scope_in_words(identity.scope)}" if identity.scope else ""
         subject = f"{identity.key} of {task_name(self.app, identity)}{scope}"
         match record.state:
             case State.QUEUED if record.deadline_ms is not None and record.deadline_ms <= now_ms:

@@ -60,7 +60,8 @@ class Admin:
 
     def ask(self, key: str, operation: str, seen: Record, die: str | None = None) -> int | None:
         """Do it; the status of the answer, ``None`` if the process died before there was one."""
-        form = {"token": seen.token, "state": seen.state.value, "force": "on", "reason": "a test"}
+        form = {"token": seen.token, "state": seen.state.value, "force": "on", "again": "on"}
+        form["reason"] = "a test"
         operation, _, step = operation.partition(" ")
         if operation == "complete":
             form |= {"value": "17", "step": step}

@@ -87,7 +87,7 @@ def test_a_completed_record_is_forgotten(store: Store, serve: Serve, operator: C
     settle(store, claim(store, "a"))
     confirm(operator, "a", "forget")
     assert store.get(identity("a")) is None
-    assert entries() == [(f"{TASK} key a", 3, "Forgotten")]
+    assert entries() == [(f"{TASK} key a", 3, "Forgotten. Reason: a test")]
 
 
 def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
@@ -148,7 +148,7 @@ def test_a_step_is_completed_and_another_forgotten(
     assert [(name, step.body) for name, step in found.steps] == [("pay", b"17")]
     assert [entry[1:] for entry in entries()] == [
         (2, "Completed, step pay"),
-        (2, "Forgotten, step ship & mail"),
+        (2, "Forgotten, step ship & mail. Reason: a test"),
     ]
     told = text(operator.get(address("a")))
     assert "Step pay completed by" in told
@@ -203,7 +203,7 @@ def test_what_was_interrupted_is_requeued_under_its_task_id(
     assert found is not None
     assert (found.state, found.crashes) == (State.QUEUED, 1)
     assert published == ["task-1"]
-    assert entries() == [(f"{TASK} key a", 2, "Requeued")]
+    assert entries() == [(f"{TASK} key a", 2, "Requeued. Reason: a test")]
 
 
 def test_a_stale_claim_is_requeued_and_its_crash_counted(
@@ -288,11 +288,11 @@ def test_an_owner_that_came_back_between_question_and_answer_is_live(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form without the box for a live owner cannot take the key from one."""
-    from celery_idempotent.django.admin import operating
+    from celery_idempotent.operations import bulk
 
     serve(memory)
     claim(memory, "a")
-    monkeypatch.setattr(operating, "is_live", lambda *_: False)
+    monkeypatch.setattr(bulk, "is_live", lambda *_: False)
     answer = confirm(operator, "a", "release", force="on", reason="forged")
     assert "a live owner took" in text(operator.get(answer["Location"]))
     assert memory.get(identity("a")) is not None
@@ -401,7 +401,7 @@ def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened
     assert answer.status_code == 503
     assert "the connection broke" in text(answer)
     assert entries()[0][2] == (
-        "Forget failed (right after that the record was still there, unchanged)"
+        "Forget failed (right after that the record was still there, unchanged). Reason: a test"
     )
     looks = iter([memory.get(identity("a"))] * 3)
     monkeypatch.setattr(memory, "get", lambda _: next(looks, None) or fail())

@@ -19,8 +19,6 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from celery_idempotent.celery.operations import (
     Operation,
     Outcome,
-    is_live,
-    offered,
     operate,
 )
 from celery_idempotent.celery.registry import definition_of
@@ -29,6 +27,8 @@ from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
+from celery_idempotent.operations.bulk import may_repeat
+from celery_idempotent.operations.bulk import verdict as verdict_on
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores import get_store
@@ -101,6 +101,7 @@ class OperationPages(Pages):
         form = OperationForm(
             request.POST if sent else None,
             operation=operation,
+            marks=() if live else (line.mark,),
             live=live,
             read=functools.partial(value_from_json, celery_app(), identity),
             of_step=asked is not None,
@@ -119,6 +120,7 @@ class OperationPages(Pages):
                 "stale": line.stale,
                 "form": form,
                 "back": back,
+                "again": may_repeat(operation, record.state),
             }
             return self.render(request, "operation", context, status=400 if sent else 200)
         given = form.cleaned_data
@@ -164,12 +166,14 @@ class OperationPages(Pages):
             text = "Left alone: there is no such record any more."
         elif Mark.of(record) != mark:
             text = "Left alone: it has changed since the list was shown."
-        elif operation not in offered(record, known=_known(operation, record), step=step):
-            text = f"Left alone: {wording.refusal}"
-        elif is_live(record, now_ms):
-            verdict, text = "live", "Left alone unless forced: its owner is live."
         else:
-            verdict, text = "do", f"Will be {wording.done.lower()}."
+            known = _known(operation, record)
+            verdict = verdict_on(operation, record, now_ms, known=known, step=step)
+            text = {
+                "left": f"Left alone: {wording.refusal}",
+                "live": "Left alone unless forced: its owner is live.",
+                "do": f"Will be {wording.done.lower()}.",
+            }[verdict]
         return PlanLine(
             mark=mark,
             verdict=verdict,
