@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -23,10 +23,10 @@ from celery_idempotent.cli.output import Progress, note
 from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.cli.telling import find_one
 from celery_idempotent.operations import Operation
-from celery_idempotent.operations.bulk import Verdict, verdict
+from celery_idempotent.operations.bulk import Verdict, collect, verdict
 from celery_idempotent.operations.explaining import EFFECTS, story_of
 from celery_idempotent.operations.finding import Filter, pages
-from celery_idempotent.records import Identity, Record
+from celery_idempotent.records import Page, Record
 
 __all__ = ["fail_command", "forget_command", "release_command", "requeue_command"]
 
@@ -119,18 +119,14 @@ def _collect(
     session: Session, operation: Operation, wanted: Filter, limit: int
 ) -> tuple[list[Record], bool]:
     """Return what a filter means, up to a limit, and whether there is more."""
-    found: dict[Identity, Record] = {}
     with Progress("keys looked at") as progress:
-        for page in pages(session.app, session.store, wanted):
-            progress.add(page.looked_at)
-            for each in page.records:
-                if len(found) == limit:
-                    return list(found.values()), True
-                # Lists leave out whether there is a message.
-                record = session.store.get(each.identity) if operation == "requeue" else each
-                if record is not None:
-                    found[record.identity] = record
-    return list(found.values()), False
+
+        def counted() -> Iterator[Page]:
+            for page in pages(session.app, session.store, wanted):
+                progress.add(page.looked_at)
+                yield page
+
+        return collect(session.store, operation, counted(), limit=limit)
 
 
 def _act_on_all(

@@ -123,7 +123,7 @@ def do(
         raise click.exceptions.Exit(FOUND)
 
 
-def _tell(session: Session, order: Order, ended: Ended) -> None:
+def _tell(session: Session, order: Order, ended: Ended[Record]) -> None:
     """Write what came of one record."""
     outcome = "unknown" if ended.outcome is None else ended.outcome.value
     if order.as_json:

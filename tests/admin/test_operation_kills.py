@@ -60,7 +60,8 @@ class Admin:
 
     def ask(self, key: str, operation: str, seen: Record, die: str | None = None) -> int | None:
         """Do it; the status of the answer, ``None`` if the process died before there was one."""
-        form = {"token": seen.token, "state": seen.state.value, "force": "on", "reason": "a test"}
+        form = {"token": seen.token, "state": seen.state.value, "force": "on", "again": "on"}
+        form["reason"] = "a test"
         headers: dict[str, Any] = {"X-Store": self.url, "X-Queue": self.queue}
         if die is not None:
             headers["X-Die"] = die

@@ -86,7 +86,7 @@ def test_a_completed_record_is_forgotten(store: Store, serve: Serve, operator: C
     settle(store, claim(store, "a"))
     confirm(operator, "a", "forget")
     assert store.get(identity("a")) is None
-    assert entries() == [(f"{TASK} key a", 3, "Forgotten")]
+    assert entries() == [(f"{TASK} key a", 3, "Forgotten. Reason: a test")]
 
 
 def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
@@ -153,7 +153,7 @@ def test_what_was_interrupted_is_requeued_under_its_task_id(
     assert found is not None
     assert (found.state, found.crashes) == (State.QUEUED, 1)
     assert published == ["task-1"]
-    assert entries() == [(f"{TASK} key a", 2, "Requeued")]
+    assert entries() == [(f"{TASK} key a", 2, "Requeued. Reason: a test")]
 
 
 def test_a_stale_claim_is_requeued_and_its_crash_counted(
@@ -238,11 +238,11 @@ def test_an_owner_that_came_back_between_question_and_answer_is_live(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form without the box for a live owner cannot take the key from one."""
-    from celery_idempotent.django.admin import operating
+    from celery_idempotent.operations import bulk
 
     serve(memory)
     claim(memory, "a")
-    monkeypatch.setattr(operating, "is_live", lambda *_: False)
+    monkeypatch.setattr(bulk, "is_live", lambda *_: False)
     answer = confirm(operator, "a", "release", force="on", reason="forged")
     assert "a live owner took" in text(operator.get(answer["Location"]))
     assert memory.get(identity("a")) is not None
@@ -351,7 +351,7 @@ def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened
     assert answer.status_code == 503
     assert "the connection broke" in text(answer)
     assert entries()[0][2] == (
-        "Forget failed (right after that the record was still there, unchanged)"
+        "Forget failed (right after that the record was still there, unchanged). Reason: a test"
     )
     looks = iter([memory.get(identity("a"))] * 3)
     monkeypatch.setattr(memory, "get", lambda _: next(looks, None) or fail())

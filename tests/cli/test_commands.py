@@ -356,8 +356,8 @@ def test_a_store_that_fails_in_the_middle_ends_an_operation(store, run, monkeypa
     monkeypatch.setattr(store, "forget", down)
     result = run("forget", "--all", "--yes")
     assert result.exit_code == 3
-    assert "1 unknown" in result.stderr
-    assert "2 not tried" in result.stderr
+    assert "2 unknown" in result.stderr
+    assert "1 not tried" in result.stderr
 
 
 def test_stats_counts_records_and_outcomes(every, run, store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import namespace_of_view
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
+from celery_idempotent.operations.bulk import Seen, may_repeat
 from celery_idempotent.operations.finding import namespace_of, scope_in_words, scope_of_user
 from celery_idempotent.records import Selection, State
 
@@ -129,9 +131,26 @@ class PeriodForm(forms.Form):
     )
 
 
-class ConfirmForm(forms.Form):
-    """Is an operation meant? Without a live owner among the records there is nothing to force."""
+def _again(completed: int, ran: int, of: int) -> str:
+    """Return what has to be known: how many of the records took effect, and how many others may have."""
+    perhaps = ran - completed
+    if of == 1:
+        took = "It took effect" if completed else "It may have taken effect"
+        return f"{took}: I know that it may be done a second time."
+    parts = [f"{completed} took effect"] if completed else []
+    parts += [f"{perhaps} may have taken effect"] if perhaps else []
+    return f"{', '.join(parts)}, of {of} records: I know that they may be done a second time."
 
+
+class ConfirmForm(forms.Form):
+    """Is an operation meant? Without a live owner among the records there is nothing to force.
+
+    Where an effect may come about a second time that takes a tick and a reason.
+    """
+
+    again = forms.BooleanField(
+        error_messages={"required": "If you know that, say so here; else take a look first."}
+    )
     force = forms.BooleanField(required=False)
     reason = forms.CharField(
         required=False, max_length=500, strip=True, widget=forms.Textarea(attrs={"rows": 3})
@@ -145,10 +164,17 @@ class ConfirmForm(forms.Form):
         data: QueryDict | None = None,
         *,
         operation: Operation,
+        marks: Sequence[Seen],
         live: int,
         initial: dict[str, object] | None = None,
     ) -> None:
         super().__init__(data, initial=initial)
+        ran = [mark.state for mark in marks if may_repeat(operation, mark.state)]
+        if ran:
+            self.fields["again"].label = _again(ran.count(State.COMPLETED), len(ran), len(marks))
+            self.fields["reason"].required = True
+        else:
+            del self.fields["again"]
         label = self.label.format(operation=operation.capitalize(), live=live)
         self.fields["force"].label = label
         if not live:

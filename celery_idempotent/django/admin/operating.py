@@ -18,8 +18,6 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from celery_idempotent.celery.operations import (
     Operation,
     Outcome,
-    is_live,
-    offered,
     operate,
 )
 from celery_idempotent.django.admin.base import Pages, guarded
@@ -27,6 +25,8 @@ from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
+from celery_idempotent.operations.bulk import may_repeat
+from celery_idempotent.operations.bulk import verdict as verdict_on
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 
@@ -95,6 +95,7 @@ class OperationPages(Pages):
         form = OperationForm(
             request.POST if sent else None,
             operation=operation,
+            marks=() if live else (line.mark,),
             live=live,
             initial={"token": record.token, "state": record.state.value},
         )
@@ -109,6 +110,7 @@ class OperationPages(Pages):
                 "stale": line.stale,
                 "form": form,
                 "back": back,
+                "again": may_repeat(operation, record.state),
             }
             return self.render(request, "operation", context, status=400 if sent else 200)
         given = form.cleaned_data
@@ -142,12 +144,13 @@ class OperationPages(Pages):
             text = "Left alone: there is no such record any more."
         elif Mark.of(record) != mark:
             text = "Left alone: it has changed since the list was shown."
-        elif operation not in offered(record):
-            text = f"Left alone: {wording.refusal}"
-        elif is_live(record, now_ms):
-            verdict, text = "live", "Left alone unless forced: its owner is live."
         else:
-            verdict, text = "do", f"Will be {wording.done.lower()}."
+            verdict = verdict_on(operation, record, now_ms)
+            text = {
+                "left": f"Left alone: {wording.refusal}",
+                "live": "Left alone unless forced: its owner is live.",
+                "do": f"Will be {wording.done.lower()}.",
+            }[verdict]
         return PlanLine(
             mark=mark,
             verdict=verdict,

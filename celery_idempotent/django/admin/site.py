@@ -120,6 +120,7 @@ class IdempotencyRecordAdmin(BulkPages):
                 for each in OPERATIONS
                 if rows and self.may(request, f"{each}_record")
             ],
+            "every_match": bool(rows and more and form.chosen() and not form.cleaned_data["key"]),
             "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
             "form": form,
             "listing": listing,
