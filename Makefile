@@ -24,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test test-all pytest matrix lint format types contracts wheel demo serve bench clean
+.PHONY: help test test-all pytest matrix lint format types contracts docs links linkcheck wheel demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,7 +36,7 @@ help:  ## say what there is
 	@echo "  EVENTS=path           for the demo: the file to take its events from"
 	@echo "  STORE=django          for the demo: where the records are, redis (or nothing), django or hybrid"
 
-test: lint types contracts pytest  ## lint, types, import contracts, then the tests against the built wheel
+test: lint types contracts links pytest  ## lint, types, import contracts, links of the docs, then the tests against the built wheel
 
 test-all: export MARKED = -m "wide or not wide"
 test-all: export CELERY_IDEMPOTENT_THOROUGH = 1
@@ -64,6 +64,16 @@ types: $(VENV)/.dev  ## mypy, strict
 contracts: $(VENV)/.dev  ## who may import whom
 	$(BIN)/lint-imports --no-logo
 
+# Every warning is an error: a link that leads nowhere, a page that is in no table of contents.
+docs: $(VENV)/.dev  ## build the site of the documentation: open docs/_build/html/index.html
+	@$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -b html docs docs/_build/html
+
+links: $(VENV)/.dev  ## as docs, and write nothing: three seconds
+	@$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -b dummy docs docs/_build/dummy
+
+linkcheck: $(VENV)/.dev  ## ask every address that the documentation links to: needs the network
+	@$(BIN)/sphinx-build --quiet --nitpicky -b linkcheck docs docs/_build/linkcheck
+
 wheel: $(VENV)/.dev  ## build the wheel and install it in .venv: it is what the tests test
 	$(build-wheel)
 	@$(PIP) install --quiet --no-deps --force-reinstall dist/*.whl
@@ -78,7 +88,7 @@ bench: $(VENV)/.demo  ## the benchmark
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove .venv and whatever was built
-	rm -rf $(VENV) .tox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .tox build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What a build left behind would find its way into the next wheel: start clean, leave clean.

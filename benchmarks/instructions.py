@@ -19,7 +19,7 @@ _TASKS = (
     ("by_task_id", "worker: IdempotentTask", "plain"),
     ("by_argument", "worker: key of an argument", "plain"),
     ("by_argument_ignore", "worker: the same, ignore_result", "plain_ignore"),
-    ("again", "worker: duplicate, answered from the record", "plain"),
+    ("again", "worker: duplicate, which gets the stored result", "plain"),
     ("floor", "worker: celery.Task and two bare round trips", "plain"),
 )
 _PUBLISHED = (

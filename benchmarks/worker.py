@@ -25,7 +25,7 @@ class Candidate:
     goal: float | None = None
 
 
-_REPLAY = Candidate("again", "duplicate, answered from the record")
+_REPLAY = Candidate("again", "duplicate, which gets the stored result")
 _BY_TASK_ID = Candidate("by_task_id", "IdempotentTask", goal=GOAL)
 _BY_ARGUMENT = Candidate("by_argument", "IdempotentTask, key of an argument", goal=GOAL)
 _IGNORED = Candidate("by_argument_ignore", "the same, ignore_result", against="plain_ignore")

@@ -1,4 +1,4 @@
-"""Celery tasks that take effect once: one logical operation runs once, and each duplicate gets the first answer."""
+"""Celery tasks that take effect once: one logical operation runs once, and each duplicate gets the stored result."""
 
 from __future__ import annotations
 

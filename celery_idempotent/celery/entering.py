@@ -3,7 +3,7 @@
 ::
 
     tracer ─▶ the claim ─▶ __call__ of other bases, in whatever order ─▶ run()
-                 └─ answered from the record, or republished: nothing behind it is called
+                 └─ gets the stored result, or is republished: nothing behind it is called
 
 A transaction that a base opens around the run thus ends before the record says COMPLETED.
 """

@@ -89,7 +89,7 @@ def conflict(
     options: Options = {"expires": None} if same else {}
     count, delay, again = _again(task, request, CONFLICTS, left, options, {})
     logger.info(
-        "idempotency: %s[%s] found %s held by %s (conflict %d), and comes back in %.1f s",
+        "idempotency: %s[%s] found %s held by %s (conflict %d), and is republished with a countdown of %.1f s",
         task.name,
         request.id,
         record.identity,
@@ -131,7 +131,7 @@ def after_store_failure(
         known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
     count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
     logger.error(
-        "idempotency: %s[%s] did not run, its store failed (%d times now), and comes back in "
+        "idempotency: %s[%s] did not run, its store failed (%d times now), and is republished with a countdown of "
         "%.1f s: %s",
         task.name,
         request.id,

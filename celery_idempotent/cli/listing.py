@@ -28,6 +28,7 @@ __all__ = ["list_command", "stats_command"]
 #: What the table of counts shows, in this order: what ran, what was spared, what needs somebody.
 _OUTCOMES = (
     ("RUNS", ("claimed",)),
+    ("FAILED", ("failed",)),
     ("REPLAYS", ("replayed",)),
     ("CONFLICTS", ("conflicted",)),
     ("MISMATCHES", ("mismatched",)),

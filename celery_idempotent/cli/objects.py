@@ -6,7 +6,7 @@ from typing import Any
 
 from celery_idempotent.cli.output import Column
 from celery_idempotent.cli.session import Session
-from celery_idempotent.operations.finding import task_name
+from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.wording import ago, iso
 from celery_idempotent.records import Record
 
@@ -36,7 +36,7 @@ def row_of(session: Session, record: Record, now_ms: int, *, whole: bool) -> lis
     return [
         record.identity.key,
         task_name(session.app, record.identity),
-        record.identity.scope,
+        record.identity.scope if whole else scope_in_words(record.identity.scope),
         shown_state(record, now_ms),
         changed or "",
         str(record.crashes) if record.crashes or whole else "",

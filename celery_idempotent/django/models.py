@@ -74,6 +74,8 @@ class Record(models.Model):
     task_id = models.TextField()
     #: Result or exception, see :mod:`celery_idempotent.stores.values`.
     value = models.BinaryField(null=True)
+    #: What operators did to it, with the record's birth, see :mod:`celery_idempotent.django.sql.columns`.
+    interventions = models.TextField(null=True)
 
     class Meta:
         default_permissions = ()
@@ -207,6 +209,7 @@ class IdempotencyRecord(models.Model):
             ("view_result", "Can see results and errors of idempotency records"),
             ("release_record", "Can release idempotency records"),
             ("requeue_record", "Can requeue idempotency records"),
+            ("complete_record", "Can complete idempotency records"),
             ("fail_record", "Can fail idempotency records"),
             ("forget_record", "Can forget idempotency records"),
         )

@@ -28,6 +28,7 @@ __all__ = [
     "find_task_id",
     "namespace_of",
     "pages",
+    "scope_in_words",
     "scope_of_user",
     "spellings",
     "task_name",
@@ -40,6 +41,9 @@ UNFINISHED_AND_FAILED = frozenset(State) - {State.COMPLETED}
 
 #: A primary key that is no text.
 _NUMBER = re.compile(r"[1-9][0-9]{0,18}", re.ASCII)
+
+#: The scope of a user who has a primary key that needs no escape.
+_USER = re.compile(r'\["user","?([^"\\,\]]+)"?\]')
 
 #: So many keys one page looks at, and so many unfinished and failed records are searched for a task id.
 LOOK_AT, MOST = 5_000, 10_000
@@ -200,6 +204,15 @@ def scope_of_user(text: str) -> str | None:
         return None
     user = ("user", int(pk) if _NUMBER.fullmatch(pk) else pk)
     return canonical(user, what="scope", task="search")
+
+
+def scope_in_words(scope: str) -> str:
+    """Return a scope as people write it, and may type it: ``user 17`` for what that user sent over HTTP."""
+    found = _USER.fullmatch(scope)
+    if found is None:
+        return scope
+    words = f"user {found[1]}"
+    return words if scope_of_user(words) == scope else scope
 
 
 def namespace_of(app: Celery, name: str) -> str | None:

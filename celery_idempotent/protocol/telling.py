@@ -20,12 +20,13 @@ from celery_idempotent import signals
 from celery_idempotent.protocol.calls import STORE_ERRORS, worker_name
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.records import State
 from celery_idempotent.signals import Event, emit
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
 
-    from celery_idempotent.records import Identity, Record, State
+    from celery_idempotent.records import Identity, Record
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "replayed",
         Line(
             logging.INFO,
-            "%(task)s[%(task_id)s] is answered from the record of %(identity)s: task %(first)s, %(found)s since "
+            "%(task)s[%(task_id)s] gets the stored result of %(identity)s: task %(first)s, %(found)s since "
             "%(updated)s",
         ),
     ),
@@ -94,6 +95,7 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "requeued",
         Line(logging.WARNING, "%(identity)s was stale and is queued again (crash %(crashes)s)"),
     ),
+    signals.amended: ("amended", Line(logging.WARNING, "%(who)s amended %(identity)s%(why)s")),
     signals.forgotten: ("forgotten", Line(logging.WARNING, "%(who)s forgot %(identity)s%(why)s")),
     signals.swept: ("swept", Line(logging.DEBUG, "a sweep interrupted %(count)s")),
     signals.settle_failed: (
@@ -188,6 +190,8 @@ class Reporter:
                 store = self._store()
         if store is not None:
             counters.add(store, self.task, counter)
+            if state is State.FAILED and outcome is signals.settled:
+                counters.add(store, self.task, "failed")
             if has_writer:
                 heartbeat.start()
         if line is None:

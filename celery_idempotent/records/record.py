@@ -12,6 +12,7 @@ __all__ = [
     "FINGERPRINT_BYTES",
     "EndState",
     "Identity",
+    "Intervention",
     "OnStale",
     "Record",
     "Refusal",
@@ -109,6 +110,26 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Intervention:
+    """What an operator did to a record that stays: who, when by the store's clock, and why.
+
+    ``operation`` is ``"complete"`` or ``"fail"``, or ``"forget"`` for one step; ``step`` is the name of a step, empty
+    where the whole key is meant. A store keeps ``who`` and ``step`` cut to 100 bytes, ``reason`` to 500.
+    """
+
+    operation: str
+    who: str
+    reason: str = ""
+    step: str = ""
+    at_ms: int = 0
+
+    @property
+    def at(self) -> datetime:
+        """When it was."""
+        return _when(self.at_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """What the store has about one key.
 
@@ -122,8 +143,9 @@ class Record:
     in their order; ``message`` what to publish when it is
     requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
-    ``refusals`` are the last five who could not have the key, the latest last. Only ``get`` is sure to bring them, and
-    records that differ in nothing else are equal: a refusal changes nothing for the holder of the key.
+    ``refusals`` are the last five who could not have the key, ``interventions`` the last five things that operators did
+    to the record, the latest last. Only ``get`` is sure to bring them, and records that differ in nothing else are
+    equal: neither changes anything for the holder of the key.
     """
 
     identity: Identity
@@ -146,6 +168,7 @@ class Record:
     message: bytes | None = field(default=None, repr=False)  # has arguments
     steps: tuple[tuple[str, Stored], ...] = ()
     refusals: tuple[Refusal, ...] = field(default=(), compare=False)
+    interventions: tuple[Intervention, ...] = field(default=(), compare=False)
 
     @property
     def owner(self) -> str:
@@ -155,6 +178,12 @@ class Record:
         there may be a billion. The event ``settled`` has it all (``event.record.owner``).
         """
         return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
+
+    @property
+    def settled_by(self) -> Intervention | None:
+        """The operator's word that settled this record, ``None`` if a run or a sweep did."""
+        whole = [each for each in self.interventions if not each.step]
+        return whole[-1] if whole and self.state.settled else None
 
     @property
     def created_at(self) -> datetime:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
-from celery_idempotent.records.record import EndState, Identity, OnStale, Record, Stored
+from celery_idempotent.records.record import (
+    EndState,
+    Identity,
+    Intervention,
+    OnStale,
+    Record,
+    Stored,
+)
 
 __all__ = [
     "Answer",
@@ -70,7 +77,8 @@ class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
     Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
-    ``record`` stays as it is: it was requeued, for instance, which keeps the token.
+    ``record`` stays as it is: it was requeued, for instance, which keeps the token. Only with a ``record`` that was
+    FAILED, a FAILED one ends anew. ``intervention`` is what the record then keeps of the operator who says so.
     """
 
     record: Record
@@ -79,6 +87,7 @@ class SettleRequest:
     keep_ms: int
     replaced: bool = False
     restore: bool = True
+    intervention: Intervention | None = None
 
     @classmethod
     def ending_as(cls, settled: Record, *, record: Record, keep_ms: int) -> SettleRequest:

@@ -13,6 +13,7 @@ from celery_idempotent.records import (
     ClaimRequest,
     Counted,
     Identity,
+    Intervention,
     Page,
     Record,
     Renewal,
@@ -84,7 +85,8 @@ class Store(ABC):
 
         Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
         was settled before: then the first end stays. Without ``restore`` the answer is also
-        ``False`` for a record that is gone, or is no longer in the state of the one in the request.
+        ``False`` for a record that is gone, or is no longer in the state of the one in the request; one that was
+        FAILED there ends anew, as an operator says, and is kept anew.
         """
 
     @abstractmethod
@@ -111,6 +113,23 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def amend(
+        self,
+        identity: Identity,
+        *,
+        token: int,
+        name: str,
+        value: Stored | None,
+        intervention: Intervention,
+    ) -> bool:
+        """Set the result of the step ``name`` of the unfinished record with this token, as an operator says.
+
+        Without a ``value`` the step is taken away: the next run does it again. A PROCESSING record becomes INTERRUPTED,
+        without a crash: its owner, who may be about to do that step, loses the claim. ``False`` if there is no such
+        record. The record keeps the ``intervention``.
+        """
+
+    @abstractmethod
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
 
@@ -134,7 +153,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is, with its refusals."""
+        """Return the record as it is, with its refusals and interventions."""
 
     @abstractmethod
     def requeue(

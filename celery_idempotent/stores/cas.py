@@ -25,6 +25,7 @@ from celery_idempotent.records import (
     ClaimRequest,
     Held,
     Identity,
+    Intervention,
     Mismatched,
     Record,
     RefusalKind,
@@ -174,6 +175,7 @@ class DecidingStore(Store):
             state=None if request.restore else request.record.state,
             restore=request.restore,
             claim=request.record,
+            intervention=request.intervention,
         )
         return self._ask("settle", request.record.identity, asked).answer == "settled"
 
@@ -190,6 +192,19 @@ class DecidingStore(Store):
         """Add the result of a step."""
         asked = Asked(token=token, step=(name, value))
         return self._ask("checkpoint", identity, asked).answer != "lost"
+
+    def amend(
+        self,
+        identity: Identity,
+        *,
+        token: int,
+        name: str,
+        value: Stored | None,
+        intervention: Intervention,
+    ) -> bool:
+        """Set the result of a step, or take it away, as an operator says."""
+        asked = Asked(token=token, step=(name, value), intervention=intervention)
+        return self._ask("amend", identity, asked).answer != "lost"
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent."""
@@ -259,9 +274,11 @@ def _brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> dict[str
 
 
 def with_refusals(look: Look) -> Record | None:
-    """Return the record that a look found, with its refusals."""
+    """Return the record that a look found, with its refusals and interventions."""
     stored = look.stored
-    return None if stored is None else replace(stored.record, refusals=stored.refusals)
+    if stored is None:
+        return None
+    return replace(stored.record, refusals=stored.refusals, interventions=stored.interventions)
 
 
 def report(swept: Sequence[Record], *, more: bool) -> SweepReport:

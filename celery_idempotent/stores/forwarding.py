@@ -11,6 +11,7 @@ from celery_idempotent.records import (
     ClaimRequest,
     Counted,
     Identity,
+    Intervention,
     Page,
     Record,
     Renewal,
@@ -59,6 +60,20 @@ class ForwardingStore(Store):
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the result of a step."""
         return self.inner.checkpoint(identity, token=token, name=name, value=value)
+
+    def amend(
+        self,
+        identity: Identity,
+        *,
+        token: int,
+        name: str,
+        value: Stored | None,
+        intervention: Intervention,
+    ) -> bool:
+        """Set the result of a step, or take it away, as an operator says."""
+        return self.inner.amend(
+            identity, token=token, name=name, value=value, intervention=intervention
+        )
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from celery_idempotent.records import Record, Refusal, RefusalKind, State, Stored
+from celery_idempotent.records import Intervention, Record, Refusal, RefusalKind, State, Stored
+from celery_idempotent.stores.interventions import with_intervention
 from celery_idempotent.stores.table import TABLE, Rule, Verb
 
 __all__ = ["Asked", "Move", "StoredRecord", "decide"]
@@ -24,8 +25,8 @@ __all__ = ["Asked", "Move", "StoredRecord", "decide"]
 class StoredRecord(NamedTuple):
     """A record, and what only its store knows about it.
 
-    ``attempt`` is the id of the claim or the reservation that wrote it. The record is without its ``refusals``: they
-    are here.
+    ``attempt`` is the id of the claim or the reservation that wrote it. The record is without its ``refusals`` and
+    ``interventions``: they are here.
     """
 
     record: Record
@@ -33,6 +34,7 @@ class StoredRecord(NamedTuple):
     attempt: bytes = b""
     requeues: int = 0
     refusals: tuple[Refusal, ...] = ()
+    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,8 +42,8 @@ class Asked:
     """What a verb is asked for.
 
     ``fields`` are those that it brings for the record. ``delay_ms`` is the length of the lease, or how far away the
-    deadline is; a release without one gives the key back. ``claim`` is the record that is to be settled: where none is
-    stored any more, its fields are the ones that are carried over.
+    deadline is; a release without one gives the key back. ``step`` without a value is to be taken away. ``claim`` is
+    the record that is to be settled: where none is stored any more, its fields are the ones that are carried over.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)  # by the names of a record's
@@ -52,7 +54,8 @@ class Asked:
     delay_ms: int | None = None
     keep_ms: int = 0
     restore: bool = True
-    step: tuple[str, Stored] | None = None
+    step: tuple[str, Stored | None] | None = None
+    intervention: Intervention | None = None
     claim: Record | None = None
 
 
@@ -95,6 +98,7 @@ _CONDITIONS: dict[str, Holds] = {
     "within its lease, no token given": lambda s, asked, now: (
         asked.token is None and _before_deadline(s, asked, now)
     ),
+    "seen as FAILED": lambda _, asked, __: asked.state is State.FAILED,
     "may be restored": lambda _, asked, __: asked.restore,
     "a retry is announced": lambda s, asked, _: (
         asked.delay_ms is not None and (s.record.reserved or s.record.message is not None)
@@ -149,7 +153,7 @@ class Move:
             fields["crashes"] += rule.crashes
             fields["attempts"] += rule.attempts
             if asked.step is not None:
-                fields["steps"] = (*old.steps, asked.step)
+                fields["steps"] = _with_step(old.steps, *asked.step)
         if self._adds_token:
             fields["token"] = token
             if fields["fingerprint"] is None:
@@ -166,9 +170,27 @@ class Move:
         if stored is None:
             return StoredRecord(record, expires_ms, asked.attempt or b"")
         attempt = stored.attempt if asked.attempt is None else asked.attempt
+        interventions = with_intervention(stored.interventions, asked.intervention, now_ms)
         return StoredRecord(
-            record, expires_ms, attempt, stored.requeues + self._requeues, stored.refusals
+            record,
+            expires_ms,
+            attempt,
+            stored.requeues + self._requeues,
+            stored.refusals,
+            interventions,
         )
+
+
+def _with_step(
+    steps: tuple[tuple[str, Stored], ...], name: str, value: Stored | None
+) -> tuple[tuple[str, Stored], ...]:
+    """Return the steps with this one in the place of the one that it replaces, or last; without a value it goes."""
+    known = dict(steps)
+    if value is None:
+        known.pop(name, None)
+    else:
+        known[name] = value
+    return tuple(known.items())
 
 
 _MOVES: dict[Verb, dict[State | None, tuple[Move, ...]]] = {}

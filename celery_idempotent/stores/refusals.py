@@ -10,9 +10,20 @@ Task ids may come from outside, so what is kept of one is bounded. Packed, as th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from celery_idempotent.records import Refusal, RefusalKind
 
-__all__ = ["KEPT", "KINDS", "WHO_BYTES", "cut", "unpack_refusals", "with_refusal"]
+__all__ = [
+    "KEPT",
+    "KINDS",
+    "WHO_BYTES",
+    "cut",
+    "entries",
+    "pack_entry",
+    "unpack_refusals",
+    "with_refusal",
+]
 
 #: How many a record has at most.
 KEPT = 5
@@ -24,9 +35,9 @@ _HEAD_BYTES = 8
 KINDS: dict[str, RefusalKind] = {"c": "conflict", "m": "mismatch"}
 
 
-def cut(task_id: str) -> str:
-    """Return what is kept of a task id: whole characters, as many as fit."""
-    return task_id.encode()[:WHO_BYTES].decode(errors="ignore")
+def cut(text: str, longest: int = WHO_BYTES) -> str:
+    """Return what is kept of a text: whole characters, as many as fit into so many bytes."""
+    return text.encode(errors="replace")[:longest].decode(errors="ignore")
 
 
 def with_refusal(
@@ -40,15 +51,26 @@ def with_refusal(
 
 
 def unpack_refusals(packed: bytes) -> tuple[Refusal, ...]:
-    """Return packed refusals, the latest last; what a later version may call another kind is left out."""
-    found, at = [], 0
+    """Return the refusals among packed notes, the latest last; other kinds are left out."""
+    found = [
+        Refusal(kind=KINDS[kind], at_ms=at_ms, task_id=who.decode(errors="ignore"))
+        for kind, at_ms, who in entries(packed)
+        if kind in KINDS
+    ]
+    return tuple(reversed(found))
+
+
+def entries(packed: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """Yield kind, time and text of each packed note."""
+    at = 0
     while at + _HEAD_BYTES <= len(packed):
-        kind = KINDS.get(chr(packed[at]))
         start = at + _HEAD_BYTES
         end = start + packed[start - 1]
-        if kind is not None:
-            at_ms = int.from_bytes(packed[at + 1 : start - 1], "big")
-            who = packed[start:end].decode(errors="ignore")
-            found.append(Refusal(kind=kind, at_ms=at_ms, task_id=who))
+        at_ms = int.from_bytes(packed[at + 1 : start - 1], "big")
+        yield chr(packed[at]), at_ms, packed[start:end]
         at = end
-    return tuple(reversed(found))
+
+
+def pack_entry(kind: str, text: bytes) -> bytes:
+    """Return a note whose time is added by the store."""
+    return kind.encode() + bytes(6) + bytes((len(text),)) + text

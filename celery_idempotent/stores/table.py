@@ -21,8 +21,8 @@ __all__ = ["TABLE", "Rule", "Verb"]
 
 # fmt: off
 Verb = Literal[
-    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "mark_delivered", "requeue", "sweep",
-    "forget",
+    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "amend", "mark_delivered", "requeue",
+    "sweep", "forget",
 ]
 # fmt: on
 
@@ -41,7 +41,8 @@ OUTCOME = ("token", "created_ms", "crashes", "attempts", "fingerprint", "task_id
 WHOLE = tuple(
     field.name
     for field in fields(Record)
-    if field.name not in ("identity", "state", "deadline_ms", "updated_ms", "refusals")
+    if field.name
+    not in ("identity", "state", "deadline_ms", "updated_ms", "refusals", "interventions")
 )
 #: All but the state and the deadline.
 UNCHANGED = (*WHOLE, "updated_ms")
@@ -129,6 +130,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("settle", NONE, "may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", NONE, "", "none"),
     Rule("settle", ANY, "another token", "lost"),
+    # An operator who saw it fail knows better.
+    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", ENDS, "", "settled"),
     # Only by who did not run it: a requeue, which keeps the token, came between the look and this.
     Rule("settle", LIVE, "another state", "lost"),
@@ -145,6 +148,12 @@ TABLE: tuple[Rule, ...] = (
     *_lost("checkpoint", QUEUED, INTERRUPTED, *ENDS),
     Rule("checkpoint", (PROCESSING,), "has this step", "kept"),
     Rule("checkpoint", (PROCESSING,), "", "added", PROCESSING, (*_without(UNCHANGED, "steps"), "deadline_ms")),
+
+    *_lost("amend", *ENDS),
+    Rule("amend", (QUEUED,), "", "amended", QUEUED, (*_without(UNCHANGED, "steps"), "deadline_ms")),
+    # Its owner loses the claim: it may be about to do that very step.
+    Rule("amend", (PROCESSING,), "", "amended", INTERRUPTED, _without(WHOLE, "steps")),
+    Rule("amend", (INTERRUPTED,), "", "amended", INTERRUPTED, _without(UNCHANGED, "steps")),
 
     *_lost("mark_delivered", *LIVE),
     *[Rule("mark_delivered", (state,), "", "marked", state, _without(UNCHANGED, "delivered")) for state in ENDS],

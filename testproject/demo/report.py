@@ -90,7 +90,7 @@ class Report:
                 (f"  killed {name}", plain.killed[place], idempotent.killed[place])
                 for place, name in PLACES.items()
             ),
-            ("duplicates answered from the record (replays)", None, self._outcome("replayed")),
+            ("duplicates that got the stored result (replays)", None, self._outcome("replayed")),
             ("duplicates that met a running one (conflicts)", None, self._outcome("conflicted")),
             (
                 "crashes noticed by the worker itself",

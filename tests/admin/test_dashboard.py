@@ -38,6 +38,7 @@ def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
     (chart,) = charts(
         [
             counted(99, "claimed", 6),
+            counted(99, "failed", 2),
             counted(99, "replayed", 2),
             counted(100, "conflicted", 3),
             counted(100, "lease_lost", 1),
@@ -48,15 +49,17 @@ def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
         hours=24,
         step=1,
     )
-    assert chart.totals == {"runs": 6, "replays": 2, "conflicts": 3, "trouble": 1}
+    assert chart.totals == {"runs": 6, "failures": 2, "replays": 2, "conflicts": 3, "trouble": 1}
     assert chart.highest == 8
+    assert chart.peak == "up to 8 an hour"
     assert [(bar.series, bar.x, bar.y, bar.height) for bar in chart.bars] == [
-        ("runs", 221, 25.0, 75.0),
+        ("runs", 221, 50.0, 50.0),
+        ("failures", 221, 25.0, 25.0),
         ("replays", 221, 0.0, 25.0),
         ("conflicts", 231, 62.5, 37.5),
         ("trouble", 231, 50.0, 12.5),
     ]
-    assert [row.counts for row in chart.busy] == [(6, 2, 0, 0), (0, 0, 3, 1)]
+    assert [row.counts for row in chart.busy] == [(6, 2, 2, 0, 0), (0, 0, 0, 3, 1)]
 
 
 def test_hours_are_put_together_and_the_busiest_task_comes_first(project: None) -> None:
@@ -87,7 +90,7 @@ def test_the_dashboard_counts_what_needs_somebody(
     wait_for(lambda: store.stats().stale, what="a lease that ran out")
     claim(store, "live")
     page = operator.get(DASHBOARD)
-    assert "1 live 1 stale 1 interrupted 1 failed" in text(page)
+    assert "1 live queued or at work 1 stale 1 interrupted 1 failed" in text(page)
     assert "oldest PROCESSING" in text(page)
     assert address("stale") in page.content.decode()
     assert "Nothing was counted in this time." in text(page)
@@ -98,7 +101,7 @@ def test_outcomes_are_shown_by_task_and_time(store: Any, serve: Serve, operator:
     store.count({(TASK, "claimed"): 1200, (TASK, "replayed"): 3, ("other", "claimed"): 1})
     for query in ({}, {"period": "7d"}, {"period": "30d"}):
         page = operator.get(DASHBOARD, query)
-        assert "1,200 runs, 3 replays, 0 conflicts, 0 trouble" in text(page)
+        assert "1,200 runs, 0 failures, 3 replays, 0 conflicts, 0 trouble" in text(page)
         assert "Figures of other" in text(page)
     only = text(operator.get(DASHBOARD, {"task": "other"}))
     assert "Figures of other" in only
@@ -222,4 +225,6 @@ def test_a_count_that_may_be_larger_has_a_plus(
     serve(memory)
     found = replace(memory.stats(), live=2, failed=10_000, at_least=frozenset({"live", "failed"}))
     monkeypatch.setattr(memory, "stats", lambda: found)
-    assert "2+ live 0 stale 0 interrupted 10,000+ failed" in text(operator.get(DASHBOARD))
+    assert "2+ live queued or at work 0 stale 0 interrupted 10,000+ failed" in text(
+        operator.get(DASHBOARD)
+    )

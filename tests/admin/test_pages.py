@@ -373,10 +373,48 @@ def test_a_key_is_found_as_people_write_it(
 
 # How much work a page is ----------------------------------------------------------------------------------------------
 
+
 #: So many queries a page may take, with session, user, permissions and the admin's log: 100 records or a million.
+def test_the_list_of_failures_names_their_errors_for_those_who_may_see_them(
+    store: Store, serve: Serve, operator: Client, log_in: Callable[..., Client]
+) -> None:
+    serve(store)
+    error = '{"exc_type":"ValueError","exc_message":["declined"],"exc_module":"builtins"}'
+    settle(store, claim(store, "a"), State.FAILED, value(error))
+    viewer = log_in("view_idempotencyrecord")
+    for browser, seen in ((operator, True), (viewer, False)):
+        assert ("ValueError" in text(browser.get(LIST, {"state": "FAILED"}))) is seen
+        assert "ValueError" not in text(browser.get(LIST))
+
+
+def test_a_list_says_how_many_follow_and_begins_with_the_newest(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    for n in range(53):
+        claim(store, f"key-{n}")
+    page: Any = operator.get(LIST, {"state": "PROCESSING"})
+    assert "continue with 3 more" in text(page)
+    changed = [row.record.updated_ms for row in page.context_data["rows"]]
+    assert changed == sorted(changed, reverse=True)
+    assert "That is all." in text(operator.get(LIST + page.context_data["more"]))
+
+
+def test_a_scope_is_written_as_it_is_typed(memory: Store, serve: Serve, operator: Client) -> None:
+    from celery_idempotent.operations.finding import scope_in_words, scope_of_user
+
+    serve(memory)
+    settle(memory, claim(memory, identity("a", scope=scope_of_user("user 17") or "")))
+    for query in ({}, {"scope": "user 17"}):
+        assert " user 17 " in text(operator.get(LIST, query))
+    for scope in ("tenant-1", '["user","7"]', '["shop",7]', '["user",7,8]', '["user","a\\"b"]'):
+        assert scope_in_words(scope) == scope
+    assert scope_in_words('["user","a-b"]') == "user a-b"
+
+
 BOUNDS: dict[str, tuple[Any, int]] = {
-    "list": (LIST, 8),
-    "filtered": (f"{LIST}?state=FAILED&task=shop.charge&age=1h", 11),
+    "list": (LIST, 10),
+    "filtered": (f"{LIST}?state=FAILED&task=shop.charge&age=1h", 13),
     "search": (f"{LIST}?key=key-1&task=shop.charge", 11),
     "record": (address, 10),
     "forget": (lambda key: address(key, "forget"), 9),

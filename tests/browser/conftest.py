@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,9 @@ import redis
 
 pytest.importorskip("django")
 pytest.importorskip("playwright")
+pytest.importorskip("axe_playwright_python")
 
+from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import expect, sync_playwright
 
 from celery_idempotent.stores import Store, open_store
@@ -23,13 +26,13 @@ from tests.support.servers import embedded_redis, need
 from tests.support.workers import child_environment
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 # CI's machines are slow.
 expect.set_options(timeout=20_000)
 
-#: Debian's and others' names for it.
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
+#: Debian's and others' names for it. The first is without windows, and takes a third of the time for the same.
+_NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 #: No sandbox, because CI is root in a container; and no word to anybody but our server.
 _FLAGS = (
@@ -41,6 +44,9 @@ _FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+
+
+_SIZE: Any = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="session")
@@ -111,49 +117,117 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def _cookies() -> dict[str, Any]:
+def _pages() -> dict[str, Page]:
+    """The page of everybody who has logged in, for all tests of a module: a new one costs half a second of CPU."""
     return {}
 
 
+@pytest.fixture(scope="module")
+def _complaints() -> list[str]:
+    return []
+
+
 @pytest.fixture
-def complaints() -> Iterator[list[str]]:
+def complaints(_complaints: list[str]) -> Iterator[list[str]]:
     """What the browser complained of; what is left in the end fails the test."""
-    complaints: list[str] = []
-    yield complaints
-    assert complaints == []
+    _complaints.clear()
+    yield _complaints
+    assert _complaints == []
 
 
 @pytest.fixture
 def open_as(
-    browser: Browser, address: str, complaints: list[str], _cookies: dict[str, Any]
+    browser: Browser, address: str, complaints: list[str], _pages: dict[str, Page]
 ) -> Iterator[Callable[..., Page]]:
     """A function that gives a page of somebody who has logged in, or of nobody.
 
-    A path is one of the records' admin, or begins with a slash. ``anew``: with a login that no other test shares.
+    A path is one of the records' admin, or begins with a slash. ``anew``: a page and a login that no other test shares.
+    Nothing moves, since each frame has to be drawn, until a test asks for it.
     """
-    contexts = []
+    contexts: list[BrowserContext] = []
+    in_use: set[str] = set()
 
-    def open_as(user: str | None, path: str = "", *, anew: bool = False, **options: Any) -> Page:
-        options.setdefault("viewport", {"width": 1280, "height": 900})
-        known = None if anew or user is None else _cookies.get(user)
-        context = browser.new_context(base_url=address, storage_state=known, **options)
-        contexts.append(context)
+    def new_page(**options: Any) -> Page:
+        context = browser.new_context(
+            base_url=address, viewport=_SIZE, reduced_motion="reduce", **options
+        )
         context.set_default_timeout(20_000)
         context.on("weberror", lambda error: complaints.append(str(error.error)))
         context.on("console", lambda said: _complain(complaints, said))
-        page = context.new_page()
-        if user is not None and known is None:
-            log_in(page, user)
-            if not anew:
-                _cookies[user] = context.storage_state()
+        return context.new_page()
+
+    def page_of(user: str) -> Page:
+        if user not in _pages:
+            _pages[user] = new_page()
+            log_in(_pages[user], user)
+        return _pages[user]
+
+    def open_as(user: str | None, path: str = "", *, anew: bool = False, **options: Any) -> Page:
+        if user is None or anew or options or user in in_use:
+            if user is not None and not anew:
+                options["storage_state"] = page_of(user).context.storage_state()
+            page = new_page(**options)
+            contexts.append(page.context)
+            if user is not None and anew:
+                log_in(page, user)
+        else:
+            page = page_of(user)
+            in_use.add(user)
         if not path.startswith("/"):
             path = f"/admin/celery_idempotent/idempotencyrecord/{path}"
         page.goto(path)
         return page
 
     yield open_as
+    said = list(complaints)
     for context in contexts:
         context.close()
+    for user in in_use:
+        _clear(_pages[user])
+    complaints[:] = said  # and not of what it had to break off
+
+
+def _clear(page: Page) -> None:
+    """Leave a page as the next test wants it."""
+    for other in page.context.pages:
+        if other is not page:
+            other.close()
+    page.context.set_offline(False)
+    page.unroute_all()
+    page.set_viewport_size(_SIZE)
+    page.emulate_media(color_scheme="light", reduced_motion="reduce")
+    # A page of the same site, which takes no other process as an empty one does.
+    page.goto("/static/nothing.html")
+
+
+def look_at(page: Page, what: str) -> None:
+    """A page is accessible and fits, light and dark, wide and narrow."""
+    for scheme, width in itertools.product(("light", "dark"), (1280, 390)):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_viewport_size({"width": width, "height": 900})
+        over = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        assert over <= 0, f"{what}: {over} pixels too wide at {width}"
+        if (scheme, width) in {("light", 1280), ("dark", 390)}:
+            # Links fade from one scheme's colour into the other's.
+            page.evaluate("Promise.all(document.getAnimations().map(each => each.finished))")
+            found = _violations(page, None if scheme == "light" else _OF_LOOKS)
+            assert found == [], (what, scheme, width)
+
+
+#: The rules whose answer is another in another colour or width; what the others look at is the same markup.
+_OF_LOOKS = ("color-contrast", "link-in-text-block", "scrollable-region-focusable", "target-size")
+
+
+def _violations(page: Page, rules: Sequence[str] | None) -> list[list[str]]:
+    if page.evaluate("typeof axe") == "undefined":
+        page.evaluate(AXE_SCRIPT)
+    options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
+    found: list[list[str]] = page.evaluate(
+        "options => axe.run(options).then(found =>"
+        " found.violations.map(each => [each.id, each.nodes[0].html]))",
+        options,
+    )
+    return found
 
 
 def log_in(page: Page, user: str) -> None:

@@ -87,15 +87,6 @@ def test_a_double_click_pays_once(open_as: OpenAs, site: Site) -> None:
     expect_paid(page, site)
 
 
-def test_enter_twice_pays_once(open_as: OpenAs, site: Site) -> None:
-    page = open_as("alice", "/pay/")
-    page.get_by_label("Recipient").focus()
-    page.keyboard.press("Enter")
-    page.keyboard.press("Enter")
-    expect(answers(page)).to_have_count(2)
-    expect_paid(page, site)
-
-
 def test_two_tabs_pay_once(open_as: OpenAs, site: Site) -> None:
     page = open_as("alice", "/pay/")
     page.get_by_label("Amount").fill("4217")
@@ -131,6 +122,7 @@ def test_the_way_back_and_a_reload_keep_the_payment(open_as: OpenAs, site: Site)
         expect_paid(page, site)
 
 
+@pytest.mark.wide  # the button in test_the_keyboard_is_enough
 def test_a_new_key_pays_again(open_as: OpenAs, site: Site) -> None:
     page = open_as("alice", "/pay/")
     first = key_of(page)
@@ -146,6 +138,7 @@ def test_a_new_key_pays_again(open_as: OpenAs, site: Site) -> None:
     assert site.payments(first) == 1
 
 
+@pytest.mark.wide  # tests/http/test_ietf.py, and what the page says: test_status_pages.py
 def test_another_amount_with_the_same_key_is_refused(open_as: OpenAs, site: Site) -> None:
     page = open_as("alice", "/pay/")
     press(page)
@@ -197,6 +190,7 @@ def test_the_whole_server_may_be_away(open_as: OpenAs, site: Site, complaints: l
     complaints.clear()
 
 
+@pytest.mark.wide  # tests/http/test_ietf.py, and what a page says: test_status_pages.py
 def test_a_payment_waits_for_a_worker(open_as: OpenAs, site: Site) -> None:
     page = open_as("alice", "/pay/")
     site.worker.kill()
@@ -222,6 +216,7 @@ def test_what_the_bank_refuses_is_told_and_stays_refused(open_as: OpenAs, site: 
     expect_paid(page, site, 0)
 
 
+@pytest.mark.wide  # tests/http/test_queue.py
 def test_a_bank_that_comes_back_is_paid_by_the_next_press(open_as: OpenAs, site: Site) -> None:
     page = open_as("alice", "/pay/")
     page.get_by_label("Recipient").fill("acct_unreachable")
@@ -233,37 +228,27 @@ def test_a_bank_that_comes_back_is_paid_by_the_next_press(open_as: OpenAs, site:
         expect_paid(page, site)
 
 
-@pytest.mark.parametrize(
-    ("label", "text", "reason"),
-    [
+def test_wrong_input_is_stopped_by_the_page_and_by_the_server(open_as: OpenAs, site: Site) -> None:
+    page = open_as("alice", "/pay/")
+    for label, text, reason in (
         ("Amount", "0", "amount: Ensure this value is greater than or equal to 1."),
         ("Recipient", "nobody", "recipient: This value does not match the required pattern."),
         ("Idempotency key", "", "It is empty."),
-    ],
-)
-def test_wrong_input_is_stopped_by_the_page_and_by_the_server(
-    open_as: OpenAs, label: str, text: str, reason: str
-) -> None:
-    page = open_as("alice", "/pay/")
-    field = page.get_by_label(label)
-    field.fill(text)
-    press(page)
-    expect(field).to_be_focused()
-    assert field.evaluate("field => field.matches(':invalid')")
-    expect(answers(page)).to_have_count(0)
-    page.locator("#order").evaluate("form => { form.noValidate = true; }")
-    press(page)
-    expect_answer(page, 1, "400", repeated="no")
-    expect(answers(page).first).to_contain_text(reason)
-
-
-def test_a_key_that_no_header_can_carry_is_not_sent(open_as: OpenAs) -> None:
-    page = open_as("alice", "/pay/")
-    field = page.get_by_label("Idempotency key")
-    field.fill("Bestellung für Łukasz")
-    press(page)
-    expect(field).to_be_focused()
-    expect(answers(page)).to_have_count(0)
+        # No header can carry it: it is never sent.
+        ("Idempotency key", "Bestellung für Łukasz", None),
+    ):
+        page.goto("/pay/")
+        field = page.get_by_label(label)
+        field.fill(text)
+        press(page)
+        expect(field).to_be_focused()
+        assert field.evaluate("field => field.matches(':invalid')")
+        expect(answers(page)).to_have_count(0)
+        if reason is not None:
+            page.locator("#order").evaluate("form => { form.noValidate = true; }")
+            press(page)
+            expect_answer(page, 1, "400", repeated="no")
+            expect(answers(page).first).to_contain_text(reason)
 
 
 # Who pays -------------------------------------------------------------------------------------------------------------
@@ -300,6 +285,7 @@ def test_nobody_pays_in_the_name_of_who_logged_in_elsewhere(open_as: OpenAs, sit
     assert site.payments(key_of(page), "alice") == site.payments(key_of(page), "bob") == 0
 
 
+@pytest.mark.wide  # tests/http/test_ietf.py
 def test_the_key_of_another_is_a_key_of_ones_own(open_as: OpenAs, site: Site) -> None:
     alices = open_as("alice", f"/pay/?key={new_key()}")
     key = key_of(alices)
@@ -356,4 +342,7 @@ def test_the_keyboard_is_enough(open_as: OpenAs, site: Site) -> None:
     page.keyboard.press("Space")
     page.keyboard.press("Space")
     expect(answers(page)).to_have_count(2)
+    page.get_by_label("Recipient").focus()
+    page.keyboard.press("Enter")
+    expect(answers(page)).to_have_count(3)
     expect_paid(page, site)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from unittest.mock import Mock
 
 import pytest
+from celery import Celery
 
 import celery_idempotent
-from celery_idempotent import errors, signals
+from celery_idempotent import IdempotentTask, errors, signals
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import CONDITIONS
 from celery_idempotent.protocol.options import table_of
@@ -226,6 +231,12 @@ def test_the_reference_names_every_error_and_every_signal() -> None:
         assert f"`{name}`" in REFERENCE
 
 
+def test_every_public_name_is_on_the_page_that_is_generated() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = {*re.findall(r"\.\. (?:auto)?\w+:: (\w+)", page), *errors.__all__}
+    assert {*celery_idempotent.__all__} <= shown
+
+
 def test_the_glossary_and_the_life_of_a_record_know_every_state() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     for state in State:
@@ -273,14 +284,70 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
         assert re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
 
 
-def test_every_cell_of_what_is_sent_after_a_body_has_its_test() -> None:
+#: A block, with the comment before it that says which test runs it, or why none does.
+MARKED = re.compile(
+    r"^ *<!-- (run by|not run:) ([^\n]+) -->\n *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_example_is_run_or_says_why_not(page: Path) -> None:
+    text = page.read_text()
+    found = MARKED.findall(text)
+    assert len(found) == len(re.findall(r"^ *```python$", text, re.MULTILINE))
+    for how, what, _ in found:
+        path, _, name = what.partition("::")
+        if how == "run by":
+            test = (ROOT / path).read_text()
+            assert re.search(rf"^ *(def|class) {name}\b", test, re.MULTILINE), what
+
+
+HERE = "tests/docs/test_docs.py::test_an_example_is_taken"
+TAKEN = [
+    pytest.param(code, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, (_, what, code) in enumerate(MARKED.findall(page.read_text()))
+    if what == HERE
+]
+
+
+class Shop(dict[str, Any]):
+    """The names that an example leaves to the reader."""
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        return Mock(name=name)
+
+
+@pytest.mark.parametrize("code", TAKEN)
+def test_an_example_is_taken(code: str) -> None:
+    """Its tasks are defined, with options that are checked when they are bound to an app that has a store."""
+    app = Celery("taken", broker="memory://", set_as_current=False)
+    given = {"app": app, "IdempotentTask": IdempotentTask, "celery_idempotent": celery_idempotent}
+    app.conf.idempotency_store = "memory://"
+    with mock.patch("celery.app.base.connect_on_app_finalize"):
+        exec(textwrap.dedent(code), {}, Shop(given))
+    app.conf.idempotency_store = "memory://"
+    app.finalize()
+    for task in app.tasks.values():
+        if isinstance(task, IdempotentTask):
+            assert task.idempotency_policy.lease_ms
+    app.close()
+
+
+@pytest.mark.parametrize(
+    ("title", "count"),
+    [("What follows a task is sent", 8), ("Store by failure: what happens", 10)],
+)
+def test_every_cell_of_a_table_of_guarantees_has_its_test(title: str, count: int) -> None:
     text = (ROOT / "docs" / "guarantees.md").read_text()
-    section = text.split("## What follows a task is sent")[1].split("\n## ")[0]
+    section = text.split(f"## {title}")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]]
-    named = re.findall(r"^- ((?:\([a-z]\) ?)+):.*`tests/", section, re.MULTILINE)
+    named = re.findall(r"^- ((?:\([a-z]\) ?)+):.*(?:\n  .*)*?`tests/", section, re.MULTILINE)
     shown = set(re.findall(r"[a-z]", "".join(named)))
-    assert len(rows) == 8
+    assert len(rows) == count
     for cell in cells:
         proof = re.search(r"\(([a-z])\)$", cell)
         assert cell == "–" or (proof and proof[1] in shown), cell

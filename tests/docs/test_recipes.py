@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -183,7 +184,7 @@ class TestTwoProviders:
 
 class TestObserve:
     def test_the_settings_of_the_page_make_every_task_observe(self, request: pytest.FixtureRequest):
-        module = load(Celery(set_as_current=False), "recipes", "observe", {"Celery": own_celery})
+        module = load(Celery(set_as_current=False), "observing", "observe", {"Celery": own_celery})
         app: Celery = module.app
         request.addfinalizer(app.close)
 
@@ -196,7 +197,7 @@ class TestObserve:
         assert (task.acks_late, task.reject_on_worker_lost) == (False, False)
 
     def test_its_workers_find_nothing_to_warn_of(self, request: pytest.FixtureRequest):
-        module = load(Celery(set_as_current=False), "recipes", "observe", {"Celery": own_celery})
+        module = load(Celery(set_as_current=False), "observing", "observe", {"Celery": own_celery})
         request.addfinalizer(module.app.close)
         module.app.task(name="shop.charge", shared=False)(_nothing)
         assert [each.id for each in check_settings(module.app)] == []
@@ -205,7 +206,7 @@ class TestObserve:
         app = own_celery("observed", broker="memory://", backend="cache+memory://")
         request.addfinalizer(app.close)
         app.task(name="shop.charge", base=IdempotentTask, shared=False)(_nothing)
-        load(app, "recipes", "sweep on a queue of its own", {})
+        load(app, "observing", "sweep on a queue of its own", {})
         app.finalize()
         scheduler: Any = Scheduler(app)
         scheduler.setup_schedule()
@@ -227,7 +228,7 @@ class TestObserve:
         task: Any = app.tasks["shop.charge"]
         for _ in range(2):
             task.apply(("order-17",), task_id="5d1c", idempotency_key="order-17")
-        (told,) = re.findall(r"^ *(idempotency: observed: .*)$", page(), re.MULTILINE)
+        (told,) = re.findall(r"^ *(idempotency: observed: .*)$", page("observing"), re.MULTILINE)
         assert shape(told) == next(shape(line) for line in caplog.messages)
 
 
@@ -239,8 +240,8 @@ def own_celery(name: str, **settings: Any) -> Celery:
     return Celery(name, set_as_current=False, **settings)
 
 
-def page() -> str:
-    return (ROOT / "docs" / "recipes.md").read_text()
+def page(name: str = "recipes") -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
 
 
 def shape(line: str) -> str:
@@ -250,13 +251,51 @@ def shape(line: str) -> str:
     return re.sub(r"task \S+", "task ID", line)
 
 
-def test_every_example_of_the_page_is_run():
-    titles = re.findall(r"^ *```python\n *# (.*)$", page(), flags=re.MULTILINE)
-    assert titles == [
-        "fenced write",
-        "provider key",
-        "two providers",
-        "observe",
-        "sweep on a queue of its own",
-    ]
-    assert all(block("recipes", title) for title in titles)
+def test_every_example_of_the_pages_is_run():
+    titles = {
+        "recipes": [
+            "fenced write",
+            "provider key",
+            "two providers",
+            "webhook",
+            "bulk mail",
+            "slot",
+        ],
+        "observing": ["observe", "sweep on a queue of its own"],
+    }
+    for name, wanted in titles.items():
+        found = re.findall(r"^ *```python\n *# (.*)$", page(name), flags=re.MULTILINE)
+        assert found == wanted
+        assert all(block(name, title) for title in wanted)
+
+
+class TestWithoutAWorker:
+    @pytest.fixture
+    def app(self) -> Iterator[Celery]:
+        app = own_celery("eager", broker="memory://", backend="cache+memory://")
+        app.conf.update(idempotency_store="memory://", task_always_eager=True)
+        yield app
+        app.close()
+
+    def test_an_event_that_is_delivered_again_is_booked_once(self, app: Celery):
+        ledger = Mock(**{"book.return_value": "booked"})
+        task = load(app, "recipes", "webhook", {"ledger": ledger}).handle
+        event = {"id": "evt_1", "type": "paid", "data": {}, "attempt": 1}
+        assert task.delay(event).get() == task.delay(event | {"attempt": 2}).get() == "booked"
+        ledger.book.assert_called_once()
+
+    def test_who_has_the_mail_gets_no_second_one(self, app: Celery):
+        mailer = Mock(**{"send.side_effect": lambda _, each: each})
+        send_all = load(app, "recipes", "bulk mail", {"mailer": mailer}).send_all
+        assert send_all("may", ["ann", "bob"]).get() == ["ann", "bob"]
+        assert send_all("may", ["ann", "bob", "eve"]).get() == ["ann", "bob", "eve"]
+        assert mailer.send.call_count == 3
+
+    def test_two_beats_make_one_report_of_a_slot(self, app: Celery):
+        reports = Mock(**{"make.return_value": "made"})
+        module = load(app, "recipes", "slot", {"reports": reports})
+        vars(module)["datetime"] = clock = Mock()
+        for minute, runs in ((59.9, 1), (60.1, 1), (74.9, 2), (75.0, 2)):
+            clock.now.return_value.timestamp.return_value = minute * 60
+            module.report.delay()
+            assert reports.make.call_count == runs

@@ -24,7 +24,17 @@ from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker, child_environment
 
-__all__ = ["ORDER", "Answer", "Site", "Web", "at_once", "in_background", "new_key", "open_site"]
+__all__ = [
+    "ORDER",
+    "Answer",
+    "Site",
+    "Web",
+    "at_once",
+    "in_background",
+    "make_users",
+    "new_key",
+    "open_site",
+]
 
 ORDER = {"amount": 100, "currency": "EUR", "recipient": "acct_1"}
 
@@ -198,6 +208,15 @@ class Site:
         return wait_for(look, timeout, lambda: f"the end of it: {self.status(answer).body!r}")
 
 
+def make_users(directory: Path, env: Mapping[str, str]) -> None:
+    """Make the database with its people."""
+    command = [sys.executable, "-m", "testproject", "demo_users"]
+    path = directory / "users.log"
+    with path.open("wb") as log:
+        done = spawn(command, cwd=directory, env=env, log=log).wait(60)
+    assert done == 0, path.read_text()
+
+
 @contextlib.contextmanager
 def open_site(
     directory: Path,
@@ -220,13 +239,7 @@ def open_site(
         **(env or {}),
     }
     direct = child_environment({"REDIS_URL": redis.url(db), **common})
-    subprocess.run(
-        (sys.executable, "-m", "testproject", "demo_users"),
-        env=direct,
-        check=True,
-        cwd=directory,
-        timeout=60,
-    )
+    make_users(directory, direct)
     with Proxy("127.0.0.1", redis.port) as proxy:
         through = child_environment({"REDIS_URL": f"redis://127.0.0.1:{proxy.port}/{db}", **common})
         web = Web([sys.executable, "-m", "testproject.web", "0"], directory, through, "web")

@@ -154,7 +154,7 @@ class TestConflictBackoffMax:
         gate.open()
         duplicate.get(timeout=PATIENCE)
         log = "".join(each.log for each in SHARED_WORKERS)
-        pauses = re.findall(rf"{duplicate.id}\] found .* comes back in ([\d.]+) s", log)
+        pauses = re.findall(rf"{duplicate.id}\] found .* with a countdown of ([\d.]+) s", log)
         assert len(pauses) >= 5
         assert max(map(float, pauses)) <= 0.2
 

@@ -22,6 +22,7 @@ from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
     Identity,
+    Intervention,
     Record,
     Renewal,
     Reserved,
@@ -55,6 +56,14 @@ keeps = st.sampled_from([2 * MINUTE + HALF, 4 * MINUTE + HALF])
 fingerprints = st.sampled_from([None, None, bytes(16), bytes(16), b"another........."])
 messages = st.sampled_from([None, b"", b"R\0\0\0\1\5", b"message", b"another"])
 task_ids = st.sampled_from(["a", "b", "", "6ff5d5ba-6ff1-4b4f-8f0e-4f0f2f1f0f3f"])
+#: Some of which begin as others do.
+interventions = st.none() | st.builds(
+    Intervention,
+    operation=st.sampled_from(["complete", "fail"]),
+    who=st.sampled_from(["", "alice", "\u20ac" * 40]),
+    step=st.sampled_from(["", "pay"]),
+    reason=st.sampled_from(["", "why", "why" * 100, "why" * 200]),
+)
 values = st.builds(
     Stored,
     content_type=st.sampled_from(["application/json", "text/html"]),
@@ -97,6 +106,7 @@ class Agreement(RuleBasedStateMachine):
         assert ours == theirs, (verb, args, kwargs)
         if verb == "get" and ours is not None:
             assert ours.refusals == theirs.refusals, (args, kwargs)
+            assert ours.interventions == theirs.interventions, (args, kwargs)
             self.seen.update(refusal.kind for refusal in ours.refusals)
         self.seen[f"{verb} {ours if isinstance(ours, bool) else type(ours).__name__}"] += 1
         if isinstance(ours, (Claimed, Reserved)):
@@ -154,15 +164,30 @@ class Agreement(RuleBasedStateMachine):
         keep_ms=keeps,
         replaced=st.booleans(),
         restore=st.sampled_from([True, True, False]),
+        intervention=interventions,
+        looks=st.booleans(),
     )
-    def settle(self, identity: Identity, age: int, **asked: Any) -> None:
+    def settle(self, identity: Identity, age: int, *, looks: bool, **asked: Any) -> None:
         if self.had_one(identity):
-            self.ask("settle", SettleRequest(record=self.record(identity, age), **asked))
+            seen = self.memory.get(identity) if looks else None
+            record = seen or self.record(identity, age)
+            self.ask("settle", SettleRequest(record=record, **asked))
 
     @rule(identity=identities, age=ages, name=st.sampled_from(["", "pay", "ship"]), value=values)
     def checkpoint(self, identity: Identity, age: int, **asked: Any) -> None:
         if self.had_one(identity):
             self.ask("checkpoint", identity, token=self.token(identity, age), **asked)
+
+    @rule(
+        identity=identities,
+        age=ages,
+        name=st.sampled_from(["", "pay", "ship"]),
+        value=st.none() | values,
+        intervention=interventions.filter(bool),
+    )
+    def amend(self, identity: Identity, age: int, **asked: Any) -> None:
+        if self.had_one(identity):
+            self.ask("amend", identity, token=self.token(identity, age), **asked)
 
     @rule(identity=identities, age=ages, requeue_ms=st.none() | minutes)
     def release(self, identity: Identity, age: int, **asked: Any) -> None:

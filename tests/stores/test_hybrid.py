@@ -391,6 +391,23 @@ class TestForget:
             store.forget(KEY)
         assert store.get(KEY) is not None
 
+    def test_what_failed_and_is_completed_leaves_no_copy_of_the_failure(self, store, truth, link):
+        complete(store, State.FAILED)
+        with nobody_asks(truth):
+            assert ask(store).record.state is State.FAILED
+        seen = store.get(KEY)
+        completed = SettleRequest(
+            record=seen, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS, restore=False
+        )
+        link.mode = "away"
+        with pytest.raises(StoreUnavailable, match="nothing was completed"):
+            store.settle(completed)
+        assert store.get(KEY) == seen
+        link.mode = "well"
+        assert store.settle(completed)
+        with nobody_asks(truth):
+            assert ask(store).record.state is State.COMPLETED
+
     def test_a_forget_asks_the_cache_also_while_others_go_without(self, store, link):
         complete(store)
         link.mode = "away"

@@ -15,6 +15,7 @@ from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
     Identity,
+    Intervention,
     Record,
     SettleRequest,
     State,
@@ -135,6 +136,19 @@ def test_what_is_stored_stays_readable():
         task_id="id",
         replaced=True,
         value=Stored(content_type="application/json", content_encoding="utf-8", body=b"17"),
+    )
+
+
+def test_what_an_operator_did_stays_readable():
+    # Never change this line. Who knows of no interventions reads it, too, without them.
+    stored = bytes.fromhex(
+        "43250660e5226f228501a20569123501a2056912360001000000000000000000000000000000000002696400"
+        "276f01a2056912360e636f6d706c65746520616c69636577000000000000097469636b6574203437013137"
+    )
+    found = unpack_record(identity, stored)
+    assert (found.task_id, found.value and found.value.body) == ("id", b"17")
+    assert found.settled_by == Intervention(
+        operation="complete", who="alice", reason="ticket 47", at_ms=1795387101750
     )
 
 

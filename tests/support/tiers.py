@@ -46,6 +46,8 @@ SMOKE = frozenset(
         "test_a_sweep_requeues_a_stale_record_with_its_message",
         "test_a_zombie_is_refused_by_every_verb",
         "test_an_interrupted_record_stays_with_one_crash_more",
+        "test_an_operator_completes_what_failed",
+        "test_an_operator_amends_the_steps_of_what_is_unfinished",
         "test_an_operator_requeues_an_unfinished_record",
         "test_an_unclaimed_key_is_claimed",
         "test_an_unclaimed_key_is_reserved",

@@ -12,6 +12,7 @@ from celery_idempotent.records import Counted
 #: What is drawn, from below, and the outcomes that it adds up. ``settled`` and ``released`` end what ``claimed`` began.
 SERIES: Mapping[str, tuple[str, ...]] = {
     "runs": ("claimed",),
+    "failures": ("failed",),
     "replays": ("replayed",),
     "conflicts": ("conflicted",),
     "trouble": ("mismatched", "interrupted", "lease_lost", "settle_failed", "store_failed"),
@@ -48,12 +49,16 @@ class ChartRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What happened to a task over time. ``rows`` are all of it, ``totals`` its sums, by series."""
+    """What happened to a task over time. ``rows`` are all of it, ``totals`` its sums, by series.
+
+    A bar stands for ``step`` hours. Runs that failed are a part of it of their own, above the other runs.
+    """
 
     task: str
     rows: Sequence[ChartRow]
     totals: Mapping[str, int]
     highest: int
+    step: int
     bars: Sequence[Bar]
 
     @property
@@ -65,6 +70,12 @@ class Chart:
     def summary(self) -> str:
         """The sums, in words."""
         return ", ".join(f"{number:,} {series}" for series, number in self.totals.items())
+
+    @property
+    def peak(self) -> str:
+        """What the highest bar stands for, in words."""
+        hours = {1: "an hour", 24: "a day"}.get(self.step, f"in {self.step} hours")
+        return f"up to {self.highest:,} {hours}"
 
     @property
     def busy(self) -> list[ChartRow]:
@@ -88,15 +99,16 @@ def charts(counted: Iterable[Counted], *, last_hour: int, hours: int, step: int)
 
 
 def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) -> Chart:
-    highest = max(sum(column.values()) for column in columns)
+    drawn = [_drawn(column) for column in columns]
+    highest = max(sum(column.values()) for column in drawn)
     rows, bars = [], []
     for n, column in enumerate(columns):
         at = datetime.fromtimestamp((first + n * step) * 3600, tz=timezone.utc)
         rows.append(ChartRow(at=at, counts=tuple(column[series] for series in SERIES)))
         bottom = float(HEIGHT)
         for series in SERIES:
-            if column[series]:
-                height = round(HEIGHT * column[series] / highest, 2)
+            if drawn[n][series]:
+                height = round(HEIGHT * drawn[n][series] / highest, 2)
                 bottom = round(bottom - height, 2)
                 title = f"{at:%Y-%m-%d %H:%M} UTC: {column[series]:,} {series}"
                 bars.append(
@@ -113,5 +125,11 @@ def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) ->
         rows=rows,
         totals={series: sum(column[series] for column in columns) for series in SERIES},
         highest=highest,
+        step=step,
         bars=bars,
     )
+
+
+def _drawn(column: Counter[str]) -> Counter[str]:
+    """Return what is drawn of a bar: a run that failed once, not twice."""
+    return Counter({**column, "runs": max(column["runs"] - column["failures"], 0)})

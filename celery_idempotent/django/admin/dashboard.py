@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from celery_idempotent.django.admin.forms import PERIODS
 from celery_idempotent.django.admin.listing import oldest_processing
 from celery_idempotent.operations.health import Sweeps, sweeps
 from celery_idempotent.operations.wording import time_in_words
-from celery_idempotent.records import Record, Stats
+from celery_idempotent.records import Counted, Record, Stats
 from celery_idempotent.stores import get_store
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS
@@ -32,7 +33,8 @@ class Board:
     """What the dashboard shows.
 
     ``oldest`` has been PROCESSING for ``oldest_for``; ``oldest_of_many``: it is the oldest of those that were looked
-    at. ``more`` tasks have no chart here. ``answered_ms``: how long the store took to count.
+    at. ``more`` tasks have no chart here. ``completed`` in the last 24 hours, as far as that was counted.
+    ``answered_ms``: how long the store took to count.
     """
 
     store: str
@@ -45,6 +47,7 @@ class Board:
     sweeps: Sweeps
     charts: Sequence[Chart]
     more: int
+    completed: int
     findings: Sequence[Finding]
 
     @property
@@ -86,5 +89,14 @@ def board(app: Celery, *, period: str, task: str) -> Board:
         sweeps=sweeps(app, stats),
         charts=drawn[:CHARTS],
         more=len(drawn[CHARTS:]),
+        completed=_completed(each for each in counted if each.hour > last_hour - 24),
         findings=[*check_settings(app), *check_store(app)],  # workers would take a second
     )
+
+
+def _completed(counted: Iterable[Counted]) -> int:
+    """Return how many keys were settled, and not as failed."""
+    outcomes: Counter[str] = Counter()
+    for each in counted:
+        outcomes[each.outcome] += each.count
+    return max(outcomes["settled"] - outcomes["failed"], 0)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.operations.finding import UNFINISHED_AND_FAILED, spellings
-from celery_idempotent.records import Identity, Record, Selection, State
+from celery_idempotent.records import Identity, Page, Record, Selection, State
 
 if TYPE_CHECKING:
     from celery_idempotent.stores import Store
 
 #: So many records make a page, and for them so many keys are looked at.
 PER_PAGE, LOOK_AT = 50, 5000
+
+#: For so many seconds all that a filter means is looked for.
+_LOOK_SECONDS = 10.0
 
 #: In so many tasks a key is searched for if none is named.
 SEARCHED = 30
@@ -24,46 +28,66 @@ SEARCHED = 30
 class Listing:
     """A page of records. ``cursor`` asks for the next one; ``looked_at`` keys were seen since the list began.
 
-    ``unsearched``: so many tasks were not searched for the key. ``cut``: there were too many unfinished
-    and failed records to look at each of them for a task id.
+    ``left`` records follow, or more than that: so many keys were looked at ahead. ``unsearched``: so many tasks were
+    not searched for the key. ``cut``: there were too many unfinished and failed records to look at each of them for a
+    task id.
     """
 
     records: tuple[Record, ...]
     now_ms: int
     cursor: str = ""
     looked_at: int = 0
+    left: int = 0
+    left_or_more: bool = False
     unsearched: int = 0
     cut: bool = False
 
-    def rows(self) -> Iterator[tuple[Record, bool]]:
-        """Yield each record, and whether it is stale."""
-        for record in self.records:
-            yield record, record.stale(self.now_ms)
-
 
 def list_page(store: Store, form: FilterForm) -> Listing:
-    """Return the page that a valid form asks for.
+    """Return the page that a valid form asks for, the newest of the page first.
 
     Raises:
         ValueError: for a cursor of another list.
     """
     aged = bool(form.cleaned_data["age"])
+    selection = form.selection(store.now_ms() if aged else 0)
     page = store.list(
-        form.selection(store.now_ms() if aged else 0),
+        selection,
         cursor=form.cleaned_data["cursor"],
         limit=PER_PAGE,
         look_at=LOOK_AT,
     )
     before = form.cleaned_data["looked_at"] or 0
-    records = page.records
-    if form.cleaned_data["state"] == "live":
-        records = tuple(each for each in records if (each.deadline_ms or 0) > page.now_ms)
+    left, further = 0, ""
+    if page.cursor:
+        ahead = store.list(selection, cursor=page.cursor, limit=LOOK_AT, look_at=LOOK_AT)
+        left, further = len(_meant(ahead, form)), ahead.cursor
     return Listing(
-        records=records,
+        records=tuple(sorted(_meant(page, form), key=lambda each: -each.updated_ms)),
         now_ms=page.now_ms,
         cursor=page.cursor,
         looked_at=before + page.looked_at,
+        left=left,
+        left_or_more=bool(further),
     )
+
+
+def looked_through(store: Store, form: FilterForm) -> Iterator[Page]:
+    """Yield page after page of all that a valid form means, for some seconds; the last one may have a cursor."""
+    selection, cursor = form.selection(store.now_ms()), ""
+    give_up = monotonic() + _LOOK_SECONDS
+    while True:
+        page = store.list(selection, cursor=cursor, limit=LOOK_AT, look_at=LOOK_AT)
+        yield replace(page, records=tuple(_meant(page, form)))
+        cursor = page.cursor
+        if not cursor or monotonic() > give_up:
+            return
+
+
+def _meant(page: Page, form: FilterForm) -> list[Record]:
+    """Return those of a page that are wanted: no store looks for what is live alone."""
+    live = form.cleaned_data["state"] == "live"
+    return [each for each in page.records if not live or (each.deadline_ms or 0) > page.now_ms]
 
 
 def search(store: Store, form: FilterForm, namespaces: Iterable[str]) -> Listing:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
-from celery_idempotent.celery.operations import OPERATIONS
+from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
@@ -26,15 +26,36 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.django.outbox import pending
 from celery_idempotent.operations.explaining import story_of
+from celery_idempotent.operations.finding import task_name
+from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import time_in_words
+from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
 
+    from celery_idempotent.records import Record
+    from celery_idempotent.stores import Store
+
 #: So many messages of the outbox are shown, and so many names of tasks suggested.
 _STAGED, _SUGGESTED = 100, 200
+
+#: After so many seconds a page looks again; a list does so only if it looked at few keys.
+_RECORD_EVERY, _LIST_EVERY, _DASHBOARD_EVERY, _CHEAP = 10, 15, 30, 1000
+
+
+class Row(NamedTuple):
+    """A line of the list. ``task``: its registered name; ``age``: since the last change; ``error``: of a failure."""
+
+    record: Record
+    stale: bool
+    address: str
+    task: str
+    age: str
+    error: str
+    mark: Mark
 
 
 class IdempotencyRecordAdmin(BulkPages):
@@ -73,7 +94,7 @@ class IdempotencyRecordAdmin(BulkPages):
         app = celery_app()
         store, tasks = get_store(app), _known_namespaces(app)
         form = FilterForm(request.GET)
-        listing, rows, more = None, [], ""
+        listing, rows, more, errors = None, [], "", False
         if form.is_valid():
             try:
                 listing = (
@@ -84,9 +105,10 @@ class IdempotencyRecordAdmin(BulkPages):
             except ValueError:
                 form.add_error(None, "This place in the list is of another list: start again.")
         if listing is not None:
+            errors = form.cleaned_data["state"] == "FAILED" and self.may(request, "view_result")
             rows = [
-                (each, stale, self.address_of(each.identity), Mark.of(each))
-                for each, stale in listing.rows()
+                self._row(app, store, each, listing.now_ms, errors=errors)
+                for each in listing.records
             ]
             if listing.cursor:
                 place = {"cursor": listing.cursor, "looked_at": str(listing.looked_at)}
@@ -96,21 +118,37 @@ class IdempotencyRecordAdmin(BulkPages):
             "title": "Idempotency records",
             "operations": [
                 (each, WORDINGS[each].button)
-                for each in OPERATIONS
+                for each in ON_MANY
                 if rows and self.may(request, f"{each}_record")
             ],
+            "every_match": bool(rows and more and form.chosen() and not form.cleaned_data["key"]),
             "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
             "form": form,
             "listing": listing,
             "rows": rows,
             "more": more,
             "tasks": tasks[:_SUGGESTED],
+            "errors": errors,
+            "every": _LIST_EVERY if listing and listing.looked_at <= _CHEAP else 0,
             "started": bool(request.GET.get("cursor")),
             "restart": "?" + urlencode(form.chosen()) if form.is_valid() else "?",
             "filtered": form.is_valid() and bool(form.chosen()),
             **(extra_context or {}),
         }
         return self.render(request, "list", context, status=200 if form.is_valid() else 400)
+
+    def _row(self, app: Celery, store: Store, record: Record, now_ms: int, *, errors: bool) -> Row:
+        """Return a line of the list; only for the name of an error the store is asked again."""
+        whole = store.get(record.identity) if errors else None
+        return Row(
+            record=record,
+            stale=record.stale(now_ms),
+            address=self.address_of(record.identity),
+            task=task_name(app, record.identity),
+            age=time_in_words(max(now_ms - record.updated_ms, 0)),
+            error="" if whole is None else error_name(app, whole),
+            mark=Mark.of(record),
+        )
 
     @guarded("GET")
     def change_view(
@@ -129,8 +167,8 @@ class IdempotencyRecordAdmin(BulkPages):
         record = store.get(identity)
         if record is None:
             return self.gone(request, identity)
-        about = detail(record, store.now_ms())
         definition = definition_of(app, identity.namespace, load=True)
+        about = detail(record, store.now_ms(), known=definition is not None)
         may_see = self.may(request, "view_result")
         buttons = [
             (WORDINGS[each].button, self.address_of(identity, each), each)
@@ -139,21 +177,31 @@ class IdempotencyRecordAdmin(BulkPages):
         ]
         context = {
             "title": "Idempotency record",
+            "every": _RECORD_EVERY,
             "subtitle": str(identity),
             "detail": about,
             "story": story_of(app, store, record, errors=may_see),
             "record": record,
             "identity": identity,
+            "task": task_name(app, identity),
             "known": definition is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
             "value": shown(app, record) if may_see and record.state.settled else None,
             "buttons": buttons,
+            "forget_step_url": self._forget_step_url(request, record),
             "result_url": self.address_of(identity, "result"),
             "log": audit.entries(identity),
             **(extra_context or {}),
         }
         return self.render(request, "record", context)
+
+    def _forget_step_url(self, request: HttpRequest, record: Record) -> str:
+        """Return where a step is forgotten, less its name; ``""`` where it cannot be, or not by this person."""
+        forgettable = any("forget" in offered(record, step=name) for name, _ in record.steps)
+        if not forgettable or not self.may(request, "forget_record"):
+            return ""
+        return f"{self.address_of(record.identity, 'forget')}?step="
 
     @guarded("GET")
     def result_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
@@ -185,6 +233,7 @@ class IdempotencyRecordAdmin(BulkPages):
         oldest = None if about.oldest is None else self.address_of(about.oldest.identity)
         context = {
             "title": "Idempotency dashboard",
+            "every": _DASHBOARD_EVERY,
             "form": form,
             "board": about,
             "oldest_url": oldest,

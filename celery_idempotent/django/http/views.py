@@ -14,8 +14,8 @@ from celery_idempotent.django.http.options import (
     http_options,
 )
 
-#: The namespaces of guarded views, as the views were given them; ``None``: what the setting says.
-_guarded_namespaces: set[str | None] = set()
+#: The guarded views by name, with the namespaces that they were given; ``None``: what the setting says.
+_guarded: dict[str, str | None] = {}
 
 #: What views say about the errors of their tasks, from the least to the most.
 _LEAST_FIRST: tuple[ShowErrors, ...] = ("none", "permanent", "all")
@@ -36,7 +36,7 @@ class Marks:
         if "show_errors" in given:
             _shown.add(options.show_errors)
         if guards:
-            _guarded_namespaces.add(options.namespace if "namespace" in given else None)
+            _guarded[name] = options.namespace if "namespace" in given else None
         setting_changed.connect(self._forget)
 
     def _forget(self, *, setting: str = "", **_: object) -> None:
@@ -66,7 +66,12 @@ def marks_of(view: object) -> Marks | None:
 
 def view_namespaces() -> list[str]:
     """Return the namespaces of all views that were guarded so far; none in a project that guards none."""
-    return sorted({name or http_options().namespace for name in _guarded_namespaces})
+    return sorted({name or http_options().namespace for name in _guarded.values()})
+
+
+def namespace_of_view(name: str) -> str | None:
+    """Return the namespace of the records of a guarded view, by its name; ``None`` if no view has it."""
+    return (_guarded[name] or http_options().namespace) if name in _guarded else None
 
 
 def least_shown(show_errors: ShowErrors) -> ShowErrors:

@@ -33,7 +33,7 @@ def committing(own: BaseDatabaseWrapper) -> Iterator[None]:
     if own.connection is not None and transaction_begun(own):
         raise StoreMisconfigured(
             f"with AUTOCOMMIT = False a transaction is open on the database {own.alias!r}, begun by what was read or "
-            "written there before; what is to be committed by itself cannot be a part of it: commit or roll back first"
+            "written there before. What is to be committed by itself cannot be a part of it: commit or roll back first"
         )
     settings = own.settings_dict
     # For a connection that is opened within the block. One that is open already is switched below.

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 from celery_idempotent.django.sql.dialects import Dialect
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, OnStale, Record, Refusal, State, Stored
+from celery_idempotent.records import (
+    Identity,
+    Intervention,
+    OnStale,
+    Record,
+    Refusal,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.machine import StoredRecord
 from celery_idempotent.stores.values import (
     LETTERS,
@@ -34,12 +44,14 @@ ENDED = (
 )
 #: A key that was given back: as if there were no row, but for the token, which must not be given out twice.
 RELEASED = "R"
+#: A later version may write more.
+_INTERVENTION = frozenset(field.name for field in fields(Intervention))
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 
 # fmt: off
 RECORD = (
     "token", "created_ms", "updated_ms", "expires_ms", "version", "crashes", "attempts", "state",
-    "reserved", "replaced", "delivered", "fingerprint", "task_id", "value",
+    "reserved", "replaced", "delivered", "fingerprint", "task_id", "value", "interventions",
 )
 LEASE = (
     "token", "deadline_ms", "due_ms", "expires_ms", "version", "requeues", "state", "on_stale",
@@ -65,10 +77,10 @@ def due_ms(record: Record) -> int | None:
 
 def summary_columns(words: Dialect) -> str:
     """Return what :func:`record_of` reads, of ``r`` and ``l``: all but what was stored."""
-    stored = {"r.value": "NULL", "l.message": "NULL", "l.steps": "NULL"}
+    unread = ("r.value", "r.interventions", "l.message", "l.steps")
     columns = f"{READ_RECORD}, {READ_LEASE}".split(", ")
     return f"r.namespace, r.scope, r.{words.key}, " + ", ".join(
-        stored.get(column, column) for column in columns
+        "NULL" if column in unread else column for column in columns
     )
 
 
@@ -99,6 +111,7 @@ def record_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
         record.fingerprint,
         record.task_id,
         None if record.value is None else pack_value(record.value),
+        _pack_interventions(record.created_ms, stored.interventions),
     )
 
 
@@ -129,7 +142,7 @@ def stored_record(
 ) -> StoredRecord:
     """Return the record of what was read; ``lease``: of its lease row, if that counts."""
     token, created_ms, updated_ms, expires_ms, _, crashes, attempts, letter = record[:8]
-    reserved, replaced, delivered, fingerprint, task_id, value = record[8:]
+    reserved, replaced, delivered, fingerprint, task_id, value, noted = record[8:]
     state = STATES.get(letter)
     if state is None:
         raise StoreMisconfigured(
@@ -169,6 +182,26 @@ def stored_record(
         bytes(attempt),
         requeues,
         refusals,
+        _unpack_interventions(created_ms, noted),
+    )
+
+
+def _pack_interventions(created_ms: int, interventions: Sequence[Intervention]) -> str | None:
+    """Return the interventions as a text with the birth of their record: an older version does not clear the column."""
+    if not interventions:
+        return None
+    return json.dumps([created_ms, *map(asdict, interventions)])
+
+
+def _unpack_interventions(created_ms: int, packed: str | None) -> tuple[Intervention, ...]:
+    if packed is None:
+        return ()
+    birth, *noted = json.loads(packed)
+    if birth != created_ms:
+        return ()
+    return tuple(
+        Intervention(**{name: value for name, value in each.items() if name in _INTERVENTION})
+        for each in noted
     )
 
 

@@ -90,7 +90,7 @@ def _refuse_elsewhere(
         if not _READ_ONLY.match(text) and not _STORE_TABLES.search(text):
             raise IdempotencyError(
                 "a statement would write outside of the transaction of its idempotency_atomic task, and stay if that is"
-                " rolled back: Django's connections belong to threads, and this is not the thread of the task's body"
+                " rolled back. Django's connections belong to threads, and this is not the thread of the task's body"
                 " (asyncio.run(), asyncio.to_thread(), sync_to_async()). Write from the body, or call the coroutine by"
                 " async_to_sync(), whose ORM works in the body's thread"
             )

@@ -25,11 +25,11 @@ _BROKEN = (
 )
 _DOOMED = (
     "the task marked its transaction for rollback, by transaction.set_rollback(True) or by an exception that it caught"
-    " around an atomic(savepoint=False), and nothing of it can be committed: raise an exception to roll back"
+    " around an atomic(savepoint=False). Nothing of it can be committed: raise an exception to roll back"
 )
 _ENDED = (
-    "the transaction that the task's record should have been settled in is over before its time: the task committed or"
-    " rolled it back, by a statement that commits by itself perhaps, or went on after a deadlock, which rolls back"
+    "the transaction that should have settled the task's record is over before its time. The task committed or rolled"
+    " it back, perhaps by a statement that commits by itself, or went on after a deadlock, which rolls back"
     " everything. An idempotency_atomic task leaves COMMIT and ROLLBACK alone"
 )
 

@@ -1,16 +1,34 @@
-"""Names that are too long for their column."""
+"""Names as people read them: of tasks, scopes and processes."""
 
 from __future__ import annotations
+
+import re
 
 from django import template
 from django.utils.html import conditional_escape
 from django.utils.safestring import SafeString, mark_safe
 
+from celery_idempotent.operations.finding import scope_in_words
+
 register = template.Library()
+
+_BREAKS = re.compile(r"(?<=[._/:])")
 
 
 @register.filter
 def breakable(name: str) -> SafeString:
-    """Let a dotted name break behind its dots, rather than anywhere."""
-    parts = str(name).split(".")
-    return mark_safe(".<wbr>".join(map(conditional_escape, parts)))  # noqa: S308  escaped before
+    """Let a long name break behind its dots and underscores, rather than anywhere."""
+    parts = _BREAKS.split(str(name))
+    return mark_safe("<wbr>".join(map(conditional_escape, parts)))  # noqa: S308  escaped before
+
+
+@register.filter
+def scope_words(scope: str) -> str:
+    """Return a scope as people write it."""
+    return scope_in_words(scope)
+
+
+@register.filter
+def process(worker: str) -> str:
+    """Return an owner's host and process, without what tells machines of one name apart."""
+    return worker.partition("/")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
@@ -29,9 +29,9 @@ class HybridStore(ForwardingStore):
 
     The cache only ever says that a key *is* settled. It holds what was read from the truth after the commit, for no
     longer than the truth keeps it; every other answer, and every write, is the truth's. So a cache that is flushed,
-    dead, slow, or back with old data costs speed and never a second effect. :meth:`forget` is the one verb that needs
-    it: it fails while the cache does not answer, because an entry might outlive the record. (:meth:`forget_mark` does
-    without: what it forgets is never an answer.)
+    dead, slow, or back with old data costs speed and never a second effect. :meth:`forget` needs it, and a settle that
+    lets a FAILED record end anew: they fail while the cache does not answer, because an entry might outlive the
+    record. (:meth:`forget_mark` does without: what it forgets is never an answer.)
 
     Two questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
     refusal), and for the very task that settled it as long as its callbacks are not known to be sent.
@@ -69,8 +69,21 @@ class HybridStore(ForwardingStore):
         return answer
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state to the truth; then cache what is stored there."""
-        done = self.truth.settle(request)
+        """Write the end state to the truth; then cache what is stored there.
+
+        Raises:
+            StoreUnavailable: where a FAILED record is to end anew, also if the cache does not answer.
+        """
+        if request.record.state.settled and not request.restore:
+            identity = request.record.identity
+            done = self._under_tombstone(
+                identity,
+                lambda: self.truth.settle(request),
+                done="completed",
+                again="empty the cache",
+            )
+        else:
+            done = self.truth.settle(request)
         if done:
             # Not the value at hand: of a settle that is repeated, the first end stays.
             self.refresh(request.record.identity)
@@ -92,24 +105,35 @@ class HybridStore(ForwardingStore):
             StoreUnavailable: also if the cache does not answer. Then repeat it: the record may be deleted already, but
                 a copy may be left.
         """
+        return self._under_tombstone(
+            identity,
+            lambda: self.truth.forget(identity, token=token, state=state),
+            done="forgotten",
+            again="forget it again",
+        )
+
+    def _under_tombstone(
+        self, identity: Identity, change: Callable[[], bool], *, done: str, again: str
+    ) -> bool:
+        """Change a settled record of the truth while no copy of it is answered or made."""
         try:
             tombstone = self.cache.bury(identity)
         except (StoreUnavailable, StoreMisconfigured) as error:
             raise type(error)(
-                f"nothing was forgotten: a copy of the record may be in the cache. {error}"
+                f"nothing was {done}: a copy of the record may be in the cache. {error}"
             ) from error
-        forgotten = self.truth.forget(identity, token=token, state=state)
+        changed = change()
         if self.truth.joined():
             # When the transaction commits, and if, is unknown here: the tombstone stays for its full time.
-            return forgotten
+            return changed
         try:
             # It may be lost by now, and a copy of the record in its place.
             self.cache.lift(identity, tombstone)
         except (StoreUnavailable, StoreMisconfigured) as error:
             raise type(error)(
-                f"a copy of the record may be left in the cache: forget it again. {error}"
+                f"it was {done}, but a copy of the record may be left in the cache: {again}. {error}"
             ) from error
-        return forgotten
+        return changed
 
     def forget_mark(self, identity: Identity, *, token: int) -> None:
         """Forget what a run without retention left, also without a cache that does not answer.

@@ -5,7 +5,7 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
     1      state       C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
     2      flags       1 has a fingerprint
                        C, F: 2 task id is a UUID, 4 has a value, 8 was replaced, 16 is delivered,
-                             32 has refusals
+                             32 has notes
                        P, I, Q: 2 its reservation is not committed, 16 was reserved, 32 fails when stale,
                              64 is requeued when stale
     3-9    token
@@ -20,14 +20,14 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
                   M  the message to publish when it is requeued; the first item, if there
                   R  how often it was requeued, 1 byte; after the message, before all others
                   S  a step: its name after its length in 2 bytes, its value (see values.py)
-                  X  the refusals (see refusals.py)
+                  X  notes: who was refused (see refusals.py), what operators did (see interventions.py)
               and whatever a later version adds. A new claim brings its own message and carries
               the other items over.
     C, F:     [16 bytes fingerprint] · task id: the 16 bytes of a UUID, else text after its length
-              in 2 bytes · [refusals, after their length in 2 bytes] · [value, see values.py]
+              in 2 bytes · [notes, after their length in 2 bytes] · [value, see values.py]
 
 A hash would leave its compact form at fields of 64 bytes and more than double, see docs/benchmarks.md.
-The scripts write live records (P, I, Q) and refusals themselves; an unknown state or flag was written by a
+The scripts write live records (P, I, Q) and notes themselves; an unknown state or flag was written by a
 newer version.
 """
 
@@ -40,6 +40,7 @@ from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     ClaimRequest,
     Identity,
+    Intervention,
     OnStale,
     Record,
     Refusal,
@@ -48,6 +49,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
+from celery_idempotent.stores.interventions import unpack_interventions
 from celery_idempotent.stores.refusals import unpack_refusals
 from celery_idempotent.stores.values import STATES, pack_text, pack_value, unpack_text, unpack_value
 
@@ -55,9 +57,9 @@ _STATE_OF_LETTER = {ord(letter): state for letter, state in STATES.items()}
 _LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
 
 _HAS_FINGERPRINT = 1
-_UUID, _VALUE, _REPLACED, _DELIVERED, _REFUSED = 2, 4, 8, 16, 32
+_UUID, _VALUE, _REPLACED, _DELIVERED, _NOTES = 2, 4, 8, 16, 32
 _UNCOMMITTED, _RESERVED, _FAIL, _REQUEUE = 2, 16, 32, 64
-_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _REFUSED
+_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _NOTES
 _LIVE_FLAGS = _HAS_FINGERPRINT | _UNCOMMITTED | _RESERVED | _FAIL | _REQUEUE
 #: What a sweep does with the record once it is stale, as flags.
 _ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
@@ -66,7 +68,7 @@ _ON_STALE_WORDS = {flags: word for word, flags in _ON_STALE_FLAGS.items()}
 _COMMON_HEAD_BYTES = 23
 _LIVE_HEAD_BYTES = 37
 _ITEM_HEAD_BYTES = 5
-_MESSAGE, _STEP, _REFUSALS = ord("M"), ord("S"), ord("X")
+_MESSAGE, _STEP, _NOTED = ord("M"), ord("S"), ord("X")
 
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -99,7 +101,7 @@ def pack_message(message: bytes | None) -> bytes:
 
 
 def pack_settled(request: SettleRequest, *, delivered: bool = False) -> bytes:
-    """Return the settled form of a record; the script adds what only the store knows: times, counts and refusals."""
+    """Return the settled form of a record; the script adds what only the store knows: times, counts and notes."""
     record, value, flags = request.record, request.value, 0
     parts = []
     if record.fingerprint is not None:
@@ -153,19 +155,21 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
     message: bytes | None = None
     steps: tuple[tuple[str, Stored], ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    interventions: tuple[Intervention, ...] = ()
     live = 0
     if state.settled:
         task_id, at = _unpack_task_id(packed, at, flags)
-        if flags & _REFUSED and not summary:
+        if flags & _NOTES and not summary:
             start, at = at + 2, at + 2 + int.from_bytes(packed[at : at + 2], "big")
-            refusals = unpack_refusals(packed[start:at])
+            refusals, interventions = _unpack_notes(packed[start:at])
         value = unpack_value(packed, at) if flags & _VALUE and not summary else None
     else:
         live = flags
         task_id, at = unpack_text(packed, at)
         worker, at = unpack_text(packed, at)
         if at < len(packed) and not summary:
-            message, steps, refusals = _unpack_extension(identity, packed, at)
+            message, steps, notes = _unpack_extension(identity, packed, at)
+            refusals, interventions = _unpack_notes(notes)
         if state is not State.INTERRUPTED:
             deadline_ms = int.from_bytes(packed[23:29], "big")
     return Record(
@@ -189,6 +193,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         message=message,
         steps=steps,
         refusals=refusals,
+        interventions=interventions,
     )
 
 
@@ -215,11 +220,11 @@ def _unpack_task_id(packed: bytes, at: int, flags: int) -> tuple[str, int]:
 
 def _unpack_extension(
     identity: Identity, packed: bytes, at: int
-) -> tuple[bytes | None, tuple[tuple[str, Stored], ...], tuple[Refusal, ...]]:
-    """Return the message, the steps and the refusals; items of other kinds are those of a newer version."""
+) -> tuple[bytes | None, tuple[tuple[str, Stored], ...], bytes]:
+    """Return the message, the steps and the notes; items of other kinds are those of a newer version."""
     message: bytes | None = None
     steps: list[tuple[str, Stored]] = []
-    refusals: tuple[Refusal, ...] = ()
+    notes = b""
     while at < len(packed):
         start = at + _ITEM_HEAD_BYTES
         kind, at = packed[at], start + int.from_bytes(packed[at + 1 : start], "big")
@@ -231,6 +236,10 @@ def _unpack_extension(
             step = packed[start:at]
             name, value_at = unpack_text(step, 0)
             steps.append((name, unpack_value(step, value_at)))
-        elif kind == _REFUSALS:
-            refusals = unpack_refusals(packed[start:at])
-    return message, tuple(steps), refusals
+        elif kind == _NOTED:
+            notes = packed[start:at]
+    return message, tuple(steps), notes
+
+
+def _unpack_notes(packed: bytes) -> tuple[tuple[Refusal, ...], tuple[Intervention, ...]]:
+    return unpack_refusals(packed), unpack_interventions(packed)

@@ -13,6 +13,7 @@ from celery_idempotent.stores.values import LETTERS
 
 #: The verbs that are a script.
 VERBS = (
+    "amend",
     "checkpoint",
     "claim",
     "forget",
@@ -38,8 +39,8 @@ _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])
 
 #: Scripts that begin with live.lua: functions that unpack live records.
 _ON_LIVE_RECORDS = frozenset({"checkpoint", "interrupt", "release", "requeue", "sweep"})
-#: Scripts that need refusals.lua as well: they add refusals to a record, or carry them over.
-_ON_REFUSALS = frozenset({"claim", "reserve", "settle"})
+#: Scripts that need notes.lua as well: they add notes to a record, or carry them over.
+_ON_NOTES = frozenset({"amend", "claim", "reserve", "settle"})
 #: Scripts that also need take.lua, which has what they share.
 _ON_TAKE = frozenset({"claim", "reserve"})
 
@@ -101,8 +102,8 @@ def script(verb: str) -> Script:
     source = _read_source(verb)
     if verb in _ON_TAKE:
         source = _read_source("take") + source
-    if verb in _ON_REFUSALS:
-        source = _read_source("live") + _read_source("refusals") + source
+    if verb in _ON_NOTES:
+        source = _read_source("live") + _read_source("notes") + source
     elif verb in _ON_LIVE_RECORDS:
         source = _read_source("live") + source
     if verb in VERBS:

@@ -14,6 +14,7 @@ from celery_idempotent.records import (
     ClaimRequest,
     Held,
     Identity,
+    Intervention,
     Mismatched,
     Record,
     Renewal,
@@ -26,6 +27,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.stores.interventions import pack_intervention
 from celery_idempotent.stores.redis.browse import Browsing
 from celery_idempotent.stores.redis.channel import Reply, exchange
 from celery_idempotent.stores.redis.cluster import Cluster
@@ -153,6 +155,7 @@ class RedisStore(Browsing, Upkeep, Store):
                 b"%d" % max(request.keep_ms, 1),
                 b"1" if self.replicas else b"",
                 b"" if request.restore else pack_state(request.record.state),
+                pack_intervention(request.intervention),
             )
         )
         if word == b"unreadable":
@@ -190,6 +193,23 @@ class RedisStore(Browsing, Upkeep, Store):
         step = (pack_text(name), pack_value(value))
         word = self._ask_about("checkpoint", identity, pack_token(token), *step)
         return bool(word != b"lost")
+
+    def amend(
+        self,
+        identity: Identity,
+        *,
+        token: int,
+        name: str,
+        value: Stored | None,
+        intervention: Intervention,
+    ) -> bool:
+        """Set the result of a step, or take it away, as an operator says."""
+        step = pack_text(name), b"" if value is None else pack_value(value)
+        noted = pack_intervention(intervention)
+        word = self._ask_about("amend", identity, pack_token(token), *step, noted)
+        if word == b"unreadable":
+            raise unreadable(identity)
+        return bool(word == b"amended")
 
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent."""

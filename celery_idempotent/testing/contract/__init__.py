@@ -10,6 +10,7 @@ pytest.register_assert_rewrite(
     "celery_idempotent.testing.contract.claims",
     "celery_idempotent.testing.contract.endings",
     "celery_idempotent.testing.contract.identities",
+    "celery_idempotent.testing.contract.interventions",
     "celery_idempotent.testing.contract.listing",
     "celery_idempotent.testing.contract.messages",
     "celery_idempotent.testing.contract.refusals",
@@ -23,6 +24,7 @@ from celery_idempotent.testing.contract.cells import CellContract  # noqa: E402
 from celery_idempotent.testing.contract.claims import ClaimContract  # noqa: E402
 from celery_idempotent.testing.contract.endings import EndingContract  # noqa: E402
 from celery_idempotent.testing.contract.identities import IdentityContract  # noqa: E402
+from celery_idempotent.testing.contract.interventions import InterventionContract  # noqa: E402
 from celery_idempotent.testing.contract.listing import ListingContract  # noqa: E402
 from celery_idempotent.testing.contract.messages import MessageContract  # noqa: E402
 from celery_idempotent.testing.contract.refusals import RefusalContract  # noqa: E402
@@ -43,6 +45,7 @@ class StoreContract(
     RequeueContract,
     MessageContract,
     RefusalContract,
+    InterventionContract,
     UpkeepContract,
     ListingContract,
     IdentityContract,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.records import Record, State, Stored
+from celery_idempotent.records import Intervention, Record, State, Stored
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.table import TABLE, Rule
 from celery_idempotent.testing.contract.base import (
@@ -71,6 +71,7 @@ SCENES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "within its lease": ({}, {"late": True}),
     "before its deadline": ({}, {"late": True}),
     "within its lease, no token given": ({"token": None}, {"late": True, "token": None}),
+    "seen as FAILED": ({"restore": False}, {}),
     "may be restored": ({}, {"restore": False}),
     "a retry is announced": ({"retry": True}, {}),
     "has steps": ({}, {"steps": False}),
@@ -209,7 +210,8 @@ class CellContract(ContractBase):
             else:
                 wanted["deadline_ms"] = after.updated_ms + self.delay_ms
         found = {name: getattr(after, name) for name in wanted}
-        assert {**found, "refusals": ()} == {**wanted, "refusals": ()}
+        beside = {"refusals": (), "interventions": ()}
+        assert {**found, **beside} == {**wanted, **beside}
 
     # Each verb: its answer, and the fields that it brings.
 
@@ -273,6 +275,13 @@ class CellContract(ContractBase):
         token = record.token + (scene.token or 0)
         brought: dict[str, object] = {"steps": (*record.steps, (scene.step, ENDING))}
         return store.checkpoint(KEY, token=token, name=scene.step, value=ENDING), brought
+
+    def _amend(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+        token = record.token + (scene.token or 0)
+        brought: dict[str, object] = {"steps": (*record.steps, (scene.step, ENDING))}
+        noted = Intervention(operation="complete", who="alice", step=scene.step)
+        done = store.amend(KEY, token=token, name=scene.step, value=ENDING, intervention=noted)
+        return done, brought
 
     def _mark_delivered(
         self, store: Store, scene: Scene, record: Record

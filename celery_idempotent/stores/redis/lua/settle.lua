@@ -1,9 +1,10 @@
--- Write the end state, unless the key has another token by now. Put after live.lua and refusals.lua.
+-- Write the end state, unless the key has another token by now. Put after live.lua and notes.lua.
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 interrupted
 -- ARGV     1 the record as settled, with the claim's times and counts · 2 how long to keep it, ms
 --          3 '1' to write a settled record again, so that a WAIT waits for it, else ''
---          4 letter of the state that it must be in, unless it has ended; '' for any, also where the record is gone
+--          4 letter of the state that it must be in, unless it has ended; '' for any, also where the record is gone.
+--            With 'F' one that failed ends anew · 5 what the operator did who says so, packed, or ''
 -- returns  'settled' (now, or before with this token: then the first value stays)
 --          'lost' | 'none' (it is gone) | 'unreadable'
 local new = ARGV[1]
@@ -14,7 +15,8 @@ if old then
   local state = old:sub(1, 1)
   if not old:find(LIVE) and not old:find(ENDED) then return 'unreadable' end
   if old:sub(3, 9) ~= new:sub(3, 9) then return 'lost' end
-  if old:find(ENDED) then
+  local anew = state == 'F' and ARGV[4] == 'F'
+  if old:find(ENDED) and not anew then
     if ARGV[3] == '1' then
       redis.call('ZREM', KEYS[2], KEYS[1])
       redis.call('SET', KEYS[1], old, 'KEEPTTL')
@@ -24,8 +26,12 @@ if old then
   if ARGV[4] ~= '' and state ~= ARGV[4] then return 'lost' end
   -- A sweep may have counted a crash since the claim.
   new = new:sub(1, 2) .. old:sub(3, 15) .. struct.pack('>I6', now) .. old:sub(22, 23) .. new:sub(24)
-  local at, rest = refusals_of(old)
-  if at then new = settled_with(new, old:sub(at + 5, rest - 1)) end
+  local notes = intervened(notes_of(old), ARGV[5], now)
+  if notes ~= '' then
+    local _, head, tail = notes_of(new)
+    new = with_notes(head, notes, tail)
+  end
+  if anew then redis.call('ZREM', KEYS[3], KEYS[1]) end
 elseif ARGV[4] ~= '' then
   return 'none'
 else

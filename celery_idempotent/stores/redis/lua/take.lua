@@ -1,4 +1,4 @@
--- What claim.lua and reserve.lua share: put before them, after live.lua and refusals.lua.
+-- What claim.lua and reserve.lua share: put before them, after live.lua and notes.lua.
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
 -- ARGV     1 attempt id, 8 bytes · 3 life of the record, ms

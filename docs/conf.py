@@ -1,0 +1,152 @@
+"""How the pages become a site: Sphinx, MyST and Furo. `make docs` builds it into docs/_build/html."""
+
+from __future__ import annotations
+
+import re
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+# autodoc reads the source tree, not the wheel.
+sys.path.insert(0, str(ROOT))
+
+_about = ConfigParser()
+_about.read(ROOT / "setup.cfg", encoding="utf-8")
+
+project = "celery-idempotent"
+author = "celery-idempotent contributors"
+release = version = _about["metadata"]["version"]
+repository = _about["metadata"]["url"]
+files = f"{repository}/blob/main"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_*"]
+nitpicky = True
+# Links of the pages are checked. Types in signatures lead nowhere where they are not on the page, such as Celery's.
+nitpick_ignore_regex = [("py:.*", ".*")]
+autodoc_typehints_format = "short"
+# Blocks that are indented, not fenced, are settings, shell lines and drawings.
+highlight_language = "none"
+# Headings are linked as on GitHub: page.md#the-heading.
+myst_heading_anchors = 4
+
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_theme_options = {
+    "source_repository": repository,
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+linkcheck_timeout = 10
+linkcheck_retries = 2
+# GitHub makes its anchors in the browser.
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/.*"]
+
+_OUTSIDE = re.compile(
+    r"\]\((?:\.\./)+(CHANGELOG\.md|CONTRIBUTING\.md|testproject[\w/]*)(#[^)]*)?\)"
+)
+_TEST = re.compile(r"(?<!\[)`(tests/[\w/]+\.py)(?:::(\w+)(?:::(\w+))?)?`")
+
+
+def _place(path: str, name: str | None) -> str:
+    """Return the address of a test in the repository, with its line."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found = name and re.search(rf"^ *(?:async )?(?:def|class) {name}\b", text, re.MULTILINE)
+    return f"{files}/{path}" + (f"#L{text[: found.start()].count(chr(10)) + 1}" if found else "")
+
+
+def link_out(text: str) -> str:
+    """Let a page lead to what is not on the site: files of the repository, and the tests that it names."""
+
+    def test(match: re.Match[str]) -> str:
+        path, *names = match.groups()
+        last = next((each for each in reversed(names) if each), None)
+        return f"[{match[0]}]({_place(path, last)})"
+
+    text = _OUTSIDE.sub(lambda match: f"]({files}/{match[1]}{match[2] or ''})", text)
+    text = "\n## ".join(_letters(section) for section in text.split("\n## "))
+    return _TEST.sub(test, text)
+
+
+def _letters(section: str) -> str:
+    """Link each cell ``… (a) |`` of a table to the test that the list below it names: ``- (a): `tests/…` ``."""
+    shown = {
+        letter: _place(path, name)
+        for letters, path, name in re.findall(
+            r"^- ((?:\([a-z]\) ?)+):[^`]*(?:`test_\w+`[^`]*)*`(tests/[\w/]+\.py)(?:::(\w+))?`",
+            section,
+            re.MULTILINE,
+        )
+        for letter in re.findall(r"[a-z]", letters)
+    }
+    return re.sub(
+        r"\(([a-z])\)(?= \|)",
+        lambda match: f"([{match[1]}]({shown[match[1]]}))" if match[1] in shown else match[0],
+        section,
+    )
+
+
+def _read(_app: Sphinx, _page: str, source: list[str]) -> None:
+    source[0] = link_out(source[0])
+
+
+def _raises(
+    _app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Make a list of the section ``Raises:`` of a docstring."""
+    if "Raises:" not in lines:
+        return
+    start = lines.index("Raises:")
+    found: list[str] = []
+    for line in lines[start + 1 :]:
+        error = re.match(r"    (\w[\w., ]*): (.*)", line)
+        found.append(f"- ``{error[1]}``: {error[2]}" if error else f"  {line.strip()}".rstrip())
+    lines[start:] = ["**Raises**", "", *found]
+
+
+def _sections() -> list[tuple[str, list[str]]]:
+    """Return the parts of the table of contents, each with its pages in order."""
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    found = re.findall(r"^:caption: (.+)\n(?::.*\n)*\n((?:[\w/-]+\n)+)", index, re.MULTILINE)
+    return [(caption, pages.split()) for caption, pages in found]
+
+
+def _summary(page: str) -> tuple[str, str]:
+    """Return the title of a page and its first sentence."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    title = re.search(r"^# (.+)$", text, re.MULTILINE)
+    prose = re.search(r"^[A-Z*`][^\n]+(?:\n[^\n#|]+)*", text, re.MULTILINE)
+    first = re.split(r"(?<=\.)\s", " ".join(prose[0].split()), maxsplit=1)[0] if prose else ""
+    return (title[1] if title else page), re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", first)
+
+
+def _llms(app: Sphinx, error: Exception | None) -> None:
+    """Write llms.txt, an index for language models, and the pages in one text."""
+    if error is not None or app.builder.name != "html":
+        return
+    lines, whole = [f"# {project} {version}", "", f"> {_about['metadata']['description']}"], []
+    for caption, pages in _sections():
+        lines += ["", f"## {caption}", ""]
+        for page in pages:
+            title, first = _summary(page)
+            lines.append(f"- [{title}]({page}.html): {first}")
+            whole.append(link_out((DOCS / f"{page}.md").read_text(encoding="utf-8")))
+    output = Path(app.outdir)
+    (output / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (output / "llms-full.txt").write_text("\n\n".join(whole), encoding="utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    """Register what is done to each page, and after the last."""
+    app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _raises)
+    app.connect("build-finished", _llms)

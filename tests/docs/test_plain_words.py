@@ -1,0 +1,73 @@
+"""Plain words: short sentences, and the field's own terms instead of pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONGEST, MEAN = 35, 20
+
+#: What had to be read twice, and what stands there instead.
+PICTURES = {
+    r"go(es|ing)? round": "is republished with a countdown",
+    r"went round|sent round|send(s|ing)? \w+ \w+ round": "is republished with a countdown",
+    r"sen[dt]s? on\b(?! commit)": "callbacks are sent",
+    r"nobody'?s business|business of nobody": "a newer claim exists; private",
+    r"(is|are|was|were|be) answered from the record": "gets the stored result",
+    r"whoever asks again gets the first answer": "a duplicate gets the stored result",
+}
+
+
+def parts(text: str) -> Iterator[str]:
+    """Yield paragraphs, items of lists and cells of tables; no code, no headings."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^( *)(```|~~~).*?^ *\2", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    found: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        bare = line.strip()
+        if found and (not bare or re.match(r"[-*|#>] ?|\d+\. ", bare)):
+            yield " ".join(found)
+            found = []
+        if bare.startswith("|"):
+            yield from (cell.strip() for cell in re.split(r"(?<!\\)\|", bare.strip("|")))
+        elif bare and not bare.startswith("#") and (found or not re.match(" {4}", line)):
+            found.append(re.sub(r"^([-*>]|\d+\.) ", "", bare))
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """Yield the sentences of a page: code counts as one word, a link as its text."""
+    for part in parts(page.read_text()):
+        plain = re.sub(r"`[^`]*`", "code", part)
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", plain).replace("*", "")
+        for each in re.split(r"(?<=[.!?])[\")]*\s+", plain):
+            if len(words(each)) > 3:
+                yield each
+
+
+def words(sentence: str) -> list[str]:
+    return re.findall(r"[\w'’-]+", sentence)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_sentence_is_long(page: Path) -> None:
+    lengths = {each: len(words(each)) for each in sentences(page)}
+    long = {each: count for each, count in lengths.items() if count > LONGEST}
+    assert not long, "\n".join(f"{count} words: {each}" for each, count in long.items())
+    assert sum(lengths.values()) / len(lengths) < MEAN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_it_in_the_field_s_terms(page: Path) -> None:
+    text = " ".join(page.read_text().split())
+    found = [
+        (m[0], better)
+        for it, better in PICTURES.items()
+        for m in re.finditer(it, text, re.IGNORECASE)
+    ]
+    assert not found
