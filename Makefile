@@ -39,6 +39,7 @@ help:  ## say what there is
 test: lint types contracts links pytest  ## lint, types, import contracts, links of the docs, then the tests against the built wheel
 
 test-all: export MARKED = -m "wide or not wide"
+test-all: export CELERY_IDEMPOTENT_THOROUGH = 1
 test-all: test  ## as test, with what it leaves out: isolation levels, the whole contract on every server, soak: half an hour
 
 # With compiled files each test process finds the tests in 4 seconds rather than 13; `make clean` removes them.
