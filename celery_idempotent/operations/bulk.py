@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from celery_idempotent.celery.operations import Operation, Outcome, is_live, offered, operate
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Identity, Page, Record, State
+from celery_idempotent.records import Identity, Page, Record, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -55,9 +55,16 @@ class Ended(Generic[SeenT]):
     trouble: str = ""
 
 
-def verdict(operation: Operation, record: Record, now_ms: int) -> Verdict:
-    """Say what an operation would do to a record."""
-    if operation not in offered(record):
+def verdict(
+    operation: Operation,
+    record: Record,
+    now_ms: int,
+    *,
+    known: bool = True,
+    step: str | None = None,
+) -> Verdict:
+    """Say what an operation would do to a record, or to one step of it; see :func:`.offered`."""
+    if operation not in offered(record, known=known, step=step):
         return "left"
     return "live" if is_live(record, now_ms) else "do"
 
@@ -93,6 +100,8 @@ def carry_out(
     force: bool,
     who: str,
     reason: str,
+    step: str | None = None,
+    value: Stored | None = None,
 ) -> Iterator[Ended[SeenT]]:
     """Do an operation to one record after the other; each is yielded as soon as it is done.
 
@@ -110,6 +119,8 @@ def carry_out(
                 force=force,
                 who=who,
                 reason=reason,
+                step=step,
+                value=value,
             )
         except IdempotencyError as error:  # noqa: PERF203  each by itself
             logger.warning("idempotency: %s of %s failed: %s", operation, record.identity, error)

@@ -231,6 +231,12 @@ def test_the_reference_names_every_error_and_every_signal() -> None:
         assert f"`{name}`" in REFERENCE
 
 
+def test_every_public_name_is_on_the_page_that_is_generated() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    shown = {*re.findall(r"\.\. (?:auto)?\w+:: (\w+)", page), *errors.__all__}
+    assert {*celery_idempotent.__all__} <= shown
+
+
 def test_the_glossary_and_the_life_of_a_record_know_every_state() -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     for state in State:

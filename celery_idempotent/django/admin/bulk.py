@@ -10,7 +10,7 @@ from django.contrib import messages
 from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import OPERATIONS, Operation
+from celery_idempotent.celery.operations import ON_MANY, Operation
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm, FilterForm
 from celery_idempotent.django.admin.listing import PER_PAGE, looked_through
@@ -54,7 +54,7 @@ class BulkPages(OperationPages):
         back = self.address("changelist") + (f"?{query}" if query else "")
         if request.method == "GET":
             return HttpResponseRedirect(back)  # after a login in between
-        operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
+        operation = next((each for each in ON_MANY if each == post.get("operation")), None)
         if operation is None:
             return _back_with(request, back, "No action selected. Nothing was done.")
         self.permit(request, operation)
