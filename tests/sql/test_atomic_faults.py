@@ -352,7 +352,7 @@ class TestZombies:
             user = poor_role(place.alias)
             second = place.worker("second", database=user)
             result = place.pay("order", account="alice")
-            wait_for(lambda: "comes back" in second.log, PATIENCE, "the duplicate to wait")
+            wait_for(lambda: "is republished" in second.log, PATIENCE, "the duplicate to wait")
             frozen.thaw()
             assert first.get(timeout=PATIENCE) == "paid order"
             assert result.get(timeout=PATIENCE) == "paid order"
@@ -520,7 +520,7 @@ class TestPersistentConnections:
             for (each,) in databases.rows(place.alias, ours):
                 databases.execute(place.alias, end, (each,))
             assert pay(f"dead-{n}") != session
-        assert "comes back" not in worker.log, "it cost a task its turn"
+        assert "is republished" not in worker.log, "it cost a task its turn"
 
 
 class TestMisbehaviour:
