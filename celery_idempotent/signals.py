@@ -19,6 +19,7 @@ from celery_idempotent.records import Identity, Record, State
 
 __all__ = [
     "Event",
+    "amended",
     "claimed",
     "conflicted",
     "emit",
@@ -46,7 +47,10 @@ class Event:
     state that was written, ``None`` if the record was deleted, or nothing was written. ``error`` is the exception
     behind a failure; ``count`` how many records a sweep interrupted; ``observed`` says that this is what would have
     happened, had ``idempotency_mode`` not been ``"observe"``. ``who`` did it: the operator whom an operation names,
-    else the process (``hostname:pid/id``); ``reason`` is why, if a reason was given.
+    else the process (``hostname:pid/id``); ``reason`` is why, if a reason was given. ``seconds`` is how long it took:
+    the store to answer the claim (``claimed``), to take the end (``settled``; with the COMMIT of an atomic task), or
+    how long a duplicate waited in its worker (``replayed``, ``conflicted``, ``mismatched``);
+    ``None`` where nobody timed it.
     """
 
     task: str
@@ -59,6 +63,7 @@ class Event:
     who: str = ""
     reason: str = ""
     state: State | None = None
+    seconds: float | None = None
 
     @property
     def namespace(self) -> str:
@@ -86,6 +91,8 @@ interrupted = Signal(name="idempotency_interrupted")
 lease_lost = Signal(name="idempotency_lease_lost")
 #: A stale record's message was published again: by a sweep, or by an operator.
 requeued = Signal(name="idempotency_requeued")
+#: An operator set the result of a step of an unfinished record, or took it away.
+amended = Signal(name="idempotency_amended")
 #: A record was deleted, by an operator, by code, or by a request that tries a failure again: the next call runs.
 forgotten = Signal(name="idempotency_forgotten")
 #: A sweep is done; ``event.count`` records were interrupted.

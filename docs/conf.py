@@ -16,6 +16,8 @@ ROOT = DOCS.parent
 # autodoc reads the source tree, not the wheel.
 sys.path.insert(0, str(ROOT))
 
+from docs import generated  # noqa: E402
+
 _about = ConfigParser()
 _about.read(ROOT / "setup.cfg", encoding="utf-8")
 
@@ -25,9 +27,12 @@ release = version = _about["metadata"]["version"]
 repository = _about["metadata"]["url"]
 files = f"{repository}/blob/main"
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_*"]
 nitpicky = True
+# Links of the pages are checked. Types in signatures lead nowhere where they are not on the page, such as Celery's.
+nitpick_ignore_regex = [("py:.*", ".*")]
+autodoc_typehints_format = "short"
 # Blocks that are indented, not fenced, are settings, shell lines and drawings.
 highlight_language = "none"
 # Headings are linked as on GitHub: page.md#the-heading.
@@ -70,11 +75,44 @@ def link_out(text: str) -> str:
         return f"[{match[0]}]({_place(path, last)})"
 
     text = _OUTSIDE.sub(lambda match: f"]({files}/{match[1]}{match[2] or ''})", text)
+    text = "\n## ".join(_letters(section) for section in text.split("\n## "))
     return _TEST.sub(test, text)
 
 
+def _letters(section: str) -> str:
+    """Link each cell ``… (a) |`` of a table to the test that the list below it names: ``- (a): `tests/…` ``."""
+    shown = {
+        letter: _place(path, name)
+        for letters, path, name in re.findall(
+            r"^- ((?:\([a-z]\) ?)+):[^`]*(?:`test_\w+`[^`]*)*`(tests/[\w/]+\.py)(?:::(\w+))?`",
+            section,
+            re.MULTILINE,
+        )
+        for letter in re.findall(r"[a-z]", letters)
+    }
+    return re.sub(
+        r"\(([a-z])\)(?= \|)",
+        lambda match: f"([{match[1]}]({shown[match[1]]}))" if match[1] in shown else match[0],
+        section,
+    )
+
+
 def _read(_app: Sphinx, _page: str, source: list[str]) -> None:
-    source[0] = link_out(source[0])
+    source[0] = link_out(generated.fill(source[0]))
+
+
+def _raises(
+    _app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Make a list of the section ``Raises:`` of a docstring."""
+    if "Raises:" not in lines:
+        return
+    start = lines.index("Raises:")
+    found: list[str] = []
+    for line in lines[start + 1 :]:
+        error = re.match(r"    (\w[\w., ]*): (.*)", line)
+        found.append(f"- ``{error[1]}``: {error[2]}" if error else f"  {line.strip()}".rstrip())
+    lines[start:] = ["**Raises**", "", *found]
 
 
 def _sections() -> list[tuple[str, list[str]]]:
@@ -103,7 +141,8 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
         for page in pages:
             title, first = _summary(page)
             lines.append(f"- [{title}]({page}.html): {first}")
-            whole.append(link_out((DOCS / f"{page}.md").read_text(encoding="utf-8")))
+            text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+            whole.append(link_out(generated.fill(text)))
     output = Path(app.outdir)
     (output / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (output / "llms-full.txt").write_text("\n\n".join(whole), encoding="utf-8")
@@ -112,4 +151,5 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> None:
     """Register what is done to each page, and after the last."""
     app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _raises)
     app.connect("build-finished", _llms)

@@ -76,6 +76,25 @@ class TaskCodec:
             )
         return stored
 
+    def dump_given(self, value: object) -> Stored:
+        """Serialize a result that a person gives, as that of a run or of a step; also where the task keeps none.
+
+        Raises:
+            ValueError: if it cannot be, or is too large.
+        """
+        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        if not isinstance(stored, NotStored):
+            return stored
+        if stored.size is not None:
+            raise ValueError(
+                f"the value takes {stored.size:,} bytes, and {self._task} keeps no result of more than"
+                f" {self._policy.max_result_bytes:,} (idempotency_max_result_bytes)."
+            )
+        raise ValueError(
+            f"the value, a {stored.type_name}, cannot be written as {self._task} writes its results"
+            f" ({self._serializer.name})."
+        )
+
     def load_value(self, stored: Stored) -> object:
         """Return a stored result, as ``AsyncResult.get`` would.
 

@@ -44,11 +44,14 @@ class OperableTask(TaskBase):
         key: object,
         *,
         scope: object = None,
+        step: str | None = None,
         reason: str = "",
         who: str = "",
         force: bool = False,
     ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
+
+        With ``step`` only the result of that step of an unfinished run: the next run does it again.
 
         The log and the signal ``forgotten`` say who did it (this process, if no one is named) and the reason. To take
         the key away from a live owner, who may still be at work, this has to be forced, with a reason.
@@ -58,7 +61,8 @@ class OperableTask(TaskBase):
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        return self._operate("forget", key, scope, reason=reason, who=who, force=force)
+        how = {"reason": reason, "who": who, "force": force}
+        return self._operate("forget", key, scope, step=step, **how)
 
     def idempotency_release(
         self,
@@ -91,6 +95,30 @@ class OperableTask(TaskBase):
         """
         return self._operate("requeue", key, scope, reason=reason, who=who, force=force)
 
+    def idempotency_complete(
+        self,
+        key: object,
+        value: object,
+        *,
+        scope: object = None,
+        step: str | None = None,
+        reason: str = "",
+        who: str = "",
+        force: bool = False,
+    ) -> bool:
+        """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``. ``False`` if there is none.
+
+        For what took effect although no run could say so: ``value`` is what it would have returned. With ``step`` it
+        is the result of that step of an unfinished run, and the next run does not do it. The record keeps who and why.
+        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+
+        Raises:
+            ValueError: if the value cannot be written as the task writes its results, or is too large.
+        """
+        stored = self._ours().codec.dump_given(value)
+        how = {"reason": reason, "who": who, "force": force}
+        return self._operate("complete", key, scope, step=step, value=stored, **how)
+
     def idempotency_fail(
         self,
         key: object,
@@ -102,7 +130,8 @@ class OperableTask(TaskBase):
     ) -> bool:
         """Settle an unfinished key of this task FAILED: callers get ``FailedByOperator``. ``False`` if there is none.
 
-        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        The record keeps who and why. It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
+        the same.
         """
         return self._operate("fail", key, scope, reason=reason, who=who, force=force)
 

@@ -1,4 +1,4 @@
-"""What an operator may do to a record: release, forget, fail, requeue; never by accident to one that has a live owner.
+"""What an operator may do to a record, :data:`OPERATIONS`; never by accident to one that has a live owner.
 
 What was decided about one record is never done to another: an operation names the token and the state that the operator
 saw, and does nothing where the key has moved on since.
@@ -6,29 +6,24 @@ saw, and does nothing where the key has moved on since.
 
 from __future__ import annotations
 
-import enum
-import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from celery_idempotent import signals
-from celery_idempotent.celery import reaper
-from celery_idempotent.errors import FailedByOperator, IdempotencyError, InProgress
-from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.celery.carrying_out import Operation, Operator, Outcome
+from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.protocol.telling import Line
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.utils.dispatch import Signal
 
     from celery_idempotent.stores import Store
 
 __all__ = [
+    "LONGEST_REASON",
+    "ON_MANY",
     "OPERATIONS",
     "Begun",
     "Note",
@@ -41,36 +36,32 @@ __all__ = [
     "operate_or_raise",
 ]
 
-Operation = Literal["release", "forget", "fail", "requeue"]
-
 #: All of them, in the order in which they are offered.
-OPERATIONS: tuple[Operation, ...] = ("release", "requeue", "fail", "forget")
+OPERATIONS: tuple[Operation, ...] = ("release", "requeue", "complete", "fail", "forget")
+
+#: Those that mean the same for many records: a value is that of one key.
+ON_MANY: tuple[Operation, ...] = tuple(each for each in OPERATIONS if each != "complete")
+
+#: So many characters of a reason pages and commands take. A record keeps less of what code gives, see
+#: :class:`~celery_idempotent.records.Intervention`; events and the log have all of it.
+LONGEST_REASON = 500
 
 _UNFINISHED = frozenset({State.QUEUED, State.PROCESSING, State.INTERRUPTED})
 
 
-class Outcome(enum.Enum):
-    """How an operation ended."""
-
-    #: It was done.
-    DONE = "done"
-    #: Nothing was done: the key has another record by now, or none, or its state has changed.
-    CHANGED = "changed"
-    #: Nothing was done: an owner within its lease holds the key.
-    LIVE = "live"
-    #: Requeued, but its message could not be published: the next sweep after its deadline tries again.
-    UNSENT = "unsent"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """An operation that is about to be done: by whom, to what, why, and whether it is forced on a live owner."""
+    """An operation that is about to be done: by whom, to what, why, and whether it is forced on a live owner.
+
+    ``step``: to which step of the record, ``None`` for the whole.
+    """
 
     identity: Identity
     operation: Operation
     who: str
     reason: str
     forced: bool
+    step: str | None = None
 
 
 class Note(Protocol):
@@ -96,14 +87,24 @@ def is_live(record: Record, now_ms: int) -> bool:
     return record.state is State.PROCESSING and not record.stale(now_ms)
 
 
-def offered(record: Record) -> tuple[Operation, ...]:
-    """Return the operations that mean something for a record, as :meth:`Store.get` returns it."""
+def offered(
+    record: Record, *, known: bool = True, step: str | None = None
+) -> tuple[Operation, ...]:
+    """Return the operations that mean something for a record, as :meth:`Store.get` returns it, or for one step of it.
+
+    ``known``: does a task of this app have its namespace? Nobody else could write a value.
+    """
+    unfinished = record.state in _UNFINISHED
+    whole = step is None
     possible: dict[Operation, bool] = {
-        "release": record.state in {State.QUEUED, State.PROCESSING},
-        "requeue": record.state in {State.PROCESSING, State.INTERRUPTED}
+        "release": whole and record.state in {State.QUEUED, State.PROCESSING},
+        "requeue": whole
+        and record.state in {State.PROCESSING, State.INTERRUPTED}
         and record.message is not None,
-        "fail": record.state in _UNFINISHED,
-        "forget": True,
+        # Not what is completed: somebody may have got that value.
+        "complete": known and (unfinished or (whole and record.state is State.FAILED)),
+        "fail": whole and unfinished,
+        "forget": whole or (unfinished and step in dict(record.steps)),
     }
     return tuple(each for each in OPERATIONS if possible[each])
 
@@ -118,29 +119,38 @@ def operate(
     force: bool = False,
     who: str = "",
     reason: str = "",
+    step: str | None = None,
+    value: Stored | None = None,
 ) -> Outcome:
-    """Do one of :data:`OPERATIONS` to the record that has this token and this state.
+    """Do one of :data:`OPERATIONS` to the record that has this token and this state, or to one ``step`` of it.
 
+    To complete takes a ``value``, as the task would write it. Only to complete and to forget can be about a step.
     A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
     at work. The next claim gets a larger token. The log and the event tell ``who`` did it and why; so do the
     :data:`notebooks`, which have it before it is done, so that nothing a person does is without a trace.
 
     Raises:
         StoreUnavailable: if the store did not answer; what was asked for may have been done.
+        ValueError: for a step or a value with an operation that takes none, or no value to complete with.
     """
+    _check(operation, step, value)
     store = get_store(app)
     record = store.get(identity)
     if record is None or (record.token, record.state) != (token, state):
         return Outcome.CHANGED
-    if operation not in offered(record):
+    if operation not in offered(record, step=step):
         return Outcome.CHANGED
     live = is_live(record, store.now_ms())
     if live and not force:
         return Outcome.LIVE
-    begun = Begun(identity=identity, operation=operation, who=who, reason=reason, forced=live)
+    begun = Begun(
+        identity=identity, operation=operation, who=who, reason=reason, forced=live, step=step
+    )
     notes = [note for open_note in notebooks if who and (note := open_note(begun))]
     try:
-        outcome = _carry_out(app, store, record, operation, who=who, reason=reason)
+        outcome = Operator.of(app, store, operation, who, reason, step).carry_out(
+            record, step, value
+        )
     except IdempotencyError:
         for note in notes:
             note.failed(_aftermath(store, record))
@@ -158,31 +168,27 @@ def operate(
     return outcome
 
 
+def _check(operation: Operation, step: str | None, value: Stored | None) -> None:
+    if (operation == "complete") is (value is None):
+        raise ValueError("complete takes a value, and nothing else does")
+    if step is not None and (not step or operation not in ("complete", "forget")):
+        raise ValueError("complete and forget take the name of a step, and nothing else does")
+
+
+def _seen(record: Record) -> tuple[object, ...]:
+    """Return what of a record no operation leaves as it is; a renewal does."""
+    return record.token, record.state, record.steps
+
+
 def _aftermath(store: Store, before: Record) -> str:
     """Say what is known of an operation that the store did not confirm."""
     try:
         record = store.get(before.identity)
     except IdempotencyError:
         return "the store did not answer: it may have been done"
-    if record is not None and (record.token, record.state) == (before.token, before.state):
+    if record is not None and _seen(record) == _seen(before):
         return "right after that the record was still there, unchanged"
     return "right after that the record was gone, or another"
-
-
-def _carry_out(
-    app: Celery, store: Store, record: Record, operation: Operation, *, who: str, reason: str
-) -> Outcome:
-    line = Line(logging.WARNING, f"%(who)s chose to {operation} %(identity)s%(why)s")
-    by = _Operator(app, store, who or worker_name(os.getpid()), reason, line)
-    match operation:
-        case "release":
-            return _release(by, record)
-        case "requeue":
-            return _requeue(by, record)
-        case "fail":
-            return _fail(by, record)
-        case "forget":
-            return _forget(by, record)
 
 
 def operate_or_raise(
@@ -193,18 +199,21 @@ def operate_or_raise(
     force: bool = False,
     who: str = "",
     reason: str = "",
+    step: str | None = None,
+    value: Stored | None = None,
 ) -> bool:
     """Do an operation to whatever record a key has; ``False`` if it has none for which it means something.
 
     Raises:
         InProgress: if an owner within its lease holds the key, and this is not forced.
-        ValueError: if it is forced without a reason.
+        ValueError: if it is forced without a reason; as :func:`operate` does.
         StoreUnavailable: if the store did not answer; it may have been done.
     """
     if force and not reason:
         raise ValueError("to take a key away from a live owner, say why: reason=…")
+    _check(operation, step, value)
     store = get_store(app)
-    while (record := store.get(identity)) is not None and operation in offered(record):
+    while (record := store.get(identity)) is not None and operation in offered(record, step=step):
         outcome = operate(
             app,
             identity,
@@ -214,6 +223,8 @@ def operate_or_raise(
             force=force,
             who=who,
             reason=reason,
+            step=step,
+            value=value,
         )
         if outcome is Outcome.LIVE:
             raise InProgress(
@@ -224,55 +235,7 @@ def operate_or_raise(
         if outcome is not Outcome.CHANGED:
             return True
         # It has changed since: look again.
-    if operation == "forget":
+    if operation == "forget" and step is None:
         # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
         store.forget(identity, token=0)
     return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Operator:
-    """Who operates on the records of an app, and why."""
-
-    app: Celery
-    store: Store
-    who: str
-    reason: str
-    line: Line
-
-    def report(self, outcome: Signal, record: Record, **more: Any) -> None:
-        """Report what was done."""
-        by = {"who": self.who, "reason": self.reason, "line": self.line}
-        reaper.report_record(self.app, self.store, outcome, record, **by, **more)
-
-
-def _forget(by: _Operator, record: Record) -> Outcome:
-    # The state, too: a run that completed a moment ago is not what was seen.
-    if not by.store.forget(record.identity, token=record.token, state=record.state):
-        return Outcome.CHANGED
-    by.report(signals.forgotten, record)
-    return Outcome.DONE
-
-
-def _release(by: _Operator, record: Record) -> Outcome:
-    if not by.store.release(record.identity, token=record.token):
-        return Outcome.CHANGED
-    by.report(signals.released, record, state=State.INTERRUPTED if record.steps else None)
-    return Outcome.DONE
-
-
-def _requeue(by: _Operator, record: Record) -> Outcome:
-    # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-    queued = by.store.requeue(record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token)
-    if queued is None:
-        return Outcome.CHANGED
-    sent = reaper.send_again(by.app, by.store, queued, who=by.who, reason=by.reason, line=by.line)
-    return Outcome.DONE if sent else Outcome.UNSENT
-
-
-def _fail(by: _Operator, record: Record) -> Outcome:
-    error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
-    if not reaper.fail_record(by.app, by.store, record, error):
-        return Outcome.CHANGED
-    by.report(signals.settled, record, state=State.FAILED, error=error)
-    return Outcome.DONE

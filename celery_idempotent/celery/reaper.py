@@ -18,7 +18,7 @@ from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
-from celery_idempotent.records import Record, SettleRequest, State, Stored
+from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores import get_store
@@ -123,24 +123,46 @@ def _time_out(app: Celery, store: Store, record: Record) -> bool:
     return True
 
 
-def fail_record(app: Celery, store: Store, record: Record, error: IdempotencyError) -> bool:
+def fail_record(
+    app: Celery,
+    store: Store,
+    record: Record,
+    error: IdempotencyError,
+    *,
+    intervention: Intervention | None = None,
+) -> bool:
     """Settle a record FAILED that no worker runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
     definition = definition_of(app, record.identity.namespace)
     keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
     value = _plain_error(app, error) if definition is None else definition.codec.dump_error(error)
-    # One write, to the record with this token and to no other. Not restored: a key that was claimed and released a
-    # moment ago has no record, and is not to be failed for what it was before.
-    end = SettleRequest(
-        record=record, state=State.FAILED, value=value, keep_ms=keep_ms, restore=False
+    return end_record(
+        store,
+        SettleRequest(
+            record=record,
+            state=State.FAILED,
+            value=value,
+            keep_ms=keep_ms,
+            restore=False,
+            intervention=intervention,
+        ),
     )
+
+
+def end_record(store: Store, end: SettleRequest) -> bool:
+    """Settle a record that no worker runs, as it was seen; ``False`` if it has changed, or has ended otherwise.
+
+    The end is not to be restored: a key that was claimed and released a moment ago has no record, and is not to be
+    settled for what it was before.
+    """
+    # One write, to the record with this token and to no other.
     if not store.settle(end):
         return False
     # Its owner may have settled it first, and then that end stays.
-    found = store.get(record.identity)
+    found = store.get(end.record.identity)
     return found is not None and (found.token, found.state, found.value) == (
-        record.token,
-        State.FAILED,
-        value,
+        end.record.token,
+        end.state,
+        end.value,
     )
 
 

@@ -22,6 +22,7 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
         "stats": "listing",
         "release": "acting",
         "requeue": "acting",
+        "complete": "acting",
         "fail": "acting",
         "forget": "acting",
         "erase": "erasing",

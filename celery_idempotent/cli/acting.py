@@ -1,13 +1,16 @@
-"""``release``, ``requeue``, ``fail``, ``forget``: an operation on one record, or on all that a filter means."""
+"""``release``, ``requeue``, ``complete``, ``fail``, ``forget``: on one record, or on all that a filter means."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
 
+from celery_idempotent.celery.operations import offered
+from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.cli.doing import (
     DONE,
     OWNER_IS_LIVE,
@@ -18,17 +21,25 @@ from celery_idempotent.cli.doing import (
     records_in_words,
 )
 from celery_idempotent.cli.objects import row_of
-from celery_idempotent.cli.options import filter_of, filter_options
+from celery_idempotent.cli.options import filter_of, filter_options, key_options
 from celery_idempotent.cli.output import Progress, note
 from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.cli.telling import find_one
 from celery_idempotent.operations import Operation
-from celery_idempotent.operations.bulk import Verdict, verdict
-from celery_idempotent.operations.explaining import EFFECTS, story_of
+from celery_idempotent.operations.bulk import Verdict, collect, verdict
+from celery_idempotent.operations.explaining import EFFECTS, STEP_EFFECTS, story_of
 from celery_idempotent.operations.finding import Filter, pages
-from celery_idempotent.records import Identity, Record
+from celery_idempotent.operations.values import value_from_json
+from celery_idempotent.records import Page, Record
+from celery_idempotent.serializers import LARGEST
 
-__all__ = ["fail_command", "forget_command", "release_command", "requeue_command"]
+__all__ = [
+    "complete_command",
+    "fail_command",
+    "forget_command",
+    "release_command",
+    "requeue_command",
+]
 
 #: So many records are shown as a sample.
 _SAMPLE = 5
@@ -37,9 +48,18 @@ _WHY_NOT: dict[Operation, str] = {
     "release": "only a QUEUED or a PROCESSING record can be released.",
     "requeue": "only an INTERRUPTED or a PROCESSING record that keeps its message"
     ' (idempotency_on_stale="requeue") can be requeued.',
+    "complete": "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
     "fail": "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
     "forget": "there is no record.",
 }
+_NO_STEPS = (
+    "only of a QUEUED, PROCESSING or INTERRUPTED record a step can be completed, if it is a task's of this app, or"
+    " forgotten, if it has it."
+)
+
+_step_option = click.option(
+    "--step", metavar="NAME", help="One step of an unfinished record, not the whole."
+)
 
 
 def _command(operation: Operation, text: str) -> click.Command:
@@ -58,6 +78,8 @@ def _command(operation: Operation, text: str) -> click.Command:
         order = order_of(operation, given)
         if every is (key is not None):
             raise click.UsageError("Give a KEY, or --all with filters.")
+        if every and order.step is not None:
+            raise click.UsageError("--step goes with a KEY, not with --all.")
         limit, dry_run = given.pop("limit"), given.pop("dry_run")
         if key is None:
             wanted = filter_of(session, given)
@@ -69,10 +91,13 @@ def _command(operation: Operation, text: str) -> click.Command:
                 raise click.UsageError(
                     f"{(names or ['--dry-run'])[0]} goes with --all, not with a KEY."
                 )
-            _act_on_one(session, order, key, task=given["task"], scope=given["scope"])
+            record = find_one(session, key, task=given["task"], scope=given["scope"])
+            _act_on_one(session, order, record)
 
     for option in reversed(order_options):
         run = option(run)
+    if operation == "forget":
+        run = _step_option(run)
     run.__doc__ = f"{text}\n\n    {_HELP}"
     examples = [
         f"{operation} order-17 --task shop.charge --reason 'customer called'",
@@ -89,22 +114,35 @@ _HELP = (
 )
 
 
-def _act_on_one(
-    session: Session, order: Order, key: str, *, task: str | None, scope: str | None
-) -> None:
-    record = find_one(session, key, task=task, scope=scope)
+def _act_on_one(session: Session, order: Order, record: Record) -> None:
     story = story_of(session.app, session.store, record)
-    choice = next((each for each in story.choices if each.operation == order.operation), None)
-    if choice is None or (story.live and not order.force):
-        why = _WHY_NOT[order.operation] if choice is None else f"{OWNER_IS_LIVE}."
-        hint = "" if choice is None else " Wait for its end, or give --force and a --reason."
-        note(f"{story.headline}\nNothing was done: {why}{hint}")
+    why_not = _why_not(session, order, record)
+    if why_not is None and story.live and not order.force:
+        why_not = f"{OWNER_IS_LIVE}. Wait for its end, or give --force and a --reason."
+    if why_not is not None:
+        note(f"{story.headline}\nNothing was done: {why_not}")
         raise click.exceptions.Exit(FOUND)
     if not order.yes:
         note(story.headline)
-        note(f"{order.operation} {choice.effect} {choice.cost}")
-    order.confirm(f"{order.operation.capitalize()} it?")
+        cost = next(each.cost for each in story.choices if each.operation == order.operation)
+        effects = f"{EFFECTS[order.operation]} {cost}"
+        note(
+            f"{order.operation} {effects if order.step is None else STEP_EFFECTS[order.operation]}"
+        )
+    what = "it" if order.step is None else f"step {order.step}"
+    order.confirm(f"{order.operation.capitalize()} {what}?")
     do(session, order, [record], total=1)
+
+
+def _why_not(session: Session, order: Order, record: Record) -> str | None:
+    """Return why an order means nothing for a record."""
+    known = definition_of(session.app, record.identity.namespace) is not None
+    if order.operation in offered(record, known=known, step=order.step):
+        return None
+    if order.step is None:
+        return _WHY_NOT[order.operation]
+    steps = ", ".join(name for name, _ in record.steps) or "none"
+    return f"{_NO_STEPS} Its steps: {steps}."
 
 
 def _act_on_filter(
@@ -119,18 +157,14 @@ def _collect(
     session: Session, operation: Operation, wanted: Filter, limit: int
 ) -> tuple[list[Record], bool]:
     """Return what a filter means, up to a limit, and whether there is more."""
-    found: dict[Identity, Record] = {}
     with Progress("keys looked at") as progress:
-        for page in pages(session.app, session.store, wanted):
-            progress.add(page.looked_at)
-            for each in page.records:
-                if len(found) == limit:
-                    return list(found.values()), True
-                # Lists leave out whether there is a message.
-                record = session.store.get(each.identity) if operation == "requeue" else each
-                if record is not None:
-                    found[record.identity] = record
-    return list(found.values()), False
+
+        def counted() -> Iterator[Page]:
+            for page in pages(session.app, session.store, wanted):
+                progress.add(page.looked_at)
+                yield page
+
+        return collect(session.store, operation, counted(), limit=limit)
 
 
 def _act_on_all(
@@ -190,6 +224,61 @@ release_command = _command(
 requeue_command = _command(
     "requeue", "Publish the message that the record of KEY keeps again, or those of all that match."
 )
+
+
+@click.argument("key")
+@key_options
+@click.option("--value", metavar="JSON", help="What its run would have returned, as JSON.")
+@click.option(
+    "--value-file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+    metavar="FILE",
+    help="The same from a file, or from standard input (`-`, with --yes).",
+)
+@_step_option
+def _complete(
+    session: Session, key: str, value: str | None, value_file: str | None, **given: Any
+) -> None:
+    """Settle KEY, or one step of it, with its true result: callers get it, and nothing runs.
+
+    For what took effect although its run could not say so. Ask where the effect was to be, then give what the run, or
+    the step, would have returned. It asks first, and does nothing to a record that has changed since, or whose owner
+    is live (unless forced), or that is COMPLETED. Exit code 1 if it was left alone.
+    """
+    order = order_of("complete", given)
+    if (value is None) is (value_file is None):
+        raise click.UsageError("Give the value: --value JSON, or --value-file FILE.")
+    if value_file == "-" and not order.yes:
+        raise click.UsageError("A value from standard input takes --yes: nobody could answer.")
+    record = find_one(session, key, task=given["task"], scope=given["scope"])
+    if _why_not(session, order, record) is None:
+        try:
+            stored = value_from_json(session.app, record.identity, value or _read(value_file))
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        order = replace(order, value=stored)
+    _act_on_one(session, order, record)
+
+
+def _read(path: str | None) -> bytes:
+    """Return what a file has, or the beginning of one that is too long for a value."""
+    if path is None:
+        return b""
+    with click.open_file(path, "rb") as file:
+        content: bytes = file.read(LARGEST + 1)
+    return content
+
+
+for _option in reversed(order_options):
+    _complete = _option(_complete)
+
+complete_command = command(
+    "complete",
+    examples=[
+        """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'""",
+        """complete order-17 --task shop.charge --step charge --value '"ch_17"'""",
+    ],
+)(_complete)
 fail_command = _command(
     "fail",
     "Settle KEY, or all that match, as FAILED: nothing runs until the retention ends.",

@@ -11,19 +11,21 @@ from typing import Any
 
 import click
 
+from celery_idempotent.celery.operations import LONGEST_REASON
 from celery_idempotent.cli.objects import object_of
 from celery_idempotent.cli.options import json_option
 from celery_idempotent.cli.output import Progress, note, write_json
 from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session
 from celery_idempotent.operations import Operation, Outcome
 from celery_idempotent.operations.bulk import Ended, carry_out
-from celery_idempotent.records import Record
+from celery_idempotent.records import Record, Stored
 
 __all__ = ["DONE", "OWNER_IS_LIVE", "Order", "do", "order_of", "order_options", "records_in_words"]
 
 DONE: dict[Operation, str] = {
     "release": "released",
     "requeue": "requeued",
+    "complete": "completed",
     "fail": "failed",
     "forget": "forgotten",
 }
@@ -39,7 +41,9 @@ _SAID: dict[Outcome, str] = {
 
 #: How an operation is asked for.
 order_options = [
-    click.option("--reason", default="", metavar="TEXT", help="Why: for the log and the event."),
+    click.option(
+        "--reason", default="", metavar="TEXT", help="Why: for the log, the event and the record."
+    ),
     click.option(
         "--who", metavar="NAME", help="Who does it. Default: the account of this machine."
     ),
@@ -53,11 +57,16 @@ def order_of(operation: Operation, given: dict[str, Any]) -> Order:
     """Return the order that these options give; they are taken out of ``given``."""
     order = Order(
         operation=operation,
+        step=given.pop("step", None),
         who=given.pop("who") or _user(),
         **{name: given.pop(name) for name in ("reason", "force", "yes", "as_json")},
     )
     if order.force and not order.reason:
         raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
+    if len(order.reason) > LONGEST_REASON:
+        raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
+    if order.step == "":
+        raise click.UsageError("--step is empty.")
     return order
 
 
@@ -71,7 +80,7 @@ def _user() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is to be done, by whom and why, and how it is asked for and told."""
+    """What is to be done, by whom and why, and how it is asked for and told; to a whole record or one step."""
 
     operation: Operation
     who: str
@@ -79,6 +88,14 @@ class Order:
     force: bool
     yes: bool
     as_json: bool
+    step: str | None = None
+    value: Stored | None = None
+
+    @property
+    def done(self) -> str:
+        """What is said of a record to which it was done."""
+        step = "" if self.step is None else f"step {self.step} "
+        return f"{step}{DONE[self.operation]}"
 
     def confirm(self, question: str) -> None:
         """Ask, unless the answer was given; without a yes nothing is done."""
@@ -108,6 +125,8 @@ def do(
                 force=order.force,
                 who=order.who,
                 reason=order.reason,
+                step=order.step,
+                value=order.value,
             ):
                 counts[each.outcome] += 1
                 progress.add()
@@ -123,17 +142,18 @@ def do(
         raise click.exceptions.Exit(FOUND)
 
 
-def _tell(session: Session, order: Order, ended: Ended) -> None:
+def _tell(session: Session, order: Order, ended: Ended[Record]) -> None:
     """Write what came of one record."""
     outcome = "unknown" if ended.outcome is None else ended.outcome.value
     if order.as_json:
         now_ms = ended.record.updated_ms
         told = object_of(session, ended.record, now_ms)
-        write_json({**told, "operation": order.operation, "outcome": outcome})
+        step = {} if order.step is None else {"step": order.step}
+        write_json({**told, "operation": order.operation, **step, "outcome": outcome})
         return
     said = f"it may have been done, or not: {ended.trouble}"
     if ended.outcome is not None:
-        said = _SAID.get(ended.outcome, DONE[order.operation])
+        said = _SAID.get(ended.outcome, order.done)
     click.echo(f"{ended.record.identity}: {said}")
 
 

@@ -23,7 +23,7 @@ from celery_idempotent.operations.finding import (
     task_name,
 )
 from celery_idempotent.operations.values import shown
-from celery_idempotent.operations.wording import iso, moment
+from celery_idempotent.operations.wording import intervention_in_words, iso, moment
 from celery_idempotent.records import Record, State
 
 __all__ = ["explain_command", "find_one", "show_command"]
@@ -55,6 +55,16 @@ def show_command(session: Session, key: str, value: bool, as_json: bool, **where
             {"kind": each.kind, "at": iso(each.at_ms), "task_id": each.task_id}
             for each in record.refusals
         ],
+        "interventions": [
+            {
+                "operation": each.operation,
+                "step": each.step,
+                "who": each.who,
+                "reason": each.reason,
+                "at": iso(each.at_ms),
+            }
+            for each in record.interventions
+        ],
     }
     if value:
         said = shown(session.app, record)
@@ -71,11 +81,14 @@ def show_command(session: Session, key: str, value: bool, as_json: bool, **where
         f"{each.kind} of task {each.task_id}, {moment(each.at_ms, now_ms)}"
         for each in record.refusals
     )
+    about["interventions"] = "; ".join(
+        intervention_in_words(each, moment(each.at_ms, now_ms)) for each in record.interventions
+    )
     del about["stale"]
     for name, each in about.items():
         text = ("yes" if each else "no") if isinstance(each, bool) else str(each)
         if text:
-            paragraph(text, indent=f"{name:<12} ")
+            paragraph(text, indent=f"{name:<13} ")
 
 
 @command(

@@ -6,6 +6,7 @@ One set for the command line, the admin and code. Nothing here asks or prints.
 from __future__ import annotations
 
 from celery_idempotent.celery.operations import (
+    ON_MANY,
     OPERATIONS,
     Operation,
     Outcome,
@@ -17,6 +18,7 @@ from celery_idempotent.operations.explaining import Choice, Story, story_of, sto
 from celery_idempotent.operations.finding import Filter, Found, find_key, find_task_id, pages
 
 __all__ = [
+    "ON_MANY",
     "OPERATIONS",
     "Choice",
     "Filter",

@@ -11,7 +11,13 @@ from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.values import error_name
-from celery_idempotent.operations.wording import ago, holder, moment, time_in_words
+from celery_idempotent.operations.wording import (
+    ago,
+    holder,
+    intervention_in_words,
+    moment,
+    time_in_words,
+)
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores.refusals import KEPT
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.stores import Store
 
-__all__ = ["EFFECTS", "Choice", "Story", "story_of", "story_of_nothing"]
+__all__ = ["EFFECTS", "STEP_EFFECTS", "Choice", "Story", "story_of", "story_of_nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +121,14 @@ class _Teller:
                 return f"{subject} is INTERRUPTED: its run failed after some steps, and nothing runs it now."
             case State.COMPLETED if record.replaced:
                 return f"{subject} is COMPLETED: another task (self.replace) took over its task id."
+            case State.COMPLETED if record.settled_by:
+                return f"{subject} is COMPLETED: {record.settled_by.who} completed it with a value, and it is not run."
             case State.COMPLETED:
                 return f"{subject} is COMPLETED: it took effect, and is not run again."
             case State.FAILED:
                 error = f" with {self.error}" if self.error else ""
-                return f"{subject} is FAILED for good{error}: it is not run again."
+                by = f" by {record.settled_by.who}" if record.settled_by else ""
+                return f"{subject} is FAILED for good{error}{by}: it is not run again."
 
     def past(self) -> Iterator[str]:
         record = self.record
@@ -137,6 +146,8 @@ class _Teller:
         if record.steps:
             names = ", ".join(name for name, _ in record.steps)
             yield f"Steps done, which are not repeated: {names}."
+        for each in record.interventions:
+            yield f"{intervention_in_words(each, self._at(each.at_ms)).rstrip('.')}."
         for refusal in record.refusals:
             why = (
                 "another call held the key"
@@ -159,7 +170,10 @@ class _Teller:
             case State.INTERRUPTED:
                 yield f"Interrupted {at}; {holder(record)}, had it last."
             case State.COMPLETED | State.FAILED:
-                yield f"Settled {at} by task {record.task_id}."
+                if record.settled_by is None:
+                    yield f"Settled {at} by task {record.task_id}."
+                else:
+                    yield f"Task {record.task_id} had it last."
                 if record.delivered:
                     yield "Its callbacks (links, chain, chord) were sent."
 
@@ -252,13 +266,15 @@ class _Teller:
         return f"Kept until {self._at(record.updated_ms + keep_ms)}, by the options that its task has now."
 
     def choices(self) -> Iterator[Choice]:
-        for operation in offered(self.record):
+        for operation in offered(self.record, known=self.definition is not None):
             yield Choice(operation=operation, effect=EFFECTS[operation], cost=self._cost(operation))
 
     def _cost(self, operation: Operation) -> str:
         state = self.record.state
         if self.live:
             return "Its owner is not stopped by that: what it does outside may be done twice."
+        if operation == "complete":
+            return "Callers believe it: ask where the effect was to be, before you say what came of it."
         if operation == "fail":
             return "If it took effect before, callers do not learn its result."
         if state is State.COMPLETED:
@@ -294,8 +310,15 @@ _MEANWHILE = {
 EFFECTS: dict[Operation, str] = {
     "release": "ends the claim: the next delivery or call runs.",
     "requeue": "publishes the message that the record keeps again, under the same task id.",
+    "complete": "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
     "fail": "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
     "forget": "deletes the record with all it knows: the next call runs.",
+}
+
+#: What those of them do that can be about one step.
+STEP_EFFECTS: dict[Operation, str] = {
+    "complete": "records the result of the step that you give: the next run takes it, and does not do that step.",
+    "forget": "takes the result of the step away: the next run does it again.",
 }
 
 

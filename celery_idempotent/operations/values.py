@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pprint
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from celery_idempotent.celery.codec import TaskCodec
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Record, Stored
+from celery_idempotent.records import Identity, Record, Stored
+from celery_idempotent.serializers import LARGEST
 
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Shown", "error_name", "shown", "text_of", "too_large"]
+__all__ = ["Shown", "error_name", "shown", "text_of", "too_large", "value_from_json"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,32 @@ def error_name(app: Celery, record: Record) -> str:
     except Exception as error:  # noqa: BLE001  what a stored value does when it is read is not ours
         logger.debug("idempotency: the error of %s cannot be read: %r", record.identity, error)
         return ""
+
+
+def value_from_json(app: Celery, identity: Identity, text: str | bytes) -> Stored:
+    """Return the value that somebody gives for a key, or for one of its steps, as its task would write it.
+
+    Raises:
+        ValueError: if it is no JSON, if no task of this app has that namespace, or if the task cannot write it.
+    """
+    definition = definition_of(app, identity.namespace, load=True)
+    if definition is None:
+        raise ValueError(
+            f"no task of this app has the namespace {identity.namespace}, so nobody here knows how a value of it is"
+            " written: only the key of a task can be completed."
+        )
+    if len(text) > LARGEST:
+        raise ValueError(f"the value is longer than {LARGEST:,} bytes.")
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        problem = f"the value is no JSON ({error}). A text stands in quotes: '\"ch_17\"'."
+        raise ValueError(problem) from None
+    return definition.codec.dump_given(value)
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is none of its numbers")
 
 
 def text_of(value: object) -> Shown:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
 
-from celery_idempotent.records import Record
+from celery_idempotent.records import Intervention, Record
 
-__all__ = ["ago", "holder", "iso", "moment", "time_in_words"]
+__all__ = ["ago", "holder", "intervention_in_words", "iso", "moment", "time_in_words"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -47,3 +47,18 @@ def holder(record: Record) -> str:
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
     task = f"task {record.task_id}" if record.task_id else "a task"
     return f"{task} on {host}, pid {pid}" if host else task
+
+
+def intervention_in_words(each: Intervention, at: str = "") -> str:
+    """Return what an operator did, ``at`` which time, and why."""
+    done = {"complete": "completed", "fail": "failed", "forget": "forgotten"}.get(
+        each.operation, f"changed ({each.operation})"
+    )
+    said = f"Step {each.step} {done}" if each.step else done.capitalize()
+    said += f" by {each.who}"
+    if each.operation == "complete":
+        said += " with a value"
+    if at:
+        said += f" {at}"
+    why = " ".join(each.reason.split())
+    return f"{said}, because: {why}" if why else said

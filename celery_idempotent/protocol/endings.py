@@ -187,9 +187,10 @@ class Endings:
         """
         if self._defer(call, claim, settlement):
             return End.SETTLED
+        claim.settling = time.monotonic()
         if at_exit:
             return self._last_try(call, claim, settlement)
-        give_up = time.monotonic() + self.policy.lease_ms / 1000
+        give_up = claim.settling + self.policy.lease_ms / 1000
         trouble: Exception | None = None
         failures = faults = 0
         while claim.phase not in REPORTED:
@@ -312,8 +313,10 @@ class Endings:
         if claim.phase is Phase.SETTLED:
             return
         claim.phase = Phase.SETTLED
+        took = None if claim.settling is None else time.monotonic() - claim.settling
         state, error, line = end.state, end.error, end.line
-        self._report(signals.settled, call, claim, state=state, error=error, line=line)
+        told = signals.settled
+        self._report(told, call, claim, state=state, error=error, seconds=took, line=line)
         if call.on_settled is not None:
             call.on_settled(claim.token)
 

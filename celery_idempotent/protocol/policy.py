@@ -54,7 +54,16 @@ SETTINGS: Final = (
 )
 
 #: Attributes of the task class with our prefix that are no options.
-_METHODS: Final = ("definition", "policy", "record", "forget", "release", "requeue", "fail")
+_METHODS: Final = (
+    "definition",
+    "policy",
+    "record",
+    "forget",
+    "release",
+    "requeue",
+    "complete",
+    "fail",
+)
 
 _UNSET: Final = object()
 

@@ -95,6 +95,7 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "requeued",
         Line(logging.WARNING, "%(identity)s was stale and is queued again (crash %(crashes)s)"),
     ),
+    signals.amended: ("amended", Line(logging.WARNING, "%(who)s amended %(identity)s%(why)s")),
     signals.forgotten: ("forgotten", Line(logging.WARNING, "%(who)s forgot %(identity)s%(why)s")),
     signals.swept: ("swept", Line(logging.DEBUG, "a sweep interrupted %(count)s")),
     signals.settle_failed: (
@@ -145,6 +146,7 @@ class Details(TypedDict, total=False):
     reason: str
     count: int
     observed: bool
+    seconds: float | None
     line: Line | None
 
 
@@ -174,6 +176,7 @@ class Reporter:
         reason: str = "",
         count: int = 0,
         observed: bool = False,
+        seconds: float | None = None,
         line: Line | None = None,
         has_writer: bool = True,
     ) -> None:
@@ -211,6 +214,7 @@ class Reporter:
             error=error,
             count=count,
             observed=observed,
+            seconds=seconds,
             who=who or worker_name(os.getpid()),
             reason=reason,
         )

@@ -40,4 +40,5 @@ def keys(answer: Any) -> set[str]:
 def fields(answer: Any) -> dict[str, str]:
     """What the form of an operation would send."""
     form = answer.context_data["form"]
-    return {name: form.initial[name] for name in ("token", "state")}
+    sent = {name: str(form.initial[name]) for name in ("token", "state")}
+    return sent | ({"again": "on", "reason": "a test"} if "again" in form.fields else {})

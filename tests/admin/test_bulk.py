@@ -41,9 +41,12 @@ def hidden(page: Any) -> dict[str, list[str]]:
     fields: dict[str, list[str]] = {}
     body = page.content.decode()
     form = body[body.index('<form method="post" class="idem-operation"') :]
+    form = form[: form.index("</form>")]
     for name, value in re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form):
         fields.setdefault(name, []).append(html.unescape(value))
     fields.pop("csrfmiddlewaretoken", None)
+    if "again" in page.context_data["form"].fields and "again" not in fields:
+        fields |= {"again": ["on"], "reason": ["a test"]}
     return fields
 
 
@@ -151,10 +154,10 @@ def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(
         claim(store, key)
     stale(store, "s")
     page = ask(operator, "release")
-    for given in ({"force": "on"}, {"force": "on", "reason": "  "}):
+    for given in ({"force": "on", "reason": ""}, {"force": "on", "reason": "  "}):
         again = operator.post(BULK, {**hidden(page), **given})
         assert again.status_code == 400
-        assert "say why" in text(again)
+        assert "This field is required" in text(again)
         assert hidden(again) == hidden(page)
     assert set(left(store, "a", "b", "s").values()) == {State.PROCESSING}
     done = operator.post(BULK, hidden(page))
@@ -187,7 +190,7 @@ def test_a_live_record_among_the_others_is_not_taken_by_a_forged_form(
     claim(store, "a")
     page = ask(operator, "release")
     sent = hidden(page)
-    forged = {**sent, "record": sent["live"], "force": "on", "reason": "forged"}
+    forged = {**sent, "record": sent["live"], "force": "on", "reason": "forged", "again": "on"}
     del forged["live"]
     assert verdicts(operator.post(BULK, forged)) == {"a": "refused"}
     assert left(store, "a") == {"a": State.PROCESSING}
@@ -266,7 +269,7 @@ def test_when_the_store_is_down_the_question_says_so(serve: Serve, operator: Cli
     mark = f'1 PROCESSING ["{TASK}","","a"]'
     asked = {"operation": "release", "record": mark}
     assert operator.post(BULK, asked).status_code == 503
-    done = operator.post(BULK, {**asked, "confirmed": "1"})
+    done = operator.post(BULK, {**asked, "confirmed": "1", "again": "on", "reason": "x"})
     assert done.status_code == 200
     assert verdicts(done) == {"a": "failed"}
     assert "did not answer" in text(done)
@@ -311,10 +314,71 @@ def test_a_choice_that_means_nothing_leads_back_to_the_list(
 )
 def test_what_no_list_sent_is_400(memory: Store, serve: Serve, operator: Client, mark: str) -> None:
     serve(memory)
-    for name in ("record", "live"):
-        for more in ({}, {"confirmed": "1"}):
-            sent = {"operation": "forget", name: mark, **more}
-            assert operator.post(BULK, sent).status_code == 400
+    for name, confirmed in (("record", ""), ("record", "1"), ("live", "1")):
+        sent = {"operation": "forget", name: mark, "confirmed": confirmed}
+        assert operator.post(BULK, sent).status_code == 400
+
+
+def test_all_that_match_a_filter_are_asked_about_and_done_in_steps(
+    store: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step does 40 of 60; what is left is gone on with, where somebody has claimed one meanwhile."""
+    from celery_idempotent.django.admin import bulk
+
+    monkeypatch.setattr(bulk, "STEP", 40)
+    serve(store)
+    names = [f"key-{n}" for n in range(60)]
+    stale(store, *names)
+    settle(store, claim(store, "done"))
+    page = operator.post(f"{BULK}?state=stale", {"operation": "release", "every": "1"})
+    assert "Release 60 records ?" in text(page)
+    assert len(verdicts(page)) == 50
+    assert "10 more are not shown; they are meant all the same." in text(page)
+    done = operator.post(f"{BULK}?state=stale", hidden(page))
+    assert "Release: 40 done; 20 not tried yet." in text(done)
+    assert list(entries().values()) == ["Released. Reason: a test"] * 40
+    rest = [key for key, verdict in verdicts(done).items() if verdict == "untried"]
+    claim(store, rest[0])
+    done = operator.post(f"{BULK}?state=stale", hidden(done))
+    assert "Release: 1 left alone, changed since shown; 19 done." in text(done) or (
+        "Release: 19 done; 1 left alone, changed since shown." in text(done)
+    )
+    assert "Go on" not in text(done)
+    assert {key for key in names if store.get(identity(key))} == {rest[0]}
+    assert store.get(identity("done")) is not None
+
+
+def test_all_that_match_takes_a_filter_and_no_more_than_a_form_holds(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent.django.admin import bulk
+
+    serve(memory)
+    stale(memory, "a", "b", "c")
+    for query in ("", "?key=a", "?state=nonsense"):
+        answer = operator.post(f"{BULK}{query}", {"operation": "forget", "every": "1"})
+        assert answer.status_code == 302
+        assert "Filter the list first." in text(operator.get(LIST))
+    monkeypatch.setattr(bulk, "MOST", 2)
+    page = operator.post(f"{BULK}?state=stale", {"operation": "forget", "every": "1"})
+    assert "Forget 2 records ? More match than are asked about at a time" in text(page)
+
+
+def test_what_may_happen_twice_takes_a_tick_and_a_reason(
+    memory: Store, serve: Serve, operator: Client
+) -> None:
+    serve(memory)
+    stale(memory, "s")
+    settle(memory, claim(memory, "paid"))
+    page = ask(operator, "forget")
+    said = "1 took effect, 1 may have taken effect, of 2 records: I know that they may be done"
+    assert said in text(page)
+    for missing in ("again", "reason"):
+        answer = operator.post(BULK, {**hidden(page), missing: ""})
+        assert answer.status_code == 400
+    assert left(memory, "s", "paid") == {"s": State.PROCESSING, "paid": State.COMPLETED}
+    failed = operator.post(BULK, {**hidden(ask(operator, "fail", ["s"]))})
+    assert verdicts(failed) == {"s": "done"}
 
 
 def test_a_page_that_is_asked_for_is_the_list(
@@ -332,11 +396,11 @@ def test_each_operation_needs_its_permission(
     stale(memory, "a")
     viewer = log_in("view_idempotencyrecord")
     page = viewer.get(LIST)
-    assert b"checkbox" not in page.content
+    assert b'name="record"' not in page.content
     assert b"idem-bulk" not in page.content
     failer = log_in("view_idempotencyrecord", "fail_record")
     page = failer.get(LIST)
-    assert page.content.count(b'type="checkbox"') == 2
+    assert page.content.count(b'form="idem-bulk"') == 2
     assert "Fail selected records" in text(page)
     assert "Forget selected records" not in text(page)
     (mark,) = boxes(page).values()

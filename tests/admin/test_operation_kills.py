@@ -60,7 +60,11 @@ class Admin:
 
     def ask(self, key: str, operation: str, seen: Record, die: str | None = None) -> int | None:
         """Do it; the status of the answer, ``None`` if the process died before there was one."""
-        form = {"token": seen.token, "state": seen.state.value, "force": "on", "reason": "a test"}
+        form = {"token": seen.token, "state": seen.state.value, "force": "on", "again": "on"}
+        form["reason"] = "a test"
+        operation, _, step = operation.partition(" ")
+        if operation == "complete":
+            form |= {"value": "17", "step": step}
         headers: dict[str, Any] = {"X-Store": self.url, "X-Queue": self.queue}
         if die is not None:
             headers["X-Die"] = die
@@ -139,8 +143,8 @@ def bring_to(admin: Admin, key: str, state: str) -> Record:
         record = claim(store, key, lease_ms=lease_ms, message=message, task_id=key)
         if state == "INTERRUPTED":
             store.interrupt(record.identity, token=record.token)
-        elif state == "COMPLETED":
-            settle(store, record)
+        elif state in ("COMPLETED", "FAILED"):
+            settle(store, record, State[state])
         elif state == "STALE":
             wait_for(lambda: store.stats().stale, what="a lease that ran out")
     found = store.get(identity(key))
@@ -150,6 +154,8 @@ def bring_to(admin: Admin, key: str, state: str) -> Record:
 
 #: What each operation writes to the store, and what the record is then.
 WRITES = {
+    "complete": ("settle", State.COMPLETED),
+    "complete pay": ("amend", State.INTERRUPTED),
     "release": ("release", None),
     "fail": ("settle", State.FAILED),
     "forget": ("forget", None),
@@ -161,6 +167,11 @@ WRITES = {
     ("operation", "state"),
     [
         ("release", "LIVE"),
+        ("complete", "STALE"),
+        pytest.param("complete", "LIVE", marks=pytest.mark.wide),
+        ("complete", "FAILED"),
+        ("complete pay", "STALE"),
+        pytest.param("complete pay", "INTERRUPTED", marks=pytest.mark.wide),
         ("fail", "LIVE"),
         ("forget", "COMPLETED"),
         ("requeue", "INTERRUPTED"),
@@ -179,9 +190,9 @@ def test_a_process_that_is_killed_has_done_it_or_not(
     done = [f"after {verb}", "before end"]
     if operation == "requeue":
         done[1:1] = ["before publish", "after publish"]
-    if admin.kind == "hybrid" and operation == "forget":
+    if admin.kind == "hybrid" and (operation == "forget" or state == "FAILED"):
         untouched += ["after cache.bury"]
-        done += ["after truth.forget", "before cache.lift"]
+        done += [f"after truth.{verb}", "before cache.lift"]
     for place in untouched + done:
         key = f"{operation} {state} {uuid.uuid4().hex}"
         seen = bring_to(admin, key, state)
@@ -198,6 +209,9 @@ def test_a_process_that_is_killed_has_done_it_or_not(
         assert (found and found.state) is then, place
         if found is not None:
             assert found.token == seen.token
+        if operation.startswith("complete"):
+            assert found is not None
+            assert [each.reason for each in found.interventions] == ["a test"], place
         if operation == "requeue":
             unpublished = {f"after {verb}", "before publish"}
             _published_in_the_end(admin, at_once=place not in unpublished)

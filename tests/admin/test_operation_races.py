@@ -10,7 +10,7 @@ import pytest
 from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.records import Record, ReserveRequest, SettleRequest, State
 from celery_idempotent.stores import Store
-from tests.support.admin import claim, identity, settle
+from tests.support.admin import claim, identity, settle, value
 from tests.support.waiting import wait_for
 
 Serve = Callable[..., Any]
@@ -28,8 +28,8 @@ def bring_to(store: Store, state: str) -> Record:
         record = claim(store, KEY, lease_ms=1 if state == "STALE" else 60_000, message=MESSAGE)
         if state == "INTERRUPTED":
             store.interrupt(KEY, token=record.token)
-        elif state == "COMPLETED":
-            settle(store, record)
+        elif state in ("COMPLETED", "FAILED"):
+            settle(store, record, State[state])
         elif state == "STALE":
             wait_for(lambda: store.stats().stale, what="a lease that ran out")
     found = store.get(KEY)
@@ -82,6 +82,15 @@ def anew(store: Store, _: Record) -> None:
 @pytest.mark.parametrize(
     ("operation", "state", "meanwhile"),
     [
+        ("complete", "QUEUED", claimed),
+        ("complete", "INTERRUPTED", requeued),
+        ("complete", "STALE", claimed),
+        ("complete", "STALE", completed),
+        ("complete", "STALE", failed),
+        ("complete", "FAILED", anew),
+        ("complete pay", "STALE", claimed),
+        ("complete pay", "STALE", completed),
+        ("complete pay", "INTERRUPTED", claimed),
         ("fail", "QUEUED", claimed),
         ("fail", "QUEUED", released),
         ("fail", "QUEUED", completed),
@@ -132,7 +141,11 @@ def test_what_happens_between_look_and_write_stays(
 
     after: list[Record | None] = []
     monkeypatch.setattr(store, "get", looked)
-    outcome = operate(app, KEY, operation, token=seen.token, state=seen.state)
+    operation, _, step = operation.partition(" ")
+    about: dict[str, Any] = {"step": step or None}
+    if operation == "complete":
+        about["value"] = value("17")
+    outcome = operate(app, KEY, operation, token=seen.token, state=seen.state, **about)
     assert outcome is Outcome.CHANGED
     assert [store.get(KEY)] == after
 

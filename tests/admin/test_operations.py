@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, ReserveRequest, State
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, address, fields, text
-from tests.support.admin import TASK, claim, identity, settle
+from tests.support.admin import TASK, claim, identity, settle, value
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from django.test import Client
 
 Serve = Callable[..., Any]
-OPERATIONS = ("release", "requeue", "fail", "forget")
+OPERATIONS = ("release", "requeue", "complete", "fail", "forget")
 
 
 def message_of(app: Any, key: str) -> bytes:
@@ -86,7 +87,7 @@ def test_a_completed_record_is_forgotten(store: Store, serve: Serve, operator: C
     settle(store, claim(store, "a"))
     confirm(operator, "a", "forget")
     assert store.get(identity("a")) is None
-    assert entries() == [(f"{TASK} key a", 3, "Forgotten")]
+    assert entries() == [(f"{TASK} key a", 3, "Forgotten. Reason: a test")]
 
 
 def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
@@ -103,6 +104,55 @@ def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
     with pytest.raises(FailedByOperator):
         app.tasks[TASK].apply(("a",), throw=True).get()
     assert "FailedByOperator" in text(operator.get(address("a")))
+
+
+def test_a_key_is_completed_with_a_value_and_its_page_says_who_and_why(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    app = serve(store)
+    stale(store, "a", fingerprint=None)
+    for wrong, problem in {"": "required", "ch_17": "is no JSON", '"x': "is no JSON"}.items():
+        answer = confirm(operator, "a", "complete", value=wrong)
+        assert answer.status_code == 400
+        assert problem in text(answer)
+    assert entries() == []
+    answer = confirm(operator, "a", "complete", value='"ch_17"', reason="the bank has it")
+    assert answer.status_code == 302
+    assert app.tasks[TASK].apply(("a",), throw=True).get() == "ch_17"
+    assert entries() == [(f"{TASK} key a", 2, "Completed. Reason: the bank has it")]
+    page = text(operator.get(address("a")))
+    assert "completed it with a value" in page
+    assert "because: the bank has it" in page
+    assert address("a", "complete") not in page
+    # Nobody gets another value than those before.
+    answer = operator.get(address("a", "complete"))
+    assert "Nothing was done" in text(operator.get(answer["Location"]))
+
+
+def test_a_step_is_completed_and_another_forgotten(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    serve(store)
+    record = claim(store, "a")
+    for name in ("pay", "ship & mail"):
+        store.checkpoint(record.identity, token=record.token, name=name, value=value("1"))
+    store.interrupt(record.identity, token=record.token)
+    confirm(operator, "a", "complete", value="17", step="pay")
+    page = operator.get(address("a"))
+    (link,) = re.findall(r'href="([^"]*/forget/\?step=ship[^"]*)"', page.content.decode())
+    question = operator.get(link)
+    assert "The result of this step is taken away" in text(question)
+    assert operator.post(link, fields(question)).status_code == 302
+    found = store.get(identity("a"))
+    assert found is not None
+    assert [(name, step.body) for name, step in found.steps] == [("pay", b"17")]
+    assert [entry[1:] for entry in entries()] == [
+        (2, "Completed, step pay"),
+        (2, "Forgotten, step ship & mail. Reason: a test"),
+    ]
+    told = text(operator.get(address("a")))
+    assert "Step pay completed by" in told
+    assert "Nothing was done" in text(operator.get(operator.get(link)["Location"]))
 
 
 def test_receivers_are_told_who_did_what_and_why(
@@ -153,7 +203,7 @@ def test_what_was_interrupted_is_requeued_under_its_task_id(
     assert found is not None
     assert (found.state, found.crashes) == (State.QUEUED, 1)
     assert published == ["task-1"]
-    assert entries() == [(f"{TASK} key a", 2, "Requeued")]
+    assert entries() == [(f"{TASK} key a", 2, "Requeued. Reason: a test")]
 
 
 def test_a_stale_claim_is_requeued_and_its_crash_counted(
@@ -238,11 +288,11 @@ def test_an_owner_that_came_back_between_question_and_answer_is_live(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form without the box for a live owner cannot take the key from one."""
-    from celery_idempotent.django.admin import operating
+    from celery_idempotent.operations import bulk
 
     serve(memory)
     claim(memory, "a")
-    monkeypatch.setattr(operating, "is_live", lambda *_: False)
+    monkeypatch.setattr(bulk, "is_live", lambda *_: False)
     answer = confirm(operator, "a", "release", force="on", reason="forged")
     assert "a live owner took" in text(operator.get(answer["Location"]))
     assert memory.get(identity("a")) is not None
@@ -305,7 +355,7 @@ def test_each_operation_needs_its_own_permission(
     record = claim(memory, "a", message=message_of(app, "a"))
     memory.interrupt(record.identity, token=record.token)
     claim(memory, "b")
-    offered = {"a": ("requeue", "fail", "forget"), "b": ("release",)}
+    offered = {"a": ("requeue", "complete", "fail", "forget"), "b": ("release",)}
     for may in (*OPERATIONS, "nothing"):
         browser = log_in("view_idempotencyrecord", f"{may}_record")
         for key, operations in offered.items():
@@ -351,7 +401,7 @@ def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened
     assert answer.status_code == 503
     assert "the connection broke" in text(answer)
     assert entries()[0][2] == (
-        "Forget failed (right after that the record was still there, unchanged)"
+        "Forget failed (right after that the record was still there, unchanged). Reason: a test"
     )
     looks = iter([memory.get(identity("a"))] * 3)
     monkeypatch.setattr(memory, "get", lambda _: next(looks, None) or fail())

@@ -157,6 +157,8 @@ def test_each_operation_is_asked_for_and_done(
     assert store.get(identity(key)) is not None
     page.get_by_role("link", name=operation, exact=True).click()
     page.get_by_label("Reason").fill("a test")
+    if operation != "Fail":
+        page.get_by_label("I know that it may be done a second time").check()
     page.get_by_role("button", name=f"Yes, {operation.lower()} it").click()
     expect(page.locator(".messagelist")).to_contain_text(key)
     expect(page.get_by_role("region", name="What operators did")).to_contain_text("Reason: a test")
@@ -197,6 +199,8 @@ def test_a_record_that_changed_since_it_was_shown_is_left_alone(
     show(page, key)
     page.get_by_role("link", name="Forget", exact=True).click()
     settle(store, record)
+    page.get_by_label("I know that").check()
+    page.get_by_label("Reason").fill("a test")
     page.get_by_role("button", name="Yes, forget it").click()
     expect(page.locator(".messagelist")).to_contain_text("has changed since its page was shown")
     found = store.get(identity(key))
@@ -244,9 +248,11 @@ def test_several_records_are_operated_on_after_one_question(
     expect(doing.get_by_role("row", name=re.compile("^paid"))).to_contain_text("Left alone: only")
     claim(store, about["moves"], lease_ms=1)
     page.get_by_label("Release also those with a live owner (1)").check()
+    page.locator("form.idem-operation").evaluate("form => form.noValidate = true")
     page.get_by_role("button", name="Yes, release them").click()
     expect(page.get_by_role("alert")).to_contain_text("Please correct")
-    expect(page.get_by_text("To take a key away from a live owner, say why.")).to_be_visible()
+    expect(page.get_by_text("If you know that, say so here")).to_be_visible()
+    page.get_by_label("I know that").check()
     page.get_by_label("Reason").fill("its host is gone")
     page.get_by_role("button", name="Yes, release them").click()
     expect(page.get_by_role("status")).to_have_text("Release: 2 done.")
@@ -344,9 +350,11 @@ def test_the_keyboard_is_enough(open_as: OpenAs, store: Store) -> None:
     go_to("Release")
     page.keyboard.press("Enter")
     page.wait_for_url("**/release/")
+    go_to("It may have taken effect: I know that it may be done a second time.")
+    page.keyboard.press("Space")
     go_to("Reason")
     page.keyboard.type("by keyboard")
-    go_to("Yes, release it")
+    go_to("Yes, release it: it may happen again")
     page.keyboard.press("Enter")
     page.wait_for_url("**/change/")
     expect(page.locator(".messagelist")).to_contain_text("Released")
@@ -356,7 +364,7 @@ def test_the_keyboard_is_enough(open_as: OpenAs, store: Store) -> None:
 def test_the_dashboard_shows_figures_and_charts(open_as: OpenAs) -> None:
     page = open_as("viewer", "dashboard/")
     chart = page.get_by_role(
-        "img", name=f"{TASK}: 5 runs, 0 failures, 3 replays, 2 conflicts, 0 trouble"
+        "img", name=re.compile(rf"^{TASK}: 5 runs, .+ failures, 3 replays, 2 conflicts")
     )
     expect(chart).to_be_visible()
     page.get_by_text(f"Figures of {TASK}").click()

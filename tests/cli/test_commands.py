@@ -262,6 +262,86 @@ def test_fail_settles_for_good(every, run, store):
     assert store.get(identity("stale")).state is State.FAILED
 
 
+def test_complete_gives_callers_the_value_and_the_record_who_and_why(every, run, store, tmp_path):
+    asked = run("complete", "stale", "--value", '"ch_17"', said="n\n")
+    assert asked.exit_code == 1
+    assert "callers get that value. Callers believe it" in asked.stderr
+    words = ("--who", "alice", "--reason", "the bank has it")
+    assert run("complete", "stale", "--value", '"ch_17"', *words, said="y\n").exit_code == 0
+    file = tmp_path / "value.json"
+    file.write_text('{"charge": "ch_18"}')
+    done = run("complete", "declined", "--value-file", str(file), *words, "--yes", "--json")
+    assert [(each["operation"], each["outcome"]) for each in lines(done)] == [("complete", "done")]
+    piped = run("complete", "crashed", "--value-file", "-", "--yes", said='"ch_19"')
+    assert piped.exit_code == 0
+    for key, paid in {"stale": "ch_17", "declined": "ch_18", "crashed": "ch_19"}.items():
+        assert paid in run("show", key, "--value").stdout
+    told = run("explain", "stale").stdout
+    assert "is COMPLETED: alice completed it with a value" in told
+    assert "Completed by alice with a value" in told
+    assert "because: the bank has it." in told
+    (shown,) = lines(run("show", "stale", "--json"))
+    (noted,) = shown["interventions"]
+    assert (noted["operation"], noted["who"], noted["reason"]) == (
+        "complete",
+        "alice",
+        "the bank has it",
+    )
+
+
+def test_one_step_is_completed_or_forgotten(every, run, store):
+    named = ("crashed", "--yes", "--who", "alice", "--step")
+    done = run("complete", *named, "pay", "--value", "17")
+    assert (done.exit_code, done.stdout) == (0, f"{TASK} key crashed: step pay completed\n")
+    assert [name for name, _ in store.get(identity("crashed")).steps] == ["pay"]
+    missing = run("forget", *named, "ship")
+    assert missing.exit_code == 1
+    assert "Its steps: pay." in missing.stderr
+    assert run("forget", *named, "pay").stdout == f"{TASK} key crashed: step pay forgotten\n"
+    assert store.get(identity("crashed")).steps == ()
+    told = run("explain", "crashed").stdout
+    assert "Step pay completed by alice with a value" in told
+    assert "Step pay forgotten by alice" in told
+
+
+def test_what_is_completed_is_not_completed_again(every, run, store):
+    before = store.get(identity("done"))
+    for more in ((), ("--step", "pay")):
+        result = run("complete", "done", "--value", "17", "--yes", *more)
+        assert result.exit_code == 1
+        assert "Nothing was done" in result.stderr
+    assert store.get(identity("done")) == before
+
+
+def test_a_key_of_no_task_is_not_completed(run, store):
+    claim(store, identity("order", namespace="http"), lease_ms=-1)
+    result = run("complete", "order", "--task", "http", "--value", "17", "--yes")
+    assert result.exit_code == 1
+    assert "of a task of this app" in result.stderr
+    assert store.get(identity("order", namespace="http")).state is State.PROCESSING
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--value", "ch_17"), "is no JSON"),
+        (("--value", "NaN"), "is no JSON"),
+        (("--value", "[" * 100_000), "is no JSON"),
+        (("--value", f'"{"x" * 1_100_000}"'), "keeps no result of more than"),
+        ((), "Give the value"),
+        (("--value", "1", "--value-file", "-"), "Give the value"),
+        (("--value", "1", "--step", ""), "--step is empty"),
+        (("--value", "1", "--reason", "x" * 501), "500 characters"),
+    ],
+    ids=lambda words: " ".join(words)[:20] if isinstance(words, tuple) else "",
+)
+def test_a_value_that_cannot_be_is_wrong_usage(every, run, store, words, problem):
+    result = run("complete", "stale", "--yes", *words)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.split())
+    assert store.get(identity("stale")).state is State.PROCESSING
+
+
 def test_all_that_match_are_counted_shown_and_told_one_by_one(every, run, store):
     words = ("forget", "--all", "--error", "CardDeclined")
     dry = run(*words, "--dry-run")
@@ -317,6 +397,8 @@ def test_an_interrupted_operation_says_how_far_it_came(store, run, monkeypatch):
         "forget",
         "forget --all order-17",
         "forget order-17 --state FAILED",
+        "forget --all --step pay",
+        "complete order-17 --value-file -",
         "list --since yesterday",
         "list --state lost",
         "list --error OSError --state stale",
@@ -356,8 +438,8 @@ def test_a_store_that_fails_in_the_middle_ends_an_operation(store, run, monkeypa
     monkeypatch.setattr(store, "forget", down)
     result = run("forget", "--all", "--yes")
     assert result.exit_code == 3
-    assert "1 unknown" in result.stderr
-    assert "2 not tried" in result.stderr
+    assert "2 unknown" in result.stderr
+    assert "1 not tried" in result.stderr
 
 
 def test_stats_counts_records_and_outcomes(every, run, store):

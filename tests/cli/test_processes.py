@@ -116,6 +116,34 @@ def test_a_killed_worker_is_told_of_swept_and_released(histories):
     assert store.get(identity) is None
 
 
+def test_what_a_killed_worker_did_is_completed_and_its_redelivery_gets_the_value(histories):
+    """Its message comes back, and so does a duplicate: neither does it again."""
+    site, gate = histories
+    site.worker(concurrency=1)
+    never = gate.with_name("never at all")
+    message = site.message("keyed", "charged", 0.0, str(never), task_id="t-charged")
+    site.deliver(message)
+    wait_for(lambda: site.state("keyed", "charged") is State.PROCESSING, 30, "a run")
+    for worker in sites.SHARED_WORKERS:
+        worker.kill()
+    store, identity = get_store(site.app), Identity(namespace="keyed", key="charged")
+    wait_for(lambda: store.get(identity).stale(store.now_ms()), 30, "the end of a lease")
+
+    words = ("--task", "keyed", "--who", "alice", "--reason", "the bank has it", "--yes")
+    done = site.run("complete", "charged", "--value", '{"charge": "ch_17"}', *words)
+    assert done.code == 0, done.text
+    assert "alice chose to complete keyed key charged: the bank has it" in done.text
+
+    redelivered, settled = site.deliver(message), store.get(identity)
+    site.worker(concurrency=1)
+    duplicate = site.publish("keyed", "charged", 0.0, str(never))
+    assert duplicate.get(timeout=30) == {"charge": "ch_17"}
+    assert redelivered.get(timeout=30) == {"charge": "ch_17"}
+    assert site.ledger.count("start", "charged") == 1
+    assert store.get(identity) == settled
+    assert "is COMPLETED: alice completed it with a value" in site.run("explain", "charged").text
+
+
 def test_a_store_that_cannot_be_reached_is_exit_code_3():
     settings = {"broker_url": "memory://", "idempotency_store": "redis://127.0.0.1:1/0"}
     done = run_idempotency(app_module.__name__, app_module.environment(settings), "list")

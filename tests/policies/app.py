@@ -13,7 +13,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from celery.signals import (
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask, signals
 from celery_idempotent.celery import reserving
 from tests.support.apps import configure, environment, hurry, wait_at, wanted
-from tests.support.ledger import LEDGER_VARIABLE, Ledger
+from tests.support.ledger import LEDGER_VARIABLE, Ledger, Lines
 
 __all__ = ["crash_file", "environment", "make_app", "receipts"]
 
@@ -352,11 +352,9 @@ def _receipts_of(ledger: Ledger) -> Path:
     return ledger.path.with_suffix(".receipts")
 
 
-def receipts(ledger: Ledger) -> Iterator[dict[str, Any]]:
-    """Yield each message that arrived at a worker, in order, as it was: a line each."""
-    path = _receipts_of(ledger)
-    if path.exists():
-        yield from map(json.loads, path.read_bytes().splitlines())
+def receipts(ledger: Ledger) -> Lines[dict[str, Any]]:
+    """Return what reads the messages that arrived at a worker, in order, as they were: a line each."""
+    return Lines(_receipts_of(ledger), lambda line: line)
 
 
 def _receive(request: Any = None, **_: Any) -> None:

@@ -34,6 +34,9 @@ class Site(sites.Site):
 
     module: ClassVar[Any] = app_module
 
+    def __post_init__(self) -> None:
+        self._arrived = app_module.receipts(self.ledger)
+
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def length(self, queue: str | None = None) -> int:
@@ -48,12 +51,12 @@ class Site(sites.Site):
 
     def receipts(self, text: str = "") -> list[dict[str, Any]]:
         """Return the messages that arrived at workers, in order, those with ``text`` in their id or body."""
-        found = app_module.receipts(self.ledger)
+        found = self._arrived.read()
         return [each for each in found if text in each["id"] or text in each["body"]]
 
     def received(self, task_id: str) -> int:
         """Return how often a message with this task id arrived."""
-        return sum(each["id"] == task_id for each in app_module.receipts(self.ledger))
+        return sum(each["id"] == task_id for each in self._arrived.read())
 
     def receipt(self, task_id: str) -> dict[str, Any]:
         """Return the first message with this task id, as soon as it has arrived."""
@@ -77,7 +80,7 @@ class Site(sites.Site):
 
         def double() -> None:
             seen: set[str] = set()
-            while not stop.wait(0.01):
+            while not stop.wait(0.02):
                 for receipt in self.receipts(text):
                     if receipt["id"] not in seen:
                         seen.add(receipt["id"])

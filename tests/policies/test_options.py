@@ -89,8 +89,16 @@ class TestEveryWay:
             make(namespace="CELERY", **{f"idempotency_{option}": bad})
 
 
-@pytest.mark.parametrize("prefix", ["", "CELERY"], ids=["settings", "namespace"])
+PLAIN_TOO = pytest.mark.parametrize(
+    "prefix", [pytest.param("", id="settings", marks=pytest.mark.wide), "CELERY"]
+)
+NAMESPACE_TOO = pytest.mark.parametrize(
+    "prefix", ["", pytest.param("CELERY", marks=pytest.mark.wide)]
+)
+
+
 class TestOnAWorker:
+    @PLAIN_TOO
     def test_settings_take_effect(self, open_site, key, gate, prefix):
         """One worker whose every task has these policies; the publisher of this process has them, too."""
         site = open_site(
@@ -122,6 +130,7 @@ class TestOnAWorker:
         assert record.value.compression == "application/x-gzip"
         assert site.ledger.count("start", key) == 1
 
+    @NAMESPACE_TOO
     def test_the_time_to_wait_takes_effect(self, open_site, key, gate, prefix):
         site = open_site(
             "redis", idempotency_on_conflict="wait", idempotency_wait={"milliseconds": 700}

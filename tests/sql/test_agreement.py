@@ -17,7 +17,7 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.sql import databases
 from tests.stores.test_agreement import IDENTITIES, Agreement
-from tests.support.tiers import PHASES
+from tests.support.tiers import PHASES, examples
 
 pytest.importorskip("django")
 
@@ -81,7 +81,7 @@ def test_both_stores_answer_alike(open_store: Callable[..., DjangoStore], vendor
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40 if vendor == "sqlite" else 15,
+            max_examples=examples(15, 40) if vendor == "sqlite" else examples(6, 15),
             stateful_step_count=40,
             phases=PHASES,
             deadline=None,

@@ -32,6 +32,7 @@ class Till:
     def __init__(self, store: DjangoStore) -> None:
         self.store = store
         self.alias = store.alias
+        self._other = connections.create_connection(self.alias)
         self.run = make_runner(store, atomic=True, lease_ms=20_000).execute
 
     def pay(self, key: str, error: Exception | None = None) -> object:
@@ -54,15 +55,17 @@ class Till:
         return bool(paid)
 
     def paid(self, key: str) -> int:
-        other = connections.create_connection(self.alias)
-        try:
-            with other.cursor() as cursor:
-                cursor.execute("SELECT count(*) FROM payments WHERE name = %s", (key,))
-                ((paid,),) = cursor.fetchall()
-        finally:
-            other.close()
+        with self._other.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM payments WHERE name = %s", (key,))
+            ((paid,),) = cursor.fetchall()
         assert paid in (0, 1)
         return int(paid)
+
+    def close(self) -> None:
+        self._other.close()
+        connections[self.alias].close()
+        execute(self.alias, "DROP TABLE payments")
+        connections[self.alias].close()
 
     def clean(self, key: str) -> None:
         """The thread's connection is in no transaction, and the next task runs by it."""
@@ -86,9 +89,7 @@ def till(request: pytest.FixtureRequest, open_store: Callable[..., DjangoStore])
     till = Till(open_store(request.param))
     execute(till.alias, "CREATE TABLE payments (name varchar(50))")
     yield till
-    connections[till.alias].close()
-    execute(till.alias, "DROP TABLE payments")
-    connections[till.alias].close()
+    till.close()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

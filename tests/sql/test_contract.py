@@ -17,6 +17,7 @@ from tests.sql.databases import shift, stop
 class SQLContract(StoreContract):
     vendor: str
     level = ""
+    many = 12  # each thread has a connection of its own
 
     @pytest.fixture
     def store(self, open_store: Callable[..., Store]) -> Store:

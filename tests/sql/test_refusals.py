@@ -15,6 +15,7 @@ from celery_idempotent.records import (
     ClaimRequest,
     Held,
     Identity,
+    Intervention,
     Mismatched,
     Record,
     SettleRequest,
@@ -195,3 +196,20 @@ def test_on_sqlite_a_refusal_does_not_wait_for_the_writer(open_store: Callable[.
     assert took < 2
     assert patience == before
     assert before[0][0] > 2_000
+
+
+def test_what_operators_did_ends_with_its_record_also_where_an_older_version_makes_the_next(
+    open_store: Callable[..., DjangoStore],
+) -> None:
+    """Which knows nothing of the column, and leaves it as it is."""
+    store = open_store("sqlite")
+    done = Intervention(operation="complete", who="alice")
+    record = claimed(store)
+    assert store.amend(KEY, token=record.token, name="pay", value=VALUE, intervention=done)
+    found = store.get(KEY)
+    assert found is not None
+    assert len(found.interventions) == 1
+    execute(store.alias, "UPDATE celery_idempotent_record SET created_ms = created_ms + 1")
+    found = store.get(KEY)
+    assert found is not None
+    assert found.interventions == ()

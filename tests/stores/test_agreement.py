@@ -37,7 +37,7 @@ from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 from tests.stores.shifted import FixedLink
-from tests.support.tiers import PHASES
+from tests.support.tiers import PHASES, examples
 
 pytestmark = pytest.mark.redis
 
@@ -300,7 +300,7 @@ def test_both_stores_answer_alike(redis_url: str, redis_client: redis.Redis, pre
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=60,
+                max_examples=examples(20, 60),
                 stateful_step_count=40,
                 phases=PHASES,
                 deadline=None,

@@ -48,7 +48,7 @@ from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import BadLink, DatedLink, public
 from tests.stores.shifted import FixedLink
-from tests.support.tiers import PHASES
+from tests.support.tiers import PHASES, examples
 
 pytestmark = pytest.mark.redis
 
@@ -427,11 +427,11 @@ class Races(RuleBasedStateMachine):
         self.spy.close()
 
 
-def run(machine: type[Races], examples: int) -> None:
+def run(machine: type[Races], count: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=count,
             stateful_step_count=50,
             phases=PHASES,
             deadline=None,
@@ -446,14 +446,14 @@ def fixed(redis_url: str, redis_client: redis.Redis, prefix: str) -> dict[str, A
 
 
 def test_whatever_the_cache_loses_or_brings_back_it_answers_as_a_plain_store(fixed):
-    run(type("Races", (Races,), fixed), 40)
+    run(type("Races", (Races,), fixed), examples(15, 40))
     seen = fixed["seen"]
     for event in ("claim Settled", "look Cached", "forget bool", "flushed"):
         assert seen[event], (event, seen)
 
 
 def test_however_calls_overlap_it_answers_as_a_plain_store(fixed):
-    run(type("Races", (Races,), {**fixed, "chaos": False}), 40)
+    run(type("Races", (Races,), {**fixed, "chaos": False}), examples(15, 40))
     seen = fixed["seen"]
     assert seen["half forgotten"] == 0
     for event in ("claim Settled", "look Cached", "forget bool"):

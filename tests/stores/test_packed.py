@@ -24,6 +24,7 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.redis.packed import pack_settled, unpack_record
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.stores.values import unpack_value
+from tests.support.tiers import examples
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 identity = Identity(namespace="charge", key="order-17")
@@ -68,7 +69,9 @@ def test_a_settled_record_comes_back(record):
     lease_ms=st.integers(1, 2**36),
 )
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25, 50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_a_live_record_comes_back(redis_store: RedisStore, task_id, worker, fingerprint, lease_ms):
     answer = redis_store.claim(

@@ -28,6 +28,7 @@ PERMISSIONS = (
     "view_result",
     "release_record",
     "requeue_record",
+    "complete_record",
     "fail_record",
     "forget_record",
 )

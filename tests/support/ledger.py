@@ -6,13 +6,41 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-__all__ = ["LEDGER_VARIABLE", "Entry", "Ledger"]
+__all__ = ["LEDGER_VARIABLE", "Entry", "Ledger", "Lines"]
 
 #: The environment variable by which a worker learns where its ledger is.
 LEDGER_VARIABLE = "CELERY_IDEMPOTENT_TEST_LEDGER"
+
+
+T = TypeVar("T")
+
+
+class Lines(Generic[T]):
+    """The lines of a file that only grows, each read and parsed once: tests ask often, and the file grows long."""
+
+    def __init__(self, path: Path, parse: Callable[[Any], T]) -> None:
+        self.path = path
+        self._parse = parse
+        self._lock = threading.Lock()
+        self._known: list[T] = []
+        self._offset = 0
+
+    def read(self) -> list[T]:
+        """Return all that are whole, in the order of their writing."""
+        with self._lock:
+            if self.path.exists():
+                with self.path.open("rb") as file:
+                    file.seek(self._offset)
+                    lines = file.read()
+                lines = lines[: lines.rfind(b"\n") + 1]
+                self._offset += len(lines)
+                self._known += [self._parse(json.loads(line)) for line in lines.splitlines()]
+            return list(self._known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +59,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._lock = threading.Lock()
-        self._known: list[Entry] = []
-        self._offset = 0
+        self._lines = Lines(self.path, lambda line: Entry(**line))
 
     @classmethod
     def from_env(cls) -> Ledger:
@@ -56,12 +82,9 @@ class Ledger:
         self, phase: str | None = None, key: object | None = None, task_id: str | None = None
     ) -> list[Entry]:
         """Return the entries in the order of their writing, all or those that match."""
-        with self._lock:
-            self._read_on()
-            found = list(self._known)
         return [
             entry
-            for entry in found
+            for entry in self._lines.read()
             if (phase is None or entry.phase == phase)
             and (key is None or entry.key == str(key))
             and (task_id is None or entry.task_id == task_id)
@@ -72,14 +95,3 @@ class Ledger:
     ) -> int:
         """Return how many entries match."""
         return len(self.entries(phase, key, task_id))
-
-    def _read_on(self) -> None:
-        """Read the lines that were appended since the last time: tests ask often, and the file grows long."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            lines = file.read()
-        lines = lines[: lines.rfind(b"\n") + 1]
-        self._offset += len(lines)
-        self._known += [Entry(**json.loads(line)) for line in lines.splitlines()]

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import Phase
+from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["PHASES", "SMOKE", "is_brief"]
+__all__ = ["PHASES", "SMOKE", "examples", "is_brief"]
 
+#: `make test-all` asks for more examples of everything that is tried with any.
+_THOROUGH = "CELERY_IDEMPOTENT_THOROUGH" in os.environ
 #: A counterexample is not made shorter, which takes minutes, unless it is asked for.
 PHASES = tuple(
     phase
     for phase in Phase
     if phase is not Phase.shrink or "CELERY_IDEMPOTENT_SHRINK" in os.environ
 )
+
+
+def examples(few: int, many: int) -> int:
+    """Return how many examples to try: few, or many in `make test-all`."""
+    return many if _THOROUGH else few
+
+
+# Of what says nothing else. To draw one takes long on a machine with other things to do: that is no failure.
+settings.register_profile(
+    "tests",
+    max_examples=examples(35, 100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
+
 
 #: One test of the contract for each verb and each index. With those of concurrency they show that a server executes
 #: the same scripts, or a wrapper passes on the same calls; what the scripts decide is the whole contract's on Redis.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from kombu import serialization
 
@@ -557,8 +557,6 @@ def test_a_fingerprint_does_not_depend_on_how_arguments_are_passed():
     } == {fingerprint("o-1", 5)}
 
 
-# Drawing is slow on a machine with other things to do.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(in_json, in_json)
 def test_position_keyword_and_default_agree_for_all_values(value: Any, default: Any):
     def task(a, b=default, *, c=default): ...

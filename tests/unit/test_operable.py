@@ -1,10 +1,10 @@
-"""Operations in code: `task.idempotency_release`, `_requeue` and `_fail`, as `_forget` does them."""
+"""Operations in code: `task.idempotency_release` and its sisters."""
 
 from __future__ import annotations
 
 import pytest
 
-from celery_idempotent import InProgress
+from celery_idempotent import FailedByOperator, IdempotentTask, InProgress
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.admin import TASK, claim, identity, make_app, settle
@@ -52,3 +52,113 @@ def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(store, task, ope
     assert operate("busy", force=True, reason="it hangs") is True
     found = store.get(identity("busy"))
     assert found is None or found.state is not State.PROCESSING
+
+
+def answer(task, key):
+    return task.apply((key,), throw=True).get()
+
+
+def interrupted(store, key, **more):
+    record = claim(store, key, fingerprint=None, **more)
+    return store.interrupt(record.identity, token=record.token)
+
+
+class TestComplete:
+    def test_whoever_asks_again_gets_the_value_and_the_record_keeps_who_and_why(self, store, task):
+        interrupted(store, "paid")
+        value = {"charge": "ch_17", "at": None}
+        assert task.idempotency_complete("paid", value, who="alice", reason="ticket 47") is True
+        assert answer(task, "paid") == value
+        found = task.idempotency_record("paid")
+        assert (found.state, found.attempts) == (State.COMPLETED, 1)
+        assert (found.settled_by.operation, found.settled_by.who) == ("complete", "alice")
+        assert found.settled_by.reason == "ticket 47"
+
+    def test_what_failed_may_have_taken_effect(self, store, task):
+        interrupted(store, "paid")
+        assert task.idempotency_fail("paid", who="bob", reason="gave up")
+        with pytest.raises(FailedByOperator):
+            answer(task, "paid")
+        assert task.idempotency_complete("paid", 17, who="alice")
+        assert answer(task, "paid") == 17
+        noted = task.idempotency_record("paid").interventions
+        assert [(each.operation, each.who) for each in noted] == [
+            ("fail", "bob"),
+            ("complete", "alice"),
+        ]
+
+    def test_what_is_completed_stays_as_it_is(self, store, task):
+        assert answer(task, "done") == 0
+        assert task.idempotency_complete("done", 17) is False
+        assert task.idempotency_complete("nothing", 17) is False
+        assert answer(task, "done") == 0
+
+    def test_a_live_owner_keeps_its_key_unless_forced_with_a_reason(self, store, task):
+        claim(store, "busy", fingerprint=None)
+        with pytest.raises(InProgress, match="complete"):
+            task.idempotency_complete("busy", 17)
+        with pytest.raises(ValueError, match="say why"):
+            task.idempotency_complete("busy", 17, force=True)
+        assert task.idempotency_complete("busy", 17, force=True, reason="it hangs")
+        assert answer(task, "busy") == 17
+
+    @pytest.mark.parametrize(
+        ("value", "problem"), [(object(), "cannot be written"), ("x" * 1001, "keeps no result")]
+    )
+    def test_a_value_that_the_task_could_not_return_is_refused(self, store, value, problem):
+        task = make_app(store, idempotency_max_result_bytes=1000).tasks[TASK]
+        before = interrupted(store, "paid")
+        for step in (None, "pay"):
+            with pytest.raises(ValueError, match=problem):
+                task.idempotency_complete("paid", value, step=step)
+        assert store.get(identity("paid")) == before
+
+    def test_it_is_kept_also_where_the_task_keeps_no_results(self, store):
+        task = make_app(store, idempotency_store_result=False).tasks[TASK]
+        interrupted(store, "paid")
+        assert task.idempotency_complete("paid", 17)
+        assert answer(task, "paid") == 17
+
+
+class TestSteps:
+    def test_a_step_that_took_effect_is_not_repeated_and_one_that_did_not_is(self, store):
+        app, calls = make_app(store), []
+
+        @app.task(bind=True, base=IdempotentTask, idempotency_key="order", shared=False)
+        def pay(self, order):
+            done = [self.idempotency.step(name, calls.append, name) for name in ("a", "b")]
+            return done if order == "fine" else {}[order]
+
+        with pytest.raises(KeyError):
+            pay.apply(("o",), throw=True)
+        assert calls == ["a", "b"]
+        assert pay.idempotency_forget("o", step="a", who="alice") is True
+        assert pay.idempotency_complete("o", "ch_17", step="b", who="alice", reason="asked") is True
+        with pytest.raises(KeyError):
+            pay.apply(("o",), throw=True)
+        assert calls == ["a", "b", "a"]
+        record = pay.idempotency_record("o")
+        assert [(each.operation, each.step) for each in record.interventions] == [
+            ("forget", "a"),
+            ("complete", "b"),
+        ]
+
+    def test_what_has_no_such_step_is_left_alone(self, store, task):
+        interrupted(store, "o")
+        before = store.get(identity("o"))
+        assert task.idempotency_forget("o", step="pay") is False
+        assert task.idempotency_forget("nothing", step="pay") is False
+        settle(store, claim(store, "done"))
+        assert task.idempotency_complete("done", 1, step="pay") is False
+        assert store.get(identity("o")) == before
+        with pytest.raises(ValueError, match="name of a step"):
+            task.idempotency_forget("o", step="")
+
+    def test_a_live_owner_loses_the_claim_if_it_is_forced(self, store, task):
+        record = claim(store, "busy")
+        with pytest.raises(InProgress):
+            task.idempotency_complete("busy", 1, step="pay")
+        how = {"force": True, "reason": "it hangs"}
+        assert task.idempotency_complete("busy", 1, step="pay", **how)
+        assert store.get(record.identity).state is State.INTERRUPTED
+        assert not store.checkpoint(record.identity, token=record.token, name="b", value=b"")

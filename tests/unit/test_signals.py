@@ -102,6 +102,7 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 def test_there_is_one_for_each_outcome():
     assert set(NAMES) == {
+        "amended",
         "forgotten",
         "requeued",
         "reserved",

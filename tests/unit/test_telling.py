@@ -82,7 +82,7 @@ class Place(NamedTuple):
         self.clock.advance(6000)
         return reaper.sweep(self.app)
 
-    def operate(self, operation: operations.Operation, record: Record) -> None:
+    def operate(self, operation: operations.Operation, record: Record, **about: Any) -> None:
         outcome = operations.operate(
             self.app,
             KEY,
@@ -92,6 +92,7 @@ class Place(NamedTuple):
             force=True,
             who="ada",
             reason="it is\nstuck",
+            **about,
         )
         assert outcome is operations.Outcome.DONE
 
@@ -370,6 +371,21 @@ class TestOperator:
         assert line == f"idempotency: ada chose to {operation} billing key o: it is stuck"
         if operation == "fail":
             assert isinstance(heard.events[0][2].error, FailedByOperator)
+
+    @pytest.mark.parametrize(
+        ("step", "expected", "what"),
+        [
+            (None, "settled COMPLETED", "complete"),
+            ("100%", "amended INTERRUPTED", "complete step '100%' of"),
+        ],
+    )
+    def test_completing(self, heard, step, expected, what):
+        place = make_place(heard)
+        value = place.task.idempotency_definition().codec.dump_given(17)
+        place.operate("complete", place.claim(), step=step, value=value)
+        told(place, expected, who="ada")
+        line = heard.lines[0].getMessage()
+        assert line == f"idempotency: ada chose to {what} billing key o: it is stuck"
 
     def test_an_operation_that_came_too_late(self, heard, monkeypatch):
         """The owner completed between the look and the write."""

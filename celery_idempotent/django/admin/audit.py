@@ -32,14 +32,14 @@ class LogNote:
 
     def __init__(self, begun: Begun, user_pk: int | str) -> None:
         self._wording = WORDINGS[begun.operation]
-        self._forced, self._reason = begun.forced, begun.reason
+        self._forced, self._reason, self._step = begun.forced, begun.reason, begun.step
         # Not log_action(): Django 5.1 gave it another name and other arguments.
         self._entry = LogEntry.objects.create(
             user_id=user_pk,
             content_type=_content_type(),
             object_id=unparse(begun.identity),
             object_repr=str(begun.identity)[:200],
-            action_flag=DELETION if begun.operation == "forget" else CHANGE,
+            action_flag=DELETION if begun.operation == "forget" and not begun.step else CHANGE,
             change_message=self._message(
                 f"{self._wording.button}: begun, and it is not known how it ended"
             ),
@@ -72,6 +72,8 @@ class LogNote:
             logger.warning("idempotency: the admin's log does not have how it ended: %s", error)
 
     def _message(self, message: str, trouble: str = "") -> str:
+        if self._step is not None:
+            message += f", step {self._step}"
         if self._forced:
             message += ", forced on a live owner"
         if trouble:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from time import monotonic
 
 from django.contrib import messages
 from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import OPERATIONS, Operation
+from celery_idempotent.celery.operations import ON_MANY, Operation
 from celery_idempotent.django.admin.base import guarded
-from celery_idempotent.django.admin.forms import ConfirmForm
-from celery_idempotent.django.admin.listing import PER_PAGE
+from celery_idempotent.django.admin.forms import ConfirmForm, FilterForm
+from celery_idempotent.django.admin.listing import PER_PAGE, looked_through
 from celery_idempotent.django.admin.operating import Mark, OperationPages, PlanLine
 from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.errors import IdempotencyError
+from celery_idempotent.operations.bulk import Ended, carry_out, collect
+from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
-logger = logging.getLogger(__name__)
+#: So many records, each a field of the form, can be asked about: Django takes 1,000 fields.
+MOST = 500
 
-#: For so many seconds records are operated on: a store that does not answer costs a time-out for each.
-_LONGEST_SECONDS = 20.0
+#: So many records a request operates on, and for so many seconds; what is left is gone on with by a button.
+STEP, _LONGEST_SECONDS = 100, 20.0
+
+#: In which order a question shows verdicts, and a summary: what needs somebody first.
+_ASKED: tuple[Verdict, ...] = ("do", "live", "left")
+_TOLD: tuple[Verdict, ...] = ("failed", "unsent", "refused", "changed", "done", "untried")
+
+_OWNER_WAS_LIVE = "Left alone: its owner was live."
 
 #: The verdicts of the summary, and what it says when it counts them.
 _COUNTED: dict[Verdict, str] = {
@@ -33,7 +40,7 @@ _COUNTED: dict[Verdict, str] = {
     "changed": "left alone, changed since shown",
     "refused": "left alone, refused",
     "failed": "failed",
-    "untried": "not tried",
+    "untried": "not tried yet",
 }
 
 
@@ -47,104 +54,138 @@ class BulkPages(OperationPages):
         back = self.address("changelist") + (f"?{query}" if query else "")
         if request.method == "GET":
             return HttpResponseRedirect(back)  # after a login in between
-        operation = next((each for each in OPERATIONS if each == post.get("operation")), None)
+        operation = next((each for each in ON_MANY if each == post.get("operation")), None)
         if operation is None:
             return _back_with(request, back, "No action selected. Nothing was done.")
         self.permit(request, operation)
-        confirmed = bool(post.get("confirmed"))
-        marks = _read_marks(
-            post.getlist("shown" if post.get("all") and not confirmed else "record")
-        )
-        live = _read_marks(post.getlist("live"))
-        if not marks and not live:
+        if post.get("confirmed"):
+            return self._answered(request, operation, back)
+        found: Iterable[tuple[Mark, Record | None]]
+        more = False
+        if post.get("every"):
+            form = FilterForm(request.GET)
+            if not form.is_valid() or not form.chosen() or form.cleaned_data["key"]:
+                return _back_with(request, back, "Filter the list first. Nothing was done.")
+            store = get_store(celery_app())
+            records, more = collect(store, operation, looked_through(store, form), limit=MOST)
+            found = [(Mark.of(record), record) for record in records]
+        else:
+            found = self._now(_read_marks(post.getlist("shown" if post.get("all") else "record")))
+            if len(found) > PER_PAGE:
+                return _back_with(request, back, f"Select {PER_PAGE} records at most.")
+        if not found:
             return _back_with(request, back, "No record selected. Nothing was done.")
-        if len(marks) + len(live) > PER_PAGE:
-            return _back_with(request, back, f"Select {PER_PAGE} records at most.")
-        form = ConfirmForm(post if confirmed else None, operation=operation, live=len(live))
-        context: dict[str, object] = {
+        return self._question(request, operation, back, found, more=more)
+
+    @staticmethod
+    def _now(marks: Iterable[Mark]) -> list[tuple[Mark, Record | None]]:
+        """Return with each mark the record as it is now."""
+        store = get_store(celery_app())
+        return [(mark, store.get(mark.identity)) for mark in marks]
+
+    def _question(
+        self,
+        request: HttpRequest,
+        operation: Operation,
+        back: str,
+        found: Iterable[tuple[Mark, Record | None]],
+        *,
+        more: bool = False,
+        form: ConfirmForm | None = None,
+    ) -> HttpResponse:
+        """Ask about these records, those first to which something is done; ``form``: again, for it has faults."""
+        now_ms = get_store(celery_app()).now_ms()
+        lines = [self.plan(operation, mark, record, now_ms) for mark, record in found]
+        lines.sort(key=lambda line: _ASKED.index(line.verdict))
+        counts = Counter(line.verdict for line in lines)
+        doing = [line.mark for line in lines if line.verdict == "do"]
+        context = {
+            "title": f"{WORDINGS[operation].button} the selected records: are you sure?",
             "operation": operation,
             "wording": WORDINGS[operation],
             "back": back,
-        }
-        if form.is_valid():
-            lines = list(self._carry_out_all(request, operation, marks, live, form))
-            return self._summary(request, operation, lines, context)
-        shown = [*marks, *live] if confirmed else marks
-        store = get_store(celery_app())
-        now_ms = store.now_ms()
-        lines = [self.plan(operation, mark, store.get(mark.identity), now_ms) for mark in shown]
-        counts = Counter(line.verdict for line in lines)
-        if not confirmed:
-            form = ConfirmForm(operation=operation, live=counts["live"])
-        context |= {
-            "title": f"{WORDINGS[operation].button} the selected records: are you sure?",
-            "lines": lines,
+            "lines": lines[:PER_PAGE],
+            "unseen": lines[PER_PAGE:],
+            "more": more,
             "doing": counts["do"],
             "live": counts["live"],
             "left": counts["left"],
+            "form": form or ConfirmForm(operation=operation, marks=doing, live=counts["live"]),
+        }
+        return self.render(request, "bulk", context, status=200 if form is None else 400)
+
+    def _answered(self, request: HttpRequest, operation: Operation, back: str) -> HttpResponse:
+        """Operate on the records that were asked about, for a while, and say what came of each."""
+        post = request.POST
+        marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
+        if not marks and not live:
+            return _back_with(request, back, "No record selected. Nothing was done.")
+        if len(marks) + len(live) > MOST:
+            return _back_with(request, back, f"Select {MOST} records at most.")
+        form = ConfirmForm(post, operation=operation, marks=marks, live=len(live))
+        if not form.is_valid():
+            return self._question(request, operation, back, self._now([*marks, *live]), form=form)
+        lines = self._carry_out_all(request, operation, [*marks, *live], len(marks), form)
+        counted = Counter(line.verdict for line in lines)
+        context = {
+            "title": f"{WORDINGS[operation].button}: what came of it",
+            "operation": operation,
+            "wording": WORDINGS[operation],
+            "back": back,
+            "lines": sorted(lines, key=lambda line: _TOLD.index(line.verdict)),
+            "counts": [
+                f"{counted[each]} {text}" for each, text in _COUNTED.items() if counted[each]
+            ],
+            "tone": "well" if set(counted) <= {"done"} else "bad" if counted["failed"] else "",
+            "rest": counted["untried"],
+            "live": {mark.identity for mark in live},
             "form": form,
         }
-        return self.render(request, "bulk", context, status=400 if confirmed else 200)
+        return self.render(request, "summary", context)
 
     def _carry_out_all(
         self,
         request: HttpRequest,
         operation: Operation,
-        marks: Iterable[Mark],
-        live: Iterable[Mark],
+        marks: Sequence[Mark],
+        live_from: int,
         form: ConfirmForm,
-    ) -> Iterator[PlanLine]:
-        """Operate on one record after the other, whatever comes of those before it."""
-        reason, force = form.cleaned_data["reason"], form.cleaned_data.get("force", False)
+    ) -> list[PlanLine]:
+        """Operate on one record after the other, as far as one comes; from ``live_from`` on their owners were live."""
         give_up = monotonic() + _LONGEST_SECONDS
-        for mark in marks:
-            yield self._carry_out_one(request, operation, mark, reason, give_up, force=False)
-        for mark in live:
-            if force:
-                yield self._carry_out_one(request, operation, mark, reason, give_up, force=True)
-            else:
-                yield self.line(mark, "refused", "Left alone: its owner was live.")
+        force = bool(form.cleaned_data.get("force", False))
 
-    def _carry_out_one(
-        self,
-        request: HttpRequest,
-        operation: Operation,
-        mark: Mark,
-        reason: str,
-        give_up: float,
-        *,
-        force: bool,
-    ) -> PlanLine:
-        if monotonic() > give_up:
-            return self.line(mark, "untried", "Not tried: those before it took too long.")
-        try:
-            ending = ENDINGS[self.carry_out(request, operation, mark, reason=reason, force=force)]
-        except IdempotencyError as error:
-            logger.warning("idempotency: %s of %s failed: %s", operation, mark.identity, error)
-            return self.line(mark, "failed", f"It may have been done, or not: {error}")
-        except Exception as error:  # a fault that concerns one record; the others wait
-            logger.exception("idempotency: %s of %s failed", operation, mark.identity)
-            text = f"It may have been done, or not: {type(error).__name__}. The log says more."
-            return self.line(mark, "failed", text)
-        return self.line(mark, ending.verdict, ending.line.format(done=WORDINGS[operation].done))
+        def in_time(part: Sequence[Mark]) -> Iterator[Mark]:
+            for mark in part:
+                if monotonic() > give_up:
+                    return
+                yield mark
 
-    def _summary(
-        self,
-        request: HttpRequest,
-        operation: Operation,
-        lines: list[PlanLine],
-        context: dict[str, object],
-    ) -> HttpResponse:
-        counted = Counter(line.verdict for line in lines)
-        context |= {
-            "title": f"{WORDINGS[operation].button}: what came of it",
-            "lines": lines,
-            "counts": [
-                f"{counted[each]} {text}" for each, text in _COUNTED.items() if counted[each]
-            ],
-            "well": set(counted) <= {"done"},
-        }
-        return self.render(request, "summary", context)
+        lines: list[PlanLine] = []
+        for part, forced in ((marks[:live_from], False), (marks[live_from:], True)):
+            if forced and not force:
+                lines += [self.line(each, "refused", _OWNER_WAS_LIVE) for each in part]
+                continue
+            ended = carry_out(
+                celery_app(),
+                operation,
+                in_time(part[: max(STEP - len(lines), 0)]),
+                force=forced,
+                who=request.user.get_username(),
+                reason=form.cleaned_data["reason"],
+            )
+            done = [self._told(operation, each) for each in ended]
+            lines += done
+            lines += [self.line(each, "untried", "Not tried yet.") for each in part[len(done) :]]
+        return lines
+
+    def _told(self, operation: Operation, ended: Ended[Mark]) -> PlanLine:
+        if ended.outcome is None:
+            text = f"It may have been done, or not: {ended.trouble}"
+            return self.line(ended.record, "failed", text)
+        ending = ENDINGS[ended.outcome]
+        text = ending.line.format(done=WORDINGS[operation].done)
+        return self.line(ended.record, ending.verdict, text)
 
 
 def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from celery_idempotent.celery.operations import Operation, is_live, offered
-from celery_idempotent.operations.wording import time_in_words
+from celery_idempotent.operations.wording import intervention_in_words, time_in_words
 from celery_idempotent.records import Record, State
 from celery_idempotent.stores.refusals import KEPT
 
@@ -53,8 +53,8 @@ class Detail:
         return f"ran out {text} ago" if left_ms < 0 else f"{text} left"
 
 
-def detail(record: Record, now_ms: int) -> Detail:
-    """Return what there is to say about a record at ``now_ms`` of the store's clock."""
+def detail(record: Record, now_ms: int, *, known: bool = True) -> Detail:
+    """Return what there is to say about a record at ``now_ms`` of the store's clock; ``known``: its task is."""
     # A host name has no colon but in IPv6. What follows the pid is a random id of the process.
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
     return Detail(
@@ -65,7 +65,7 @@ def detail(record: Record, now_ms: int) -> Detail:
         host=host,
         pid=pid,
         fingerprint=record.fingerprint.hex() if record.fingerprint else "",
-        operations=offered(record),
+        operations=offered(record, known=known),
         timeline=_timeline(record, now_ms),
         unknown=_not_recorded(record),
         steps=[(name, len(stored.body)) for name, stored in record.steps],
@@ -96,13 +96,18 @@ def _timeline(record: Record, now_ms: int) -> list[Moment]:
                 ahead=ahead,
             )
         )
+    dated += [
+        Moment(at=each.at, what=intervention_in_words(each))
+        for each in record.interventions
+        if each is not record.settled_by
+    ]
     moments = [
         Moment(at=record.created_at, what=_began(record)),
         *_between(record),
         *sorted(dated, key=lambda moment: moment.at or record.updated_at),
     ]
     if record.delivered:
-        moments.append(Moment(what="Its callbacks were sent on"))
+        moments.append(Moment(what="Its callbacks were sent"))
     return moments
 
 
@@ -152,6 +157,8 @@ def _not_recorded(record: Record) -> str:
 
 
 def _became(record: Record) -> str:
+    if record.settled_by is not None:
+        return intervention_in_words(record.settled_by)
     match record.state:
         case State.QUEUED if record.attempts:
             return "Queued again: its message is on its way once more"

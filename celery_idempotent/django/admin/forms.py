@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from django import forms
 
-from celery_idempotent.celery.operations import Operation
+from celery_idempotent.celery.operations import LONGEST_REASON, Operation
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import namespace_of_view
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
+from celery_idempotent.operations.bulk import Seen, may_repeat
 from celery_idempotent.operations.finding import namespace_of, scope_in_words, scope_of_user
-from celery_idempotent.records import Selection, State
+from celery_idempotent.records import Selection, State, Stored
 
 if TYPE_CHECKING:
     from django.http import QueryDict
@@ -129,12 +131,32 @@ class PeriodForm(forms.Form):
     )
 
 
-class ConfirmForm(forms.Form):
-    """Is an operation meant? Without a live owner among the records there is nothing to force."""
+def _again(completed: int, ran: int, of: int) -> str:
+    """Return what has to be known: how many of the records took effect, and how many others may have."""
+    perhaps = ran - completed
+    if of == 1:
+        took = "It took effect" if completed else "It may have taken effect"
+        return f"{took}: I know that it may be done a second time."
+    parts = [f"{completed} took effect"] if completed else []
+    parts += [f"{perhaps} may have taken effect"] if perhaps else []
+    return f"{', '.join(parts)}, of {of} records: I know that they may be done a second time."
 
+
+class ConfirmForm(forms.Form):
+    """Is an operation meant? Without a live owner among the records there is nothing to force.
+
+    Where an effect may come about a second time that takes a tick and a reason.
+    """
+
+    again = forms.BooleanField(
+        error_messages={"required": "If you know that, say so here; else take a look first."}
+    )
     force = forms.BooleanField(required=False)
     reason = forms.CharField(
-        required=False, max_length=500, strip=True, widget=forms.Textarea(attrs={"rows": 3})
+        required=False,
+        max_length=LONGEST_REASON,
+        strip=True,
+        widget=forms.Textarea(attrs={"rows": 3}),
     )
     label = "{operation} also those with a live owner ({live})"
     #: Says why a live owner's record needs the tick and the reason; empty: without them it is left alone.
@@ -145,10 +167,17 @@ class ConfirmForm(forms.Form):
         data: QueryDict | None = None,
         *,
         operation: Operation,
+        marks: Sequence[Seen],
         live: int,
         initial: dict[str, object] | None = None,
     ) -> None:
         super().__init__(data, initial=initial)
+        ran = [mark.state for mark in marks if may_repeat(operation, mark.state)]
+        if ran:
+            self.fields["again"].label = _again(ran.count(State.COMPLETED), len(ran), len(marks))
+            self.fields["reason"].required = True
+        else:
+            del self.fields["again"]
         label = self.label.format(operation=operation.capitalize(), live=live)
         self.fields["force"].label = label
         if not live:
@@ -172,5 +201,38 @@ class OperationForm(ConfirmForm):
     state = forms.ChoiceField(
         choices=[(state.value, state.value) for state in State], widget=forms.HiddenInput
     )
+    #: What a step or a key is completed with, and which step is meant, if only one is.
+    value = forms.CharField(
+        label="Value, in JSON", strip=True, widget=forms.Textarea(attrs={"rows": 3})
+    )
+    step = forms.CharField(
+        required=False, max_length=MAX_CHARS, strip=False, label="Only this step, if not the whole"
+    )
+    field_order = ("value", "step", "again", "force", "reason")
     label = "{operation} it although its owner is live"
     must_force = "The owner of this key is at work, within its lease. To take the key away from it, say so here."
+
+    def __init__(
+        self,
+        data: QueryDict | None = None,
+        *,
+        operation: Operation,
+        marks: Sequence[Seen],
+        live: int,
+        read: Callable[[str], Stored],
+        of_step: bool = False,
+        initial: dict[str, object] | None = None,
+    ) -> None:
+        super().__init__(data, operation=operation, marks=marks, live=live, initial=initial)
+        self._read = read
+        if operation != "complete":
+            del self.fields["value"]
+        if of_step or operation != "complete":
+            del self.fields["step"]
+
+    def clean_value(self) -> Stored:
+        """Return the value as the task would write it."""
+        try:
+            return self._read(self.cleaned_data["value"])
+        except ValueError as error:
+            raise forms.ValidationError(str(error)) from None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from celery_idempotent.django.admin.forms import FilterForm
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 #: So many records make a page, and for them so many keys are looked at.
 PER_PAGE, LOOK_AT = 50, 5000
+
+#: For so many seconds all that a filter means is looked for.
+_LOOK_SECONDS = 10.0
 
 #: In so many tasks a key is searched for if none is named.
 SEARCHED = 30
@@ -66,6 +70,18 @@ def list_page(store: Store, form: FilterForm) -> Listing:
         left=left,
         left_or_more=bool(further),
     )
+
+
+def looked_through(store: Store, form: FilterForm) -> Iterator[Page]:
+    """Yield page after page of all that a valid form means, for some seconds; the last one may have a cursor."""
+    selection, cursor = form.selection(store.now_ms()), ""
+    give_up = monotonic() + _LOOK_SECONDS
+    while True:
+        page = store.list(selection, cursor=cursor, limit=LOOK_AT, look_at=LOOK_AT)
+        yield replace(page, records=tuple(_meant(page, form)))
+        cursor = page.cursor
+        if not cursor or monotonic() > give_up:
+            return
 
 
 def _meant(page: Page, form: FilterForm) -> list[Record]:

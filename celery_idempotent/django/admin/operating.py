@@ -9,6 +9,7 @@ A page about one record asks about one mark, the list about many (:mod:`~celery_
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from django.contrib import messages
@@ -18,16 +19,18 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from celery_idempotent.celery.operations import (
     Operation,
     Outcome,
-    is_live,
-    offered,
     operate,
 )
+from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.operations.bulk import may_repeat
+from celery_idempotent.operations.bulk import verdict as verdict_on
+from celery_idempotent.operations.values import value_from_json
+from celery_idempotent.records import Identity, Record, State, Stored
 from celery_idempotent.stores import get_store
 
 
@@ -87,21 +90,29 @@ class OperationPages(Pages):
         if identity is None or record is None:
             return self.gone(request, identity)
         back, wording = self.address_of(identity), WORDINGS[operation]
-        line = self.plan(operation, Mark.of(record), record, store.now_ms())
+        sent = request.method == "POST"
+        asked = request.GET.get("step") or None
+        step = asked or (operation == "complete" and request.POST.get("step")) or None
+        line = self.plan(operation, Mark.of(record), record, store.now_ms(), step=step)
         if line.verdict == "left":
             messages.warning(request, f"Nothing was done: {wording.refusal}")
             return HttpResponseRedirect(back)
-        live, sent = line.verdict == "live", request.method == "POST"
+        live = line.verdict == "live"
         form = OperationForm(
             request.POST if sent else None,
             operation=operation,
+            marks=() if live else (line.mark,),
             live=live,
+            read=functools.partial(value_from_json, celery_app(), identity),
+            of_step=asked is not None,
             initial={"token": record.token, "state": record.state.value},
         )
         if not form.is_valid():
             context = {
                 "title": f"{wording.button}: are you sure?",
                 "wording": wording,
+                "effect": wording.step_effect if asked else wording.effect,
+                "step": asked,
                 "operation": operation,
                 "record": record,
                 "identity": identity,
@@ -109,12 +120,19 @@ class OperationPages(Pages):
                 "stale": line.stale,
                 "form": form,
                 "back": back,
+                "again": may_repeat(operation, record.state),
             }
             return self.render(request, "operation", context, status=400 if sent else 200)
         given = form.cleaned_data
         mark = Mark(identity=identity, token=given["token"], state=State(given["state"]))
         outcome = self.carry_out(
-            request, operation, mark, reason=given["reason"], force=given.get("force", False)
+            request,
+            operation,
+            mark,
+            reason=given["reason"],
+            force=given.get("force", False),
+            step=step,
+            value=given.get("value"),
         )
         ending = ENDINGS[outcome]
         text = ending.message.format(done=wording.done, identity=identity)
@@ -133,7 +151,13 @@ class OperationPages(Pages):
         )
 
     def plan(
-        self, operation: Operation, mark: Mark, record: Record | None, now_ms: int
+        self,
+        operation: Operation,
+        mark: Mark,
+        record: Record | None,
+        now_ms: int,
+        *,
+        step: str | None = None,
     ) -> PlanLine:
         """Say what an operation would do to the record that a mark stands for, ``record`` being what is there now."""
         wording = WORDINGS[operation]
@@ -142,12 +166,14 @@ class OperationPages(Pages):
             text = "Left alone: there is no such record any more."
         elif Mark.of(record) != mark:
             text = "Left alone: it has changed since the list was shown."
-        elif operation not in offered(record):
-            text = f"Left alone: {wording.refusal}"
-        elif is_live(record, now_ms):
-            verdict, text = "live", "Left alone unless forced: its owner is live."
         else:
-            verdict, text = "do", f"Will be {wording.done.lower()}."
+            known = _known(operation, record)
+            verdict = verdict_on(operation, record, now_ms, known=known, step=step)
+            text = {
+                "left": f"Left alone: {wording.refusal}",
+                "live": "Left alone unless forced: its owner is live.",
+                "do": f"Will be {wording.done.lower()}.",
+            }[verdict]
         return PlanLine(
             mark=mark,
             verdict=verdict,
@@ -158,7 +184,15 @@ class OperationPages(Pages):
         )
 
     def carry_out(
-        self, request: HttpRequest, operation: Operation, mark: Mark, *, reason: str, force: bool
+        self,
+        request: HttpRequest,
+        operation: Operation,
+        mark: Mark,
+        *,
+        reason: str,
+        force: bool,
+        step: str | None = None,
+        value: Stored | None = None,
     ) -> Outcome:
         """Do an operation to a record as it was shown, and note it in the log.
 
@@ -174,4 +208,13 @@ class OperationPages(Pages):
             force=force,
             who=request.user.get_username(),
             reason=reason,
+            step=step,
+            value=value,
         )
+
+
+def _known(operation: Operation, record: Record) -> bool:
+    """May this app's tasks be asked to write a value of the record, where the operation takes one?"""
+    if operation != "complete":
+        return True
+    return definition_of(celery_app(), record.identity.namespace, load=True) is not None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
-from celery_idempotent.celery.operations import OPERATIONS
+from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
 
+    from celery_idempotent.records import Record
     from celery_idempotent.stores import Store
 
 #: So many messages of the outbox are shown, and so many names of tasks suggested.
@@ -117,9 +118,10 @@ class IdempotencyRecordAdmin(BulkPages):
             "title": "Idempotency records",
             "operations": [
                 (each, WORDINGS[each].button)
-                for each in OPERATIONS
+                for each in ON_MANY
                 if rows and self.may(request, f"{each}_record")
             ],
+            "every_match": bool(rows and more and form.chosen() and not form.cleaned_data["key"]),
             "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
             "form": form,
             "listing": listing,
@@ -165,8 +167,8 @@ class IdempotencyRecordAdmin(BulkPages):
         record = store.get(identity)
         if record is None:
             return self.gone(request, identity)
-        about = detail(record, store.now_ms())
         definition = definition_of(app, identity.namespace, load=True)
+        about = detail(record, store.now_ms(), known=definition is not None)
         may_see = self.may(request, "view_result")
         buttons = [
             (WORDINGS[each].button, self.address_of(identity, each), each)
@@ -187,11 +189,19 @@ class IdempotencyRecordAdmin(BulkPages):
             "may_see": may_see,
             "value": shown(app, record) if may_see and record.state.settled else None,
             "buttons": buttons,
+            "forget_step_url": self._forget_step_url(request, record),
             "result_url": self.address_of(identity, "result"),
             "log": audit.entries(identity),
             **(extra_context or {}),
         }
         return self.render(request, "record", context)
+
+    def _forget_step_url(self, request: HttpRequest, record: Record) -> str:
+        """Return where a step is forgotten, less its name; ``""`` where it cannot be, or not by this person."""
+        forgettable = any("forget" in offered(record, step=name) for name, _ in record.steps)
+        if not forgettable or not self.may(request, "forget_record"):
+            return ""
+        return f"{self.address_of(record.identity, 'forget')}?step="
 
     @guarded("GET")
     def result_view(self, request: HttpRequest, object_id: str) -> HttpResponse:

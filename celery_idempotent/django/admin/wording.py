@@ -17,12 +17,16 @@ Verdict = Literal["do", "live", "left", "done", "unsent", "changed", "refused", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """The words for one operation: on its button, before it, after it, and where it means nothing."""
+    """The words for one operation: on its button, before it, after it, and where it means nothing.
+
+    ``step_effect``: before it is done to one step, where it can be.
+    """
 
     button: str
     effect: str
     done: str
     refusal: str
+    step_effect: str = ""
 
 
 WORDINGS: Mapping[Operation, Wording] = MappingProxyType(
@@ -40,6 +44,16 @@ WORDINGS: Mapping[Operation, Wording] = MappingProxyType(
             done="Requeued",
             refusal="only an interrupted or a processing record whose message is stored can be requeued.",
         ),
+        "complete": Wording(
+            button="Complete",
+            effect="For what took effect although no run could say so. The key is settled as completed with the value"
+            " that you give: nothing runs for it, and whoever asks gets that value, as if a run had returned it. Ask"
+            " where the effect was to be, before you say what came of it.",
+            done="Completed",
+            refusal="only a record that is not completed, of a task of this app, can be completed; of the steps"
+            " those of an unfinished one.",
+            step_effect="The record keeps this result of the step: the next run takes it, and does not do that step.",
+        ),
         "fail": Wording(
             button="Fail",
             effect="The key is settled as failed: until its retention ends nothing runs for it, and whoever asks"
@@ -52,7 +66,9 @@ WORDINGS: Mapping[Operation, Wording] = MappingProxyType(
             effect="The record is deleted with all that it knows: the next call of this key runs, even if the"
             " operation took effect before.",
             done="Forgotten",
-            refusal="there is no record.",
+            refusal="there is no record, or no such step.",
+            step_effect="The result of this step is taken away: the next run does the step again, even if it took"
+            " effect before.",
         ),
     }
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any, TypeVar, get_args
@@ -33,6 +35,7 @@ __all__ = [
     "FINGERPRINT",
     "KEY",
     "MESSAGE",
+    "NAMES",
     "OTHER_FINGERPRINT",
     "STATES",
     "TASK_ID",
@@ -42,6 +45,7 @@ __all__ = [
     "EndState",
     "all_at_once",
     "attempt",
+    "crowd",
 ]
 
 Advance = Callable[[float], None]
@@ -58,6 +62,8 @@ TASK_ID = "6ff5d5ba-6ff1-4b4f-8f0e-4f0f2f1f0f3f"
 EVERY = tuple(state.name for state in State)
 STATES = (*EVERY, "STALE")
 END_STATES: tuple[EndState, ...] = get_args(EndState)
+#: So many that a sweep with a limit takes several turns.
+NAMES = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(40)]
 ENDS = {state.name: state for state in END_STATES}
 
 
@@ -68,14 +74,24 @@ def attempt() -> bytes:
 
 def all_at_once(count: int, do: Callable[[int], T]) -> list[T]:
     """Call ``do(0)`` to ``do(count - 1)``, each in a thread of its own, all started together."""
-    barrier = Barrier(count)
+    with crowd(count) as together:
+        return together(do)
 
-    def run(number: int) -> T:
-        barrier.wait()
-        return do(number)
 
+@contextlib.contextmanager
+def crowd(count: int) -> Iterator[Callable[[Callable[[int], T]], list[T]]]:
+    """Give :func:`all_at_once` for several rounds: the same threads, whose connections are open from the second on."""
+    barrier = Barrier(count)  # none goes on before each has come, so none comes twice in a round
     with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(run, range(count)))
+
+        def together(do: Callable[[int], T]) -> list[T]:
+            def run(number: int) -> T:
+                barrier.wait()
+                return do(number)
+
+            return list(threads.map(run, range(count)))
+
+        yield together
 
 
 class ContractBase:
@@ -84,6 +100,8 @@ class ContractBase:
     #: How long the tests' leases last, and records beyond them.
     lease_ms = 60_000
     keep_ms = 120_000
+    #: How many want one key at once.
+    many = 50
 
     @pytest.fixture
     def store(self) -> Store:

@@ -13,12 +13,13 @@ from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
     KEY,
     MESSAGE,
+    NAMES,
     TASK_ID,
     VALUE,
     Advance,
     ContractBase,
     EndState,
-    all_at_once,
+    crowd,
 )
 
 ANOTHER_VALUE = Stored(
@@ -324,18 +325,18 @@ class EndingContract(ContractBase):
     def test_of_a_settle_and_a_takeover_at_once_one_wins(
         self, store: Store, advance: Advance
     ) -> None:
-        for n in range(20):
-            name = dataclasses.replace(KEY, key=f"order-{n}")
-            zombie = self.claim(store, name)
-            advance(self.lease_ms + 1)
+        with crowd(2) as together:
+            for name in NAMES[:20]:
+                zombie = self.claim(store, name)
+                advance(self.lease_ms + 1)
 
-            def do(who: int, zombie: Record = zombie) -> object:
-                if who:
-                    return self.settle(store, zombie)
-                return self.try_claim(store, zombie.identity)
+                def do(who: int, zombie: Record = zombie) -> object:
+                    if who:
+                        return self.settle(store, zombie)
+                    return self.try_claim(store, zombie.identity)
 
-            claimed, settled = all_at_once(2, do)
-            assert isinstance(claimed, Claimed) is not settled
+                claimed, settled = together(do)
+                assert isinstance(claimed, Claimed) is not settled
 
     def _refused(self, store: Store, zombie: Record) -> None:
         assert self.renew(store, zombie) is False

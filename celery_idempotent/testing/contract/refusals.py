@@ -10,6 +10,7 @@ from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
     KEY,
     MESSAGE,
+    NAMES,
     OTHER_FINGERPRINT,
     STATES,
     TASK_ID,
@@ -18,6 +19,7 @@ from celery_idempotent.testing.contract.base import (
     ContractBase,
     EndState,
     all_at_once,
+    crowd,
 )
 
 
@@ -207,19 +209,15 @@ class RefusalContract(ContractBase):
         assert all(each.kind == "conflict" for each in found.refusals)
 
     def test_a_settle_and_conflicts_at_once_lose_no_result(self, store: Store) -> None:
-        for number in range(5):
-            identity = type(KEY)(namespace=KEY.namespace, key=f"{number}")
-            record = self.claim(store, identity)
-            ends = all_at_once(6, lambda n, r=record: self._settle_or_claim(store, r, n))  # type: ignore[misc]
-            assert ends[0] is True
-            found = store.get(identity)
-            assert found is not None
-            assert (found.state, found.value, found.token) == (
-                State.COMPLETED,
-                VALUE,
-                record.token,
-            )
-            assert found.task_id == TASK_ID
+        with crowd(6) as together:
+            for name in NAMES[:5]:
+                record = self.claim(store, name)
+                ends = together(lambda n, r=record: self._settle_or_claim(store, r, n))  # type: ignore[misc]
+                assert ends[0] is True
+                found = store.get(name)
+                assert found is not None
+                assert (found.state, found.value) == (State.COMPLETED, VALUE)
+                assert (found.token, found.task_id) == (record.token, TASK_ID)
 
     def _settle_or_claim(self, store: Store, record: Record, number: int) -> bool:
         if number == 0:

@@ -12,13 +12,12 @@ from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     KEY,
     MESSAGE,
+    NAMES,
     VALUE,
     Advance,
     ContractBase,
-    all_at_once,
+    crowd,
 )
-
-MANY = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(50)]
 
 
 class RequeueContract(ContractBase):
@@ -183,30 +182,31 @@ class RequeueContract(ContractBase):
         assert (again.crashes, again.reserved, again.on_stale) == (1, True, "requeue")
 
     def test_sweeps_at_once_requeue_each_record_once(self, store: Store, advance: Advance) -> None:
-        for name in MANY:
+        for name in NAMES:
             self.claim(store, name, on_stale="requeue", message=MESSAGE)
-        for crashes in (1, 1):
-            advance(self.lease_ms + 1)
-            reports = all_at_once(8, lambda _: store.sweep(limit=1000, requeue_ms=self.lease_ms))
-            swept = Counter(record.identity for report in reports for record in report.requeued)
-            assert swept == Counter(MANY)
-            assert {record.crashes for record in self.known(store, MANY)} == {crashes}
-            advance(self.lease_ms)
+        with crowd(8) as together:
+            for crashes in (1, 1):
+                advance(self.lease_ms + 1)
+                reports = together(lambda _: store.sweep(limit=1000, requeue_ms=self.lease_ms))
+                swept = Counter(record.identity for report in reports for record in report.requeued)
+                assert swept == Counter(NAMES)
+                assert {record.crashes for record in self.known(store, NAMES)} == {crashes}
+                advance(self.lease_ms)
 
     def test_a_limited_sweep_says_that_there_is_more_to_requeue(
         self, store: Store, advance: Advance
     ) -> None:
-        for name in MANY:
+        for name in NAMES:
             self.claim(store, name, on_stale="requeue", message=MESSAGE)
         advance(self.lease_ms + 1)
         swept: Counter[object] = Counter()
-        for _ in range(10 * len(MANY)):
+        for _ in range(10 * len(NAMES)):
             report = store.sweep(limit=10, requeue_ms=self.lease_ms)
             assert len(report.requeued) <= 10
             swept.update(record.identity for record in report.requeued)
             if not report.more:
                 break
-        assert swept == Counter(MANY)
+        assert swept == Counter(NAMES)
 
     @pytest.mark.parametrize("on_stale", ["interrupt", "fail", "requeue"])
     @pytest.mark.parametrize("stale", [True, False])

@@ -13,6 +13,7 @@ from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
     KEY,
     MESSAGE,
+    NAMES,
     OTHER_FINGERPRINT,
     STATES,
     TASK_ID,
@@ -20,8 +21,8 @@ from celery_idempotent.testing.contract.base import (
     Advance,
     ContractBase,
     EndState,
-    all_at_once,
     attempt,
+    crowd,
 )
 
 
@@ -279,27 +280,28 @@ class ReservationContract(ContractBase):
         assert store.get(KEY) is None
         assert self.reserve(store, task_id="another").task_id == "another"
 
-    def test_of_fifty_reservations_at_once_one_wins(self, store: Store, advance: Advance) -> None:
-        for turn in ("first", "second"):
+    def test_of_many_reservations_at_once_one_wins(self, store: Store, advance: Advance) -> None:
+        with crowd(self.many) as together:
+            for turn in ("first", "second"):
 
-            def do(n: int, turn: str = turn) -> object:
-                return self.try_reserve(store, task_id=f"{turn} {n}")
+                def do(n: int, turn: str = turn) -> object:
+                    return self.try_reserve(store, task_id=f"{turn} {n}")
 
-            answers = all_at_once(50, do)
-            (winner,) = [answer for answer in answers if isinstance(answer, Reserved)]
-            held = [answer for answer in answers if isinstance(answer, Held)]
-            assert len(held) == 49
-            assert {answer.record.token for answer in held} == {winner.record.token}
-            advance(self.lease_ms + 1)
+                answers = together(do)
+                (winner,) = [answer for answer in answers if isinstance(answer, Reserved)]
+                held = [answer for answer in answers if isinstance(answer, Held)]
+                assert len(held) == self.many - 1
+                assert {answer.record.token for answer in held} == {winner.record.token}
+                advance(self.lease_ms + 1)
 
     def test_of_a_reservation_and_a_claim_at_once_the_claim_holds(self, store: Store) -> None:
-        for n in range(20):
-            name = dataclasses.replace(KEY, key=f"order-{n}")
+        with crowd(2) as together:
+            for name in NAMES[:20]:
 
-            def do(who: int, name: Identity = name) -> Any:
-                return (self.try_claim, self.try_reserve)[who](store, name)
+                def do(who: int, name: Identity = name) -> Any:
+                    return (self.try_claim, self.try_reserve)[who](store, name)
 
-            claimed, reserved = all_at_once(2, do)
-            assert isinstance(claimed, Claimed)
-            assert isinstance(reserved, (Reserved, Held))
-            assert store.get(name) == claimed.record
+                claimed, reserved = together(do)
+                assert isinstance(claimed, Claimed)
+                assert isinstance(reserved, (Reserved, Held))
+                assert store.get(name) == claimed.record

@@ -13,14 +13,13 @@ from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     KEY,
     MESSAGE,
+    NAMES,
     STATES,
     Advance,
     ContractBase,
     EndState,
     all_at_once,
 )
-
-HUNDRED = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(100)]
 
 
 class UpkeepContract(ContractBase):
@@ -49,9 +48,9 @@ class UpkeepContract(ContractBase):
         stop_at(self.claim(store).updated_ms)
         store.forget(KEY)
         claimed, requeued, swept = (
-            self.claim(store, name, on_stale="requeue", message=MESSAGE) for name in HUNDRED[:3]
+            self.claim(store, name, on_stale="requeue", message=MESSAGE) for name in NAMES[:3]
         )
-        reserved = self.reserve(store, HUNDRED[3])
+        reserved = self.reserve(store, NAMES[3])
         assert claimed.deadline_ms == requeued.deadline_ms == reserved.deadline_ms
         assert claimed.deadline_ms is not None
         stop_at(claimed.deadline_ms + late_ms)
@@ -60,17 +59,17 @@ class UpkeepContract(ContractBase):
         stats = store.stats()
         assert (stats.live, stats.stale) == ((0, 4) if over else (4, 0))
         assert len(store.list(Selection(stale=True)).records) == (3 if over else 0)
-        held = self.try_reserve(store, HUNDRED[2], task_id="another")
+        held = self.try_reserve(store, NAMES[2], task_id="another")
         assert held == Held(swept, left_ms=left_ms)
-        answer = self.try_reserve(store, HUNDRED[3], task_id="another")
+        answer = self.try_reserve(store, NAMES[3], task_id="another")
         assert isinstance(answer, Reserved) is over
         assert over or answer == Held(reserved, left_ms=left_ms)
-        answer = self.try_claim(store, HUNDRED[0])
+        answer = self.try_claim(store, NAMES[0])
         assert isinstance(answer, Claimed) is over
         assert over or answer == Held(claimed, left_ms=left_ms)
-        assert (store.requeue(HUNDRED[1], deadline_ms=self.lease_ms) is not None) is over
+        assert (store.requeue(NAMES[1], deadline_ms=self.lease_ms) is not None) is over
         report = store.sweep(limit=10, requeue_ms=self.lease_ms)
-        assert [record.identity for record in report.requeued] == ([HUNDRED[2]] if over else [])
+        assert [record.identity for record in report.requeued] == ([NAMES[2]] if over else [])
 
     def test_a_second_sweep_finds_nothing(self, store: Store, advance: Advance) -> None:
         self.claim(store)
@@ -104,43 +103,43 @@ class UpkeepContract(ContractBase):
     def test_a_sweep_leaves_what_expired_or_was_forgotten(
         self, store: Store, advance: Advance
     ) -> None:
-        self.claim(store, HUNDRED[0])
-        self.claim(store, HUNDRED[1])
-        store.forget(HUNDRED[1])
+        self.claim(store, NAMES[0])
+        self.claim(store, NAMES[1])
+        store.forget(NAMES[1])
         advance(self.lease_ms + self.keep_ms + 1)
         assert store.sweep(limit=10).interrupted == ()
-        assert self.known(store, HUNDRED[:2]) == []
+        assert self.known(store, NAMES[:2]) == []
 
     def test_limited_sweeps_reach_everything_in_the_end(
         self, store: Store, advance: Advance
     ) -> None:
-        for name in HUNDRED:
+        for name in NAMES:
             self.claim(store, name)
         advance(self.lease_ms + 1)
         swept: Counter[Identity] = Counter()
-        for _ in range(10 * len(HUNDRED)):
+        for _ in range(10 * len(NAMES)):
             report = store.sweep(limit=10)
             assert len(report.interrupted) <= 10
             swept.update(record.identity for record in report.interrupted)
             if not report.more:
                 break
-        assert swept == Counter(HUNDRED)
+        assert swept == Counter(NAMES)
 
     def test_sweeps_at_once_interrupt_each_record_once(
         self, store: Store, advance: Advance
     ) -> None:
-        for name in HUNDRED:
+        for name in NAMES:
             self.claim(store, name)
         advance(self.lease_ms + 1)
         reports = all_at_once(8, lambda _: store.sweep(limit=1000))
         swept = Counter(record.identity for report in reports for record in report.interrupted)
-        assert swept == Counter(HUNDRED)
-        assert {record.crashes for record in self.known(store, HUNDRED)} == {1}
+        assert swept == Counter(NAMES)
+        assert {record.crashes for record in self.known(store, NAMES)} == {1}
 
     def test_sweeps_and_claims_at_once_count_each_crash_once(
         self, store: Store, advance: Advance
     ) -> None:
-        for name in HUNDRED:
+        for name in NAMES:
             self.claim(store, name)
         advance(self.lease_ms + 1)
 
@@ -148,34 +147,34 @@ class UpkeepContract(ContractBase):
             if who % 2:
                 store.sweep(limit=1000)
             else:
-                for name in HUNDRED:
+                for name in NAMES:
                     self.try_claim(store, name)
 
         all_at_once(6, do)
         found = Counter(
-            (record.state, record.crashes, record.attempts) for record in self.known(store, HUNDRED)
+            (record.state, record.crashes, record.attempts) for record in self.known(store, NAMES)
         )
-        assert found == {(State.PROCESSING, 1, 2): len(HUNDRED)}
+        assert found == {(State.PROCESSING, 1, 2): len(NAMES)}
 
     @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
     def test_a_prune_leaves_what_is_within_its_retention(
         self, store: Store, advance: Advance, state: EndState
     ) -> None:
         self.settle(store, self.claim(store), state)
-        self.claim(store, HUNDRED[0])
+        self.claim(store, NAMES[0])
         advance(self.keep_ms / 2)
         assert store.prune(limit=10) == 0
-        assert len(self.known(store, [KEY, HUNDRED[0]])) == 2
+        assert len(self.known(store, [KEY, NAMES[0]])) == 2
 
     def test_prunes_end(self, store: Store, advance: Advance) -> None:
-        for name in HUNDRED[:50]:
+        for name in NAMES:
             self.settle(store, self.claim(store, name), State.FAILED)
         advance(self.keep_ms + 1)
         for _ in range(50):
             if not store.prune(limit=10):
                 break
         assert store.prune(limit=10) == 0
-        assert self.known(store, HUNDRED) == []
+        assert self.known(store, NAMES) == []
 
     @pytest.mark.parametrize("state", STATES)
     def test_a_forgotten_key_is_free_whatever_its_state_was(

@@ -1,0 +1,153 @@
+"""What each operation writes to the store, and how it is reported: by whoever decided it, and why."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from celery_idempotent import signals
+from celery_idempotent.celery import reaper
+from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.errors import FailedByOperator
+from celery_idempotent.protocol.calls import worker_name
+from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.telling import Line
+from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from celery.utils.dispatch import Signal
+
+    from celery_idempotent.stores import Store
+
+__all__ = ["Operation", "Operator", "Outcome"]
+
+Operation = Literal["release", "requeue", "complete", "fail", "forget"]
+
+
+class Outcome(enum.Enum):
+    """How an operation ended."""
+
+    #: It was done.
+    DONE = "done"
+    #: Nothing was done: the key has another record by now, or none, or its state has changed.
+    CHANGED = "changed"
+    #: Nothing was done: an owner within its lease holds the key.
+    LIVE = "live"
+    #: Requeued, but its message could not be published: the next sweep after its deadline tries again.
+    UNSENT = "unsent"
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Who operates on the records of an app, and why."""
+
+    app: Celery
+    store: Store
+    operation: Operation
+    who: str
+    reason: str
+    line: Line
+
+    @classmethod
+    def of(
+        cls,
+        app: Celery,
+        store: Store,
+        operation: Operation,
+        who: str,
+        reason: str,
+        step: str | None,
+    ) -> Operator:
+        """Return who is to do an operation: this process, if nobody is named."""
+        of_step = "" if step is None else f" step {step!r} of".replace("%", "%%")
+        line = Line(logging.WARNING, f"%(who)s chose to {operation}{of_step} %(identity)s%(why)s")
+        return cls(app, store, operation, who or worker_name(os.getpid()), reason, line)
+
+    def carry_out(self, record: Record, step: str | None, value: Stored | None) -> Outcome:
+        """Do it to a record as it was seen, or to one step of it."""
+        if step is not None:
+            return _amend(self, record, step, value)
+        match self.operation:
+            case "release":
+                return _release(self, record)
+            case "requeue":
+                return _requeue(self, record)
+            case "complete":
+                return _complete(self, record, value)
+            case "fail":
+                return _fail(self, record)
+            case "forget":
+                return _forget(self, record)
+
+    def intervention(self, step: str = "") -> Intervention:
+        """Return what the record keeps of it."""
+        return Intervention(operation=self.operation, who=self.who, reason=self.reason, step=step)
+
+    def report(self, outcome: Signal, record: Record, **more: Any) -> None:
+        """Report what was done."""
+        by = {"who": self.who, "reason": self.reason, "line": self.line}
+        reaper.report_record(self.app, self.store, outcome, record, **by, **more)
+
+
+def _forget(by: Operator, record: Record) -> Outcome:
+    # The state, too: a run that completed a moment ago is not what was seen.
+    if not by.store.forget(record.identity, token=record.token, state=record.state):
+        return Outcome.CHANGED
+    by.report(signals.forgotten, record)
+    return Outcome.DONE
+
+
+def _release(by: Operator, record: Record) -> Outcome:
+    if not by.store.release(record.identity, token=record.token):
+        return Outcome.CHANGED
+    by.report(signals.released, record, state=State.INTERRUPTED if record.steps else None)
+    return Outcome.DONE
+
+
+def _requeue(by: Operator, record: Record) -> Outcome:
+    # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
+    queued = by.store.requeue(record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token)
+    if queued is None:
+        return Outcome.CHANGED
+    sent = reaper.send_again(by.app, by.store, queued, who=by.who, reason=by.reason, line=by.line)
+    return Outcome.DONE if sent else Outcome.UNSENT
+
+
+def _complete(by: Operator, record: Record, value: Stored | None) -> Outcome:
+    definition = definition_of(by.app, record.identity.namespace, load=True)
+    policy = Policy() if definition is None else definition.policy
+    end = SettleRequest(
+        record=record,
+        state=State.COMPLETED,
+        value=value,
+        keep_ms=policy.settled_keep_ms,
+        restore=False,
+        intervention=by.intervention(),
+    )
+    if not reaper.end_record(by.store, end):
+        return Outcome.CHANGED
+    by.report(signals.settled, record, state=State.COMPLETED)
+    return Outcome.DONE
+
+
+def _amend(by: Operator, record: Record, step: str, value: Stored | None) -> Outcome:
+    noted = by.intervention(step)
+    identity, token = record.identity, record.token
+    if not by.store.amend(identity, token=token, name=step, value=value, intervention=noted):
+        return Outcome.CHANGED
+    state = State.INTERRUPTED if record.state is State.PROCESSING else record.state
+    by.report(signals.amended, record, state=state)
+    return Outcome.DONE
+
+
+def _fail(by: Operator, record: Record) -> Outcome:
+    error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
+    noted = by.intervention()
+    if not reaper.fail_record(by.app, by.store, record, error, intervention=noted):
+        return Outcome.CHANGED
+    by.report(signals.settled, record, state=State.FAILED, error=error)
+    return Outcome.DONE
