@@ -39,9 +39,12 @@ def main(what: str) -> None:
     else:
         from celery_idempotent import get_store
         from celery_idempotent.celery import reaper
+        from celery_idempotent.stores.redis.store import RedisStore
         from tests.stores.shifted import Shift
 
-        Shift(get_store(app))(61_000)
+        store = get_store(app)
+        assert isinstance(store, RedisStore)
+        Shift(store)(61_000)
         sys.stdout.write(f"{reaper.sweep(app)['requeued']}\n")
 
 
