@@ -271,8 +271,8 @@ class Runner:
             if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
             store = claim.store if asked.old is None else None
-            about: Details = {"state": State.PROCESSING, "seconds": time.monotonic() - asked.sent}
-            self._report(signals.claimed, call, record, store=store, **about)
+            took, state = time.monotonic() - asked.sent, State.PROCESSING
+            self._report(signals.claimed, call, record, store=store, state=state, seconds=took)
             value = outcome.run()
             if self._refuses(value):
                 raise unfinished.close(self.name, value)
