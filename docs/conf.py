@@ -115,6 +115,11 @@ def _raises(
     lines[start:] = ["**Raises**", "", *found]
 
 
+def _outdated(_app: Sphinx, *_pages: object) -> list[str]:
+    """Have the pages read that come from the code: Sphinx does not know when that has changed."""
+    return ["api", "checks", "commands", "redis-keys"]
+
+
 def _sections() -> list[tuple[str, list[str]]]:
     """Return the parts of the table of contents, each with its pages in order."""
     index = (DOCS / "index.md").read_text(encoding="utf-8")
@@ -150,6 +155,7 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Register what is done to each page, and after the last."""
+    app.connect("env-get-outdated", _outdated)
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _raises)
     app.connect("build-finished", _llms)
