@@ -238,7 +238,8 @@ class Runner:
         if record.crashes and self.policy.on_stale == "fail":
             return ProcessingTimedOut(
                 f"{self.name} was not run again: the last run of {record.identity} did not come back, and "
-                'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then forget the key.'
+                'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then complete '
+                "the key, or forget it."
             )
         if record.crashes > self.policy.max_crashes:
             return TooManyCrashes(
