@@ -14,7 +14,7 @@ from celery_idempotent.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["isolated_records"]
+__all__ = ["idempotency_off", "isolated_records"]
 
 
 @contextmanager
@@ -47,3 +47,17 @@ def _configured_store(app: Celery) -> Store | None:
         if app.conf.get("idempotency_store") is not None:
             raise
         return None  # no store is configured, and a test needs none
+
+
+@contextmanager
+def idempotency_off(app: Celery) -> Iterator[None]:
+    """Let the tasks of ``app`` run as plain Celery tasks for the length of the block.
+
+    Those that set ``idempotency_mode`` themselves stay as they are.
+    """
+    before = app.conf.get("idempotency_mode")
+    app.conf.idempotency_mode = "off"
+    try:
+        yield
+    finally:
+        app.conf.idempotency_mode = before or "enforce"
