@@ -56,6 +56,24 @@ logger = logging.getLogger(__name__)
 #: Of run times, in seconds: tasks take from milliseconds to half an hour.
 RUN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
+#: Of what the store takes, and of waits for another run, in seconds.
+STORE_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+
+#: What is timed by whoever reports it: the name of the metric, what it means, and the outcomes that say it.
+_TIMED: Final = (
+    (
+        "claim",
+        "How long the store took to answer a claim that a run began with.",
+        (signals.claimed,),
+    ),
+    ("settle", "How long it took to write the end of a run, tries included.", (signals.settled,)),
+    (
+        "wait",
+        "How long a duplicate waited in its worker for what became of it.",
+        (signals.replayed, signals.conflicted, signals.mismatched),
+    ),
+)
+
 #: So many stale records are looked at, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
 
@@ -88,12 +106,23 @@ class _Receiver:
             buckets=RUN_SECONDS,
             registry=registry,
         )
+        self._timed: dict[Signal, Histogram] = {}
+        for name, text, told in _TIMED:
+            found = Histogram(
+                f"celery_idempotency_{name}_seconds",
+                text,
+                ("task",),
+                buckets=STORE_SECONDS,
+                registry=registry,
+            )
+            self._timed |= dict.fromkeys(told, found)
         self._began: dict[tuple[Identity, str], float] = {}
         for signal, (outcome, _) in OUTCOMES.items():
             signal.connect(self._counting(signal, outcome), weak=False)
 
     def _counting(self, signal: Signal, outcome: str) -> Callable[..., None]:
         starts, ends = signal is signals.claimed, signal in _RUN_ENDS
+        timed = self._timed.get(signal)
 
         def count(event: Event, **_: object) -> None:
             self._outcomes.labels(
@@ -103,6 +132,8 @@ class _Receiver:
                 error="" if event.error is None else type(event.error).__name__,
                 observed=str(event.observed).lower(),
             ).inc()
+            if timed is not None and event.seconds is not None:
+                timed.labels(event.task).observe(event.seconds)
             if event.identity is None:
                 return
             if starts:

@@ -16,6 +16,8 @@ ROOT = DOCS.parent
 # autodoc reads the source tree, not the wheel.
 sys.path.insert(0, str(ROOT))
 
+from docs import generated  # noqa: E402
+
 _about = ConfigParser()
 _about.read(ROOT / "setup.cfg", encoding="utf-8")
 
@@ -96,7 +98,7 @@ def _letters(section: str) -> str:
 
 
 def _read(_app: Sphinx, _page: str, source: list[str]) -> None:
-    source[0] = link_out(source[0])
+    source[0] = link_out(generated.fill(source[0]))
 
 
 def _raises(
@@ -139,7 +141,8 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
         for page in pages:
             title, first = _summary(page)
             lines.append(f"- [{title}]({page}.html): {first}")
-            whole.append(link_out((DOCS / f"{page}.md").read_text(encoding="utf-8")))
+            text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+            whole.append(link_out(generated.fill(text)))
     output = Path(app.outdir)
     (output / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (output / "llms-full.txt").write_text("\n\n".join(whole), encoding="utf-8")

@@ -16,6 +16,7 @@ behind, so the run begins again at once, a few times; after that ``autoretry_for
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from enum import Enum
 
@@ -147,6 +148,7 @@ class AtomicRun:
 
     def _settle(self, transaction: Transaction) -> None:
         claim, self._stage = self._claim, Stage.SETTLING
+        claim.settling = time.monotonic()
         try:
             done = transaction.settle(
                 SettleRequest(

@@ -100,6 +100,8 @@ class Claim:
         self.old: Record | None = None
         #: A newer claim has the key, and that was reported.
         self.superseded = False
+        #: Since when its end is being written (``time.monotonic``); ``None``: it is not, or nobody times it.
+        self.settling: float | None = None
         #: The body replaced its task by another one (``self.replace``), which has its task id.
         self.replaced = False
         #: The message of the replacement, where it is published after this record has it.

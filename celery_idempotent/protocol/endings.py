@@ -187,9 +187,10 @@ class Endings:
         """
         if self._defer(call, claim, settlement):
             return End.SETTLED
+        claim.settling = time.monotonic()
         if at_exit:
             return self._last_try(call, claim, settlement)
-        give_up = time.monotonic() + self.policy.lease_ms / 1000
+        give_up = claim.settling + self.policy.lease_ms / 1000
         trouble: Exception | None = None
         failures = faults = 0
         while claim.phase not in REPORTED:
@@ -312,8 +313,9 @@ class Endings:
         if claim.phase is Phase.SETTLED:
             return
         claim.phase = Phase.SETTLED
-        state, error, line = end.state, end.error, end.line
-        self._report(signals.settled, call, claim, state=state, error=error, line=line)
+        took = None if claim.settling is None else time.monotonic() - claim.settling
+        about: Details = {"state": end.state, "error": end.error, "seconds": took, "line": end.line}
+        self._report(signals.settled, call, claim, **about)
         if call.on_settled is not None:
             call.on_settled(claim.token)
 

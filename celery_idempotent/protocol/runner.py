@@ -107,6 +107,7 @@ class Runner:
         if self.policy.mode == "observe":
             return self._observe(call, body)
         looks, wait_until, repeats = 0, self._wait_until(call), 0
+        came = time.monotonic()
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
@@ -126,12 +127,14 @@ class Runner:
                 case Held(record, left_ms):
                     looks += 1
                     if not self._look_again(looks, wait_until, record, left_ms):
-                        return self._held(call, record, left_ms)
+                        return self._held(call, record, left_ms, came)
                 case Settled(record, age_ms):
-                    self._report(signals.replayed, call, record)
+                    waited = time.monotonic() - came
+                    self._report(signals.replayed, call, record, seconds=waited)
                     return Replay(record, age_ms)
                 case Mismatched(record):
-                    self._report(signals.mismatched, call, record)
+                    waited = time.monotonic() - came
+                    self._report(signals.mismatched, call, record, seconds=waited)
                     raise FingerprintMismatch(_MISMATCH.format(call.identity, record.task_id))
 
     def _report(
@@ -165,13 +168,13 @@ class Runner:
         longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
         return backoff.pause(looks, until=until, first=_FIRST_LOOK, longest=longest)
 
-    def _held(self, call: Call, record: Record, left_ms: int) -> Replay | Conflict:
+    def _held(self, call: Call, record: Record, left_ms: int, came: float) -> Replay | Conflict:
         """Answer from a run in the caller's transaction; else it is a conflict."""
-        ended = deferred.end_of(record)
+        ended, waited = deferred.end_of(record), time.monotonic() - came
         if ended is not None:
-            self._report(signals.replayed, call, ended)
+            self._report(signals.replayed, call, ended, seconds=waited)
             return Replay(ended, 0)
-        self._report(signals.conflicted, call, record)
+        self._report(signals.conflicted, call, record, seconds=waited)
         return Conflict(record, left_ms, other=key_change.is_other(call.before, record))
 
     # -- without protection --------------------------------------------------------------------------------------------
@@ -267,7 +270,8 @@ class Runner:
             if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
             store = claim.store if asked.old is None else None
-            self._report(signals.claimed, call, record, store=store, state=State.PROCESSING)
+            about: Details = {"state": State.PROCESSING, "seconds": time.monotonic() - asked.sent}
+            self._report(signals.claimed, call, record, store=store, **about)
             value = outcome.run()
             if self._refuses(value):
                 raise unfinished.close(self.name, value)

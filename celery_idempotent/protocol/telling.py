@@ -146,6 +146,7 @@ class Details(TypedDict, total=False):
     reason: str
     count: int
     observed: bool
+    seconds: float | None
     line: Line | None
 
 
@@ -175,6 +176,7 @@ class Reporter:
         reason: str = "",
         count: int = 0,
         observed: bool = False,
+        seconds: float | None = None,
         line: Line | None = None,
         has_writer: bool = True,
     ) -> None:
@@ -212,6 +214,7 @@ class Reporter:
             error=error,
             count=count,
             observed=observed,
+            seconds=seconds,
             who=who or worker_name(os.getpid()),
             reason=reason,
         )

@@ -81,7 +81,7 @@ def test_it_tells_what_happened_in_its_order(store: Store, serve: Serve, operato
         "Completed: whoever asks again gets this result",
         "Turned away: its arguments are not those of the first call (task <b>task-3</b>)",
     ]
-    assert told[4:] == ["(time not kept) Its callbacks were sent on"]
+    assert told[4:] == ["(time not kept) Its callbacks were sent"]
     assert [item[:19] for item in told[:4]] == sorted(item[:19] for item in told[:4])
     assert "Not kept: replays, renewals, sweeps that left it alone." in text(
         operator.get(address("a"))

@@ -25,6 +25,7 @@ from celery_idempotent.protocol.options import table_of
 from celery_idempotent.protocol.policy import KEY_OPTIONS, SETTINGS, Policy
 from celery_idempotent.protocol.telling import OUTCOMES
 from celery_idempotent.records import State
+from docs.generated import findings
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis
 from tests.support.telling import documented
@@ -229,6 +230,12 @@ def test_the_reference_names_every_error_and_every_signal() -> None:
         assert f"`{name}`" in REFERENCE
     for name in {*signals.__all__} - {"Event", "emit"}:
         assert f"`{name}`" in REFERENCE
+
+
+def test_each_finding_of_the_generated_page_is_in_the_table_of_the_admin() -> None:
+    table = (ROOT / "docs" / "admin.md").read_text().partition("## The checks")[2]
+    listed = set(re.findall(r"^\| `([EW]\d+)` \|", table, re.MULTILINE))
+    assert listed - {"E012"} == set(findings()), "E012 is Django's alone"
 
 
 def test_every_public_name_is_on_the_page_that_is_generated() -> None:

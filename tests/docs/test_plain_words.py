@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,4 +71,44 @@ def test_a_page_says_it_in_the_field_s_terms(page: Path) -> None:
         for it, better in PICTURES.items()
         for m in re.finditer(it, text, re.IGNORECASE)
     ]
+    assert not found
+
+
+def messages(path: Path) -> Iterator[str]:
+    """Yield the texts of a module that people may read: its strings, but for docstrings and SQL."""
+    tree = ast.parse(path.read_text())
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (getattr(each, "value", "X") for each in node.values)
+            yield "".join(each if isinstance(each, str) else "X" for each in parts)
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in docstrings
+        ):
+            yield node.value
+
+
+SQL = re.compile(r"\b(SELECT|INSERT|UPDATE|DELETE|CREATE)\b")
+
+
+def test_what_the_code_says_is_as_short_and_plain() -> None:
+    found = []
+    for path in sorted((ROOT / "celery_idempotent").rglob("*.py")):
+        for text in messages(path):
+            if " " not in text or SQL.search(text):
+                continue
+            found += [
+                (path.name, each)
+                for each in re.split(r"(?<=[.!?])\s+", text)
+                if len(words(each)) > LONGEST
+            ]
+            found += [(path.name, text) for it in PICTURES if re.search(it, text)]
     assert not found

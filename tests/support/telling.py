@@ -92,7 +92,9 @@ def assert_told(heard: Heard, *expected: str, task: str, namespace: str, who: st
     ]
     assert told == list(expected)
     names = [each.split()[0] for each in expected]
-    assert heard.counted == Counter((SWEEP if name == "swept" else task, name) for name in names)
+    counted = [(SWEEP if name == "swept" else task, name) for name in names]
+    counted += [(task, "failed") for each in expected if each == "settled FAILED"]
+    assert heard.counted == Counter(counted)
     assert len(heard.lines) == len(expected)
     for (name, _, event), line in zip(heard.events, heard.lines, strict=True):
         assert line.levelname in rows[name].levels, line.getMessage()

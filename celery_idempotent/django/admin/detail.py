@@ -107,7 +107,7 @@ def _timeline(record: Record, now_ms: int) -> list[Moment]:
         *sorted(dated, key=lambda moment: moment.at or record.updated_at),
     ]
     if record.delivered:
-        moments.append(Moment(what="Its callbacks were sent on"))
+        moments.append(Moment(what="Its callbacks were sent"))
     return moments
 
 

@@ -156,13 +156,13 @@ def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpRespons
         ResultUnavailable: if its body was not kept, or it cannot be read.
     """
     if stored.content_type != CONTENT_TYPE or stored.compression:
-        raise ResultUnavailable("What is kept for this key is no response.")
+        raise ResultUnavailable("What is stored for this key is no response.")
     try:
         return _parse(stored, {*KEPT_ATTRIBUTES, *attributes})
     except ResultUnavailable:
         raise
     except Exception as error:  # noqa: BLE001  whatever Django says of what is no response
-        problem = f"What is kept for this key cannot be read ({type(error).__name__})."
+        problem = f"What is stored for this key cannot be read ({type(error).__name__})."
         raise ResultUnavailable(problem) from None
 
 
