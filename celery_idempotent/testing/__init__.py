@@ -14,7 +14,11 @@ from celery_idempotent.testing.delivery import (
     deliver_at_once,
     deliver_twice,
 )
-from celery_idempotent.testing.isolation import idempotency_off, isolated_records
+from celery_idempotent.testing.isolation import (
+    IsolatedRecords,
+    idempotency_off,
+    isolated_records,
+)
 
 if TYPE_CHECKING:
     from celery_idempotent.testing.contract import StoreContract
@@ -23,6 +27,7 @@ __all__ = [
     "CrashReport",
     "Delivery",
     "FakeClock",
+    "IsolatedRecords",
     "Message",
     "Place",
     "StoreContract",

@@ -217,7 +217,7 @@ def _leases_end_in_ms(store: Store) -> int:
 
 @contextmanager
 def _short_lease(task: Any) -> Iterator[None]:
-    kind, name = type(task), "idempotency_lease"
+    kind, name = task.__class__, "idempotency_lease"  # not that of a proxy
     before = {name: vars(kind)[name]} if name in vars(kind) else {}
     setattr(task, name, _SHORT_LEASE_S)
     try:

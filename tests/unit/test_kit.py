@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from celery_idempotent.testing import (
     isolated_records,
     lose_worker,
 )
+from tests.support.workers import child_environment
 
 
 class Bank:
@@ -89,13 +92,13 @@ class TestDeliveries:
         def follow(order: str) -> None:
             """Nothing."""
 
-        follow = task(follow, bind=False)
+        later = task(follow, bind=False)
 
         def pay(self: Any, order: str) -> None:
-            follow.delay(order)
+            later.delay(order)
 
         (message,) = deliver(task(pay), "o1").published
-        assert (message.task, message.args) == (follow.name, ["o1"])
+        assert (message.task, message.args) == (later.name, ["o1"])
 
     def test_of_several_at_once_one_runs(self, pay, bank):
         with assert_ran_once(pay):
@@ -208,9 +211,85 @@ class TestLostWorkers:
             lose_worker(task(careless(bank)), "o1", at=1)
 
     def test_what_is_no_function_is_refused(self, app):
-        class Callable_(IdempotentTask):
-            name = "shop.callable"
+        class Length(IdempotentTask):
+            name = "shop.length"
             run = len
 
         with pytest.raises(IdempotencyError, match="not a Python function"):
-            lose_worker(app.register_task(Callable_()), "o1")
+            lose_worker(app.register_task(Length()), "o1")
+
+
+def run_suite(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", *arguments],
+        cwd=directory,
+        env=child_environment() | {"PYTHONPATH": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+
+SHOP = """
+from celery import Celery
+from celery_idempotent import IdempotentTask
+
+app = Celery("shop")
+app.conf.update(idempotency_store="redis://127.0.0.1:1/0", task_always_eager=True)
+runs = []
+
+@app.task(base=IdempotentTask, idempotency_key="order")
+def pay(order):
+    runs.append(order)
+    return len(runs)
+"""
+PLUGIN = """
+import pytest
+from shop import pay, runs
+
+pytest_plugins = ["celery_idempotent.testing.plugin"]
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_pay(n, idempotency_records):
+    assert [pay.delay("o1").get() for _ in range(2)] == [n, n]
+    assert runs == ["o1"] * n
+    assert idempotency_records.stats() is not None
+"""
+MIXIN = """
+import unittest
+from celery_idempotent.testing import IsolatedRecords
+from shop import app, pay, runs
+
+class Payments(IsolatedRecords, unittest.TestCase):
+    idempotency_app = app
+
+    def check(self, n):
+        assert [pay.delay("o1").get() for _ in range(2)] == [n, n]
+
+    def test_1(self):
+        self.check(1)
+
+    def test_2(self):
+        self.check(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("suite", "arguments", "passed"),
+    [
+        (
+            PLUGIN,
+            ("pytest", "-q", "-p", "no:cacheprovider", "-p", "no:valkey", "-p", "no:django"),
+            "2 passed",
+        ),
+        (MIXIN, ("unittest", "test_shop"), "Ran 2 tests"),
+    ],
+    ids=["plugin", "mixin"],
+)
+def test_each_test_of_a_suite_begins_without_records(tmp_path, suite, arguments, passed):
+    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "test_shop.py").write_text(suite)
+    said = run_suite(tmp_path, *arguments)
+    assert passed in said, said
+    assert "FAILED" not in said
