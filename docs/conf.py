@@ -39,6 +39,7 @@ highlight_language = "none"
 myst_heading_anchors = 4
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -115,6 +116,11 @@ def _raises(
     lines[start:] = ["**Raises**", "", *found]
 
 
+def _outdated(_app: Sphinx, *_pages: object) -> list[str]:
+    """Have the pages read that come from the code: Sphinx does not know when that has changed."""
+    return ["api", "checks", "commands", "redis-keys"]
+
+
 def _sections() -> list[tuple[str, list[str]]]:
     """Return the parts of the table of contents, each with its pages in order."""
     index = (DOCS / "index.md").read_text(encoding="utf-8")
@@ -150,6 +156,7 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     """Register what is done to each page, and after the last."""
+    app.connect("env-get-outdated", _outdated)
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _raises)
     app.connect("build-finished", _llms)

@@ -14,6 +14,9 @@ ROOT = Path(__file__).parent.parent
 CHECKS = ROOT / "celery_idempotent" / "celery" / "checks"
 KEYSPACE = ROOT / "celery_idempotent" / "stores" / "redis" / "keyspace.py"
 
+#: An option in a sentence.
+_OPTION = re.compile(r"(?<![\w`-])(--[\w-]+)")
+
 _MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
@@ -71,11 +74,17 @@ def _commands() -> str:
         context = click.Context(command, info_name=f"celery -A proj idempotency {name}")
         usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
         lines += [f"## `{name}`", "", "```console", f"$ {usage}", "```", ""]
-        lines += [re.sub(r"\s+", " ", command.help or ""), "", "| option | |", "|---|---|"]
+        lines += [
+            _OPTION.sub(r"`\1`", re.sub(r"\s+", " ", command.help or "")),
+            "",
+            "| option | |",
+            "|---|---|",
+        ]
         for option in command.params:
             record = option.get_help_record(context)
             if record is not None and record[1]:
-                name, help_text = (each.replace("|", r"\|") for each in record)
+                name, help_text = (each.replace("|", r" \| ") for each in record)
+                help_text = _OPTION.sub(r"`\1`", help_text)
                 lines.append(f"| `{name}` | {help_text} |")
         lines.append("")
     return "\n".join(lines)

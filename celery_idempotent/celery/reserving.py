@@ -70,7 +70,8 @@ def reserve_and_send(
             _use_task_id(options, record.task_id)
             return send(**options)
         case Settled(record, _):
-            if record.state is State.COMPLETED:
+            # What an operator completed may have no result under that id: this message fetches it from the record.
+            if record.state is State.COMPLETED and record.settled_by is None:
                 report(signals.replayed, identity, task_id, record)
                 return task.AsyncResult(record.task_id)
             return send(**options)

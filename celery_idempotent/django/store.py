@@ -46,7 +46,7 @@ from celery_idempotent.stores.cas import (
     Look,
     asked_by,
     report,
-    with_refusals,
+    with_notes,
 )
 from celery_idempotent.stores.machine import Asked
 from celery_idempotent.stores.table import Verb
@@ -146,7 +146,7 @@ class DjangoStore(DecidingStore):
         """Return the record as it is."""
         name = digest(identity)
         look = self.lines.run(lambda session: read(session, name, identity, refusals=True))
-        return with_refusals(look)
+        return None if look.stored is None else with_notes(look)
 
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record as it is committed, and for how long it is kept."""

@@ -314,8 +314,9 @@ class Endings:
             return
         claim.phase = Phase.SETTLED
         took = None if claim.settling is None else time.monotonic() - claim.settling
-        about: Details = {"state": end.state, "error": end.error, "seconds": took, "line": end.line}
-        self._report(signals.settled, call, claim, **about)
+        state, error, line = end.state, end.error, end.line
+        told = signals.settled
+        self._report(told, call, claim, state=state, error=error, seconds=took, line=line)
         if call.on_settled is not None:
             call.on_settled(claim.token)
 

@@ -238,7 +238,8 @@ class Runner:
         if record.crashes and self.policy.on_stale == "fail":
             return ProcessingTimedOut(
                 f"{self.name} was not run again: the last run of {record.identity} did not come back, and "
-                'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then forget the key.'
+                'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then complete '
+                "the key, or forget it."
             )
         if record.crashes > self.policy.max_crashes:
             return TooManyCrashes(
@@ -270,8 +271,8 @@ class Runner:
             if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
             store = claim.store if asked.old is None else None
-            about: Details = {"state": State.PROCESSING, "seconds": time.monotonic() - asked.sent}
-            self._report(signals.claimed, call, record, store=store, **about)
+            took, state = time.monotonic() - asked.sent, State.PROCESSING
+            self._report(signals.claimed, call, record, store=store, state=state, seconds=took)
             value = outcome.run()
             if self._refuses(value):
                 raise unfinished.close(self.name, value)

@@ -144,8 +144,9 @@ class Record:
     requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
     ``refusals`` are the last five who could not have the key, ``interventions`` the last five things that operators did
-    to the record, the latest last. Only ``get`` is sure to bring them, and records that differ in nothing else are
-    equal: neither changes anything for the holder of the key.
+    to the record, the latest last. Only ``get`` is sure to bring them (interventions also come with a settled record
+    that answers a claim or a reservation), and records that differ in nothing else are equal: neither changes anything
+    for the holder of the key.
     """
 
     identity: Identity

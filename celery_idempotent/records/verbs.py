@@ -98,6 +98,7 @@ class SettleRequest:
             value=settled.value,
             keep_ms=keep_ms,
             replaced=settled.replaced,
+            intervention=settled.settled_by,
         )
 
 

@@ -44,7 +44,7 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.machine import Asked, Move, StoredRecord, decide
 from celery_idempotent.stores.table import Verb
 
-__all__ = ["DecidingStore", "Done", "Look", "asked_by", "report", "with_refusals"]
+__all__ = ["DecidingStore", "Done", "Look", "asked_by", "report", "with_notes"]
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ class DecidingStore(Store):
             case "held":
                 return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
             case "settled":
-                return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
+                return Settled(with_notes(look), age_ms=max(now_ms - old.updated_ms, 0))
         return Mismatched(old)
 
     def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
@@ -233,7 +233,8 @@ class DecidingStore(Store):
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
-        return with_refusals(self._at(identity, lambda look: look))
+        look = self._at(identity, lambda look: look)
+        return None if look.stored is None else with_notes(look)
 
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record, and for how long it is kept."""
@@ -241,7 +242,7 @@ class DecidingStore(Store):
         def verb(look: Look) -> Retained | None:
             if look.stored is None or not look.stored.record.state.settled:
                 return None
-            record, now_ms = look.stored.record, look.now_us // 1000
+            record, now_ms = with_notes(look), look.now_us // 1000
             age_ms = max(now_ms - record.updated_ms, 0)
             return Retained(record, age_ms=age_ms, left_ms=look.stored.expires_ms - now_ms)
 
@@ -273,11 +274,10 @@ def _brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> dict[str
     return {name: getattr(request, name) for name in _SHARED[type(request)]}
 
 
-def with_refusals(look: Look) -> Record | None:
+def with_notes(look: Look) -> Record:
     """Return the record that a look found, with its refusals and interventions."""
     stored = look.stored
-    if stored is None:
-        return None
+    assert stored is not None
     return replace(stored.record, refusals=stored.refusals, interventions=stored.interventions)
 
 

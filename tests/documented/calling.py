@@ -114,13 +114,13 @@ def errbacks(s: Stage) -> None:
     assert len(s.wait_seen(result.id, "errback", 2)) == 2
 
 
-@scenario("an errback is called for a task sent by name")
+@scenario("an errback is called for a task sent by name", wide=True)
 def errback_by_name(s: Stage) -> None:
     result = s.app.send_task("tests.fail", link_error=s.old.s())
     s.error(result)
 
 
-@scenario("no errback runs when the task succeeds")
+@scenario("no errback runs when the task succeeds", wide=True)
 def errback_unused(s: Stage) -> None:
     assert s.get(s.add.apply_async((1, 1), link_error=[s.new.s(), s.old.s()])) == 2
 
@@ -136,7 +136,7 @@ def on_error(s: Stage) -> None:
     s.wait_seen(result.id, "errback")
 
 
-@scenario("on_message tells the caller of every state")
+@scenario("on_message tells the caller of every state", wide=True)
 def on_message(s: Stage) -> None:
     result = s.progress.delay(2)
     told: list[Any] = []
@@ -153,7 +153,7 @@ def countdown(s: Stage) -> None:
     assert s.elapsed() - start >= 0.9
 
 
-@scenario("an eta delays a task, and one in the past does not", slow=True)
+@scenario("an eta delays a task, and one in the past does not", slow=True, wide=True)
 def eta(s: Stage) -> None:
     start = s.elapsed()
     now = datetime.now(timezone.utc)
@@ -171,13 +171,13 @@ def expires(s: Stage) -> None:
         assert result.state == "REVOKED"
 
 
-@scenario("a task that expires while it waits for its countdown is revoked", slow=True)
+@scenario("a task that expires while it waits for its countdown is revoked", slow=True, wide=True)
 def expires_waiting(s: Stage) -> None:
     result = s.add.apply_async((1, 1), countdown=4, expires=2)
     assert type(s.error(result)).__name__ == "TaskRevokedError"
 
 
-@scenario("a task that expires later runs, and knows when")
+@scenario("a task that expires later runs, and knows when", wide=True)
 def expires_later(s: Stage) -> None:
     assert s.get(s.add.apply_async((1, 1), expires=60)) == 2
     tomorrow = datetime.now(timezone.utc) + timedelta(days=1)
@@ -203,7 +203,7 @@ def unreachable(s: Stage) -> None:
             assert caught.type is s.add.OperationalError
 
 
-@scenario("a call may use a connection or a producer of its own")
+@scenario("a call may use a connection or a producer of its own", wide=True)
 def connections(s: Stage) -> None:
     with s.app.connection_for_write() as connection:
         assert s.get(s.add.apply_async((1, 1), connection=connection)) == 2
@@ -212,7 +212,7 @@ def connections(s: Stage) -> None:
     assert [s.get(result) for result in results] == [0, 2, 4]
 
 
-@scenario("a result that was forgotten is unknown again")
+@scenario("a result that was forgotten is unknown again", wide=True)
 def forget(s: Stage) -> None:
     result = s.add.delay(1, 1)
     assert s.get(result) == 2
@@ -232,7 +232,7 @@ def propagate(s: Stage) -> None:
         result.maybe_throw()
 
 
-@scenario("a result travels as a tuple, and comes back with its parents")
+@scenario("a result travels as a tuple, and comes back with its parents", wide=True)
 def as_tuple(s: Stage) -> None:
     from celery.result import result_from_tuple
 

@@ -36,13 +36,13 @@ def unserializable(s: Stage) -> None:
     s.note("raised", caught.type)
 
 
-@scenario("every compression carries a message")
+@scenario("every compression carries a message", wide=True)
 def compressions(s: Stage) -> None:
     for name in ("zlib", "gzip", "bzip2"):
         assert s.get(s.echo.apply_async(("x" * 1000,), compression=name))[0] == ["x" * 1000]
 
 
-@scenario("a task's own serializer and compression are those of its messages")
+@scenario("a task's own serializer and compression are those of its messages", wide=True)
 def task_transport(s: Stage) -> None:
     for name in ("works_yaml", "works_zipped"):
         assert s.get(getattr(s, name).delay("shows"))[0] is True
@@ -62,7 +62,7 @@ def routing(s: Stage) -> None:
         assert s.get(s.show.apply_async(**each))["queue"] == s.side.queue
 
 
-@scenario("a message goes where the app's routes send its task", absent=2)
+@scenario("a message goes where the app's routes send its task", absent=2, wide=True)
 def routes(s: Stage) -> None:
     s.elsewhere.delay()
     s.add.apply_async((1, 1), queue=f"{s.side.name}.elsewhere")
@@ -72,7 +72,7 @@ def routes(s: Stage) -> None:
         channel.queue_delete(f"{s.side.name}.elsewhere")
 
 
-@scenario("priorities reach the task")
+@scenario("priorities reach the task", wide=True)
 def priority(s: Stage) -> None:
     assert [s.get(s.show.apply_async(priority=n))["priority"] for n in (0, 5, 9)] == [0, 5, 9]
 
@@ -89,7 +89,7 @@ def ignore_result(s: Stage) -> None:
     assert by_task.state == "PENDING"
 
 
-@scenario("a failure of an ignored result is kept only where the task says so")
+@scenario("a failure of an ignored result is kept only where the task says so", wide=True)
 def ignored_errors(s: Stage) -> None:
     kept = s.works_ignored_but_errors.delay("value error")
     s.state(kept, "FAILURE")
@@ -105,12 +105,12 @@ def headers(s: Stage) -> None:
     assert s.get(s.show.apply_async())["headers"] is None
 
 
-@scenario("a shadow name stands in for the task's in events and logs")
+@scenario("a shadow name stands in for the task's in events and logs", wide=True)
 def shadow(s: Stage) -> None:
     assert s.get(s.show.apply_async(shadow="disguise"))["shadow"] == "disguise"
 
 
-@scenario("argsrepr and kwargsrepr hide arguments in events and logs")
+@scenario("argsrepr and kwargsrepr hide arguments in events and logs", wide=True)
 def hiding(s: Stage) -> None:
     hidden = s.echo.apply_async(
         ("secret",), {"card": "1234"}, argsrepr="(<a>)", kwargsrepr="{'card': '****'}"
@@ -156,14 +156,14 @@ def spawned(s: Stage) -> None:
         s.see(result)
 
 
-@scenario("a task must not wait for another's result, unless it is allowed to")
+@scenario("a task must not wait for another's result, unless it is allowed to", wide=True)
 def joining(s: Stage) -> None:
     assert s.get(s.joins.delay(True)) == 2
     error = s.error(s.joins.delay(False))
     assert isinstance(error, RuntimeError)
 
 
-@scenario("reply_to, correlation_id and origin are what documents say")
+@scenario("reply_to, correlation_id and origin are what documents say", wide=True)
 def correlation(s: Stage) -> None:
     result = s.show.apply_async()
     s.get(result)
@@ -174,7 +174,7 @@ def correlation(s: Stage) -> None:
     assert line["context"]["hostname"] == s.side.node
 
 
-@scenario("a task that does not know itself is refused by the worker")
+@scenario("a task that does not know itself is refused by the worker", wide=True)
 def unknown(s: Stage) -> None:
     result = s.app.send_task("tests.unknown", (1,))
     error = s.error(result)

@@ -25,7 +25,9 @@ def signatures(s: Stage) -> None:
     assert s.get(again.apply_async(countdown=0)) == [[2, 2], {"debug": True}]
 
 
-@scenario("partial arguments go before those of the signature, keywords and options over them")
+@scenario(
+    "partial arguments go before those of the signature, keywords and options over them", wide=True
+)
 def partials(s: Stage) -> None:
     assert s.get(s.sub.s(10).delay(30)) == 20
     assert s.get(s.sub.s(10).apply_async((30,))) == 20
@@ -55,7 +57,7 @@ def chains(s: Stage) -> None:
     s.note("graph", len(list(result.parent.parent.collect(intermediate=True))))
 
 
-@scenario("chains are partial, and may be parts of chains")
+@scenario("chains are partial, and may be parts of chains", wide=True)
 def chain_partials(s: Stage) -> None:
     inner = s.add.s(4) | s.mul.s(8)
     assert s.get(inner(16)) == 160
@@ -137,7 +139,7 @@ def group_links(s: Stage) -> None:
         s.wait_seen(member.id, "errback")
 
 
-@scenario("a group takes partial arguments and options for all its members")
+@scenario("a group takes partial arguments and options for all its members", wide=True)
 def group_partials(s: Stage) -> None:
     members = group([s.sub.s(1), s.sub.s(2)], app=s.app)
     assert s.get(members.delay(10)) == [9, 8]
@@ -146,13 +148,13 @@ def group_partials(s: Stage) -> None:
     assert s.get(group([], app=s.app).apply_async()) == []
 
 
-@scenario("groups of groups are one flat group")
+@scenario("groups of groups are one flat group", wide=True)
 def nested_groups(s: Stage) -> None:
     inner = [group([s.add.s(n, 1), s.add.s(n, 2)], app=s.app) for n in range(2)]
     assert s.get(group(inner, app=s.app).apply_async()) in ([[1, 2], [2, 3]], [1, 2, 2, 3])
 
 
-@scenario("a group of one is unrolled in a chain")
+@scenario("a group of one is unrolled in a chain", wide=True)
 def unrolled(s: Stage) -> None:
     one = chain(s.add.s(2, 2), group([s.add.s(1)], app=s.app), s.add.s(1))
     s.note("shape", str(one))
@@ -170,7 +172,7 @@ def upgraded(s: Stage) -> None:
     assert s.get(ends.parent) == 8
 
 
-@scenario("two groups in a row: the second's members get the first's results")
+@scenario("two groups in a row: the second's members get the first's results", wide=True)
 def group_after_group(s: Stage) -> None:
     first = group([s.add.s(1, 1), s.add.s(1, 1)], app=s.app)
     second = group([s.tsum.s(), s.tsum.s()], app=s.app)

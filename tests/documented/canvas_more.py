@@ -26,7 +26,7 @@ def maps(s: Stage) -> None:
     assert s.get(together.apply_async()) == [[2], [2]]
 
 
-@scenario("an item that fails fails its map")
+@scenario("an item that fails fails its map", wide=True)
 def map_fails(s: Stage) -> None:
     assert isinstance(s.error(s.fail_if.map(["a", "bad", "b"]).apply_async()), KeyError)
 
@@ -158,7 +158,7 @@ def stamps(s: Stage) -> None:
     s.note("meta", again._get_task_meta().get("tenant"))
 
 
-@scenario("a visitor stamps every part of a canvas")
+@scenario("a visitor stamps every part of a canvas", wide=True)
 def visitors(s: Stage) -> None:
     for visitor in (MonitoringId, InGroup):
         middle = group([s.add.s(1), s.add.s(1)], app=s.app)

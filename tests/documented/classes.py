@@ -14,7 +14,7 @@ from tests.documented.sides import Stage
 from tests.documented.tasks_options import Order, Receipt
 
 
-@scenario("names come from the module and the function, unless they are given or made")
+@scenario("names come from the module and the function, unless they are given or made", wide=True)
 def names(s: Stage) -> None:
     class Mine(Celery):
         def gen_task_name(self, name: str, module: str) -> str:
@@ -36,7 +36,7 @@ def names(s: Stage) -> None:
         made.close()
 
 
-@scenario("a decorated function is decorated as a task")
+@scenario("a decorated function is decorated as a task", wide=True)
 def decorated(s: Stage) -> None:
     assert s.get(s.decorated.delay(1, 2)) == 6
     assert s.decorated.__wrapped__(1, 2) == 6
@@ -49,7 +49,7 @@ def instantiation(s: Stage) -> None:
     assert s.get(s.counting.delay("george", "wrong")) == [False, 1]
 
 
-@scenario("a base class brings a property that is opened once")
+@scenario("a base class brings a property that is opened once", wide=True)
 def database(s: Stage) -> None:
     assert [s.get(s.rows.delay()) for _ in range(2)] == [["A", "B"], ["A", "B"]]
 
@@ -70,7 +70,7 @@ def renaming(s: Stage) -> None:
     assert headers["by"] == "apply_async"
 
 
-@scenario("annotations of the app change a task's attributes")
+@scenario("annotations of the app change a task's attributes", wide=True)
 def task_annotations(s: Stage) -> None:
     assert s.get(s.annotated.delay()) == ["10/s", "yes"]
 
@@ -120,7 +120,7 @@ def models(s: Stage) -> None:
     assert s.note("directly", s.takes({"number": 1})) == Receipt(text="number 1").model_dump()
 
 
-@scenario("a model itself may be an argument", since=(5, 7))
+@scenario("a model itself may be an argument", since=(5, 7), wide=True)
 def model_argument(s: Stage) -> None:
     assert s.get(s.takes.delay(Order(number=9, note="n"))) == {"text": "number 9"}
     assert s.get(s.takes.s(Order(number=9)).apply_async()) == {"text": "number 9"}

@@ -11,7 +11,7 @@ from tests.documented.scenario import scenario
 from tests.documented.sides import PATIENCE, Stage
 
 
-@scenario("a rate limit spreads runs over time", slow=True)
+@scenario("a rate limit spreads runs over time", slow=True, wide=True)
 def rate_limit(s: Stage) -> None:
     start = s.elapsed()
     results = [s.works_slowly.delay("x") for _ in range(4)]
@@ -79,7 +79,7 @@ def _errbacks(s: Stage) -> list[str]:
     return [each for each in found if "success" in s.kinds(each)]
 
 
-@scenario("a time limit of the call goes before the task's", slow=True)
+@scenario("a time limit of the call goes before the task's", slow=True, wide=True)
 def call_limit(s: Stage) -> None:
     result = s.works.apply_async(("sleeps",), soft_time_limit=1)
     assert isinstance(s.error(result), SoftTimeLimitExceeded)
@@ -144,7 +144,7 @@ def acks_on_failure(s: Stage) -> None:
     assert isinstance(s.error(s.works_late.delay("value error")), ValueError)
 
 
-@scenario("track_started shows STARTED with the worker's name")
+@scenario("track_started shows STARTED with the worker's name", wide=True)
 def track_started(s: Stage) -> None:
     with s.gate() as gate:
         result = s.works_started.delay("waits", str(gate))
@@ -154,7 +154,7 @@ def track_started(s: Stage) -> None:
     assert s.get(result) == "waits"
 
 
-@scenario("a task sets states of its own, of itself or of another")
+@scenario("a task sets states of its own, of itself or of another", wide=True)
 def custom_states(s: Stage) -> None:
     result = s.progress.delay(20)
     info = s.wait(lambda: result.state == "PROGRESS" and result.info)
@@ -179,20 +179,20 @@ def unserializable(s: Stage) -> None:
     s.error(s.works_early.delay("unserializable"))
 
 
-@scenario("exceptions that a task expects are no errors in the log")
+@scenario("exceptions that a task expects are no errors in the log", wide=True)
 def throws(s: Stage) -> None:
     for how in ("key error", "http error", "value error"):
         s.error(s.works_expecting.delay(how))
 
 
-@scenario("loggers of tasks name the task, and what is printed is logged")
+@scenario("loggers of tasks name the task, and what is printed is logged", wide=True)
 def logging(s: Stage) -> None:
     result = s.logs.delay("hello")
     assert s.get(result) is None
     s.wait(lambda: s.kinds(result.id) and len(s.side.log[result.id]) >= 4)
 
 
-@scenario("a task may have an expiry of its own", slow=True)
+@scenario("a task may have an expiry of its own", slow=True, wide=True)
 def task_expires(s: Stage) -> None:
     assert s.get(s.works_expiring.apply_async(("x",), expires=60)) == "x"
     assert isinstance(s.error(s.works_expiring.apply_async(countdown=4)), TaskRevokedError)
@@ -207,7 +207,7 @@ def revoke(s: Stage) -> None:
     assert s.state(result, "REVOKED")
 
 
-@scenario("a task is revoked by a header that it was stamped with", slow=True)
+@scenario("a task is revoked by a header that it was stamped with", slow=True, wide=True)
 def revoke_by_stamp(s: Stage) -> None:
     sig = s.quiet.s("x").set(countdown=3)
     sig.stamp(batch=f"batch-{s.side.name}")
@@ -225,7 +225,9 @@ def terminate(s: Stage) -> None:
     assert isinstance(s.error(result), TaskRevokedError)
 
 
-@scenario("a worker tells its tasks, its queues, its settings, and what it knows of a task")
+@scenario(
+    "a worker tells its tasks, its queues, its settings, and what it knows of a task", wide=True
+)
 def inspect(s: Stage) -> None:
     node = s.app.control.inspect([s.side.node], timeout=PATIENCE, limit=1)
     registered = node.registered()[s.side.node]
@@ -242,7 +244,7 @@ def inspect(s: Stage) -> None:
     s.note("unknown", node.query_task("nobody"))
 
 
-@scenario("limits are changed at run time")
+@scenario("limits are changed at run time", wide=True)
 def remote_limits(s: Stage) -> None:
     options: dict[str, Any] = {"destination": [s.side.node], "reply": True, "limit": 1}
     s.note("rate", s.app.control.rate_limit("tests.mul", "100/s", **options))

@@ -25,7 +25,7 @@ def max_retries(s: Stage) -> None:
     assert len(s.seen(result.id, "retries")) == 4
 
 
-@scenario("the exception in progress is raised again when retries are over")
+@scenario("the exception in progress is raised again when retries are over", wide=True)
 def retry_exc(s: Stage) -> None:
     assert isinstance(s.error(s.retries.delay(9, "exc")), KeyError)
 
@@ -49,7 +49,9 @@ def retry_changes(s: Stage) -> None:
     assert s.get(s.retries.delay(1, "options")) == [1, None]
 
 
-@scenario("a retry that does not throw leaves the task running, and is sent all the same")
+@scenario(
+    "a retry that does not throw leaves the task running, and is sent all the same", wide=True
+)
 def retry_no_throw(s: Stage) -> None:
     result = s.retries.delay(1, "returned")
     s.wait_seen(result.id, "retries", 2)
@@ -107,7 +109,7 @@ def autoretry(s: Stage) -> None:
     assert len(s.seen(other.id, "run")) == 1
 
 
-@scenario("dont_autoretry_for excludes some of autoretry_for's exceptions")
+@scenario("dont_autoretry_for excludes some of autoretry_for's exceptions", wide=True)
 def dont_autoretry(s: Stage) -> None:
     tried = s.autoretries_most.delay("value")
     assert isinstance(s.error(tried), ValueError)

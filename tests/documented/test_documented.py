@@ -30,6 +30,14 @@ TASKS = [*scenarios(retrying), *scenarios(options), *scenarios(classes)]
 CANVAS = [*scenarios(canvas), *scenarios(canvas_more)]
 
 
+def each(scenarios: list[Scenario]) -> pytest.MarkDecorator:
+    params = [
+        pytest.param(each, id=str(each), marks=pytest.mark.wide if each.wide else ())
+        for each in scenarios
+    ]
+    return pytest.mark.parametrize("scenario", params)
+
+
 def compare(theatre: Any, scenario: Scenario) -> None:
     plain, ours = theatre.both(scenario)
     # Events and lines of a log may be on their way still; what should not be there was waited for.
@@ -46,16 +54,16 @@ def compare(theatre: Any, scenario: Scenario) -> None:
         assert not shown, "\n".join(shown)
 
 
-@pytest.mark.parametrize("scenario", CALLING, ids=str)
+@each(CALLING)
 def test_calling(theatre, scenario):
     compare(theatre, scenario)
 
 
-@pytest.mark.parametrize("scenario", TASKS, ids=str)
+@each(TASKS)
 def test_tasks(theatre, scenario):
     compare(theatre, scenario)
 
 
-@pytest.mark.parametrize("scenario", CANVAS, ids=str)
+@each(CANVAS)
 def test_canvas(theatre, scenario):
     compare(theatre, scenario)

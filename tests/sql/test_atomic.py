@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ from celery_idempotent.records import (
 )
 from tests.sql import databases
 from tests.sql.databases import execute, rows, shift
+from tests.sql.holder import ORDERS, SAID
+from tests.support.preloaded import spawn
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
@@ -554,36 +555,69 @@ def test_on_sqlite_it_has_the_write_lock_from_the_start(open_atomic: Callable[..
     databases.drop_alias(other)
 
 
-@pytest.fixture
-def start_holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """A function that starts a process in the transaction of a claim, with a row of effects locked."""
-    started: list[subprocess.Popen[str]] = []
+class Holder:
+    """A process in the transaction of a claim, with a row of effects locked: it takes lines, and says words."""
 
-    def start(store: DjangoStore, record: Record, **orders: Any) -> subprocess.Popen[str]:
-        settings = connections[store.alias].settings_dict
-        orders |= {
-            "directory": str(tmp_path),
-            "settings": {**settings, "OPTIONS": {}, "TEST": {}},
+    def __init__(
+        self, directory: Path, store: DjangoStore, record: Record, *, before_commit: bool = False
+    ) -> None:
+        name = f"holder-{record.token}"
+        self._log, pipe = directory / f"{name}.log", directory / f"{name}.pipe"
+        os.mkfifo(pipe)
+        self._pipe = os.open(pipe, os.O_RDWR)
+        self._heard = 0
+        settings = {**connections[store.alias].settings_dict, "OPTIONS": {}, "TEST": {}}
+        orders = {
+            "pipe": str(pipe),
             "identity": {"namespace": KEY.namespace, "scope": KEY.scope, "key": KEY.key},
             "token": record.token,
+            "before_commit": before_commit,
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sql.holder"],
-            cwd=tmp_path,
-            env=child_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        _tell(process, json.dumps(orders))
-        assert _answer(process) == "ready"
-        return process
+        env = {
+            "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
+            "ATOMIC_DATABASES": json.dumps({"default": settings}),
+            ORDERS: json.dumps(orders),
+        }
+        command = [sys.executable, "-m", "tests.sql.holder"]
+        with self._log.open("wb") as log:
+            self._process = spawn(command, cwd=directory, env=child_environment(env), log=log)
+        self.send_signal = self._process.send_signal
+        assert self.says() == "ready"
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    def tell(self, line: str) -> None:
+        os.write(self._pipe, f"{line}\n".encode())
+
+    def says(self) -> str:
+        """Return its next word."""
+
+        def more() -> list[str]:
+            *whole, _ = self._log.read_text().split("\n")
+            return [line for line in whole if line.startswith(SAID)][self._heard :]
+
+        word, *_ = wait_for(more, 60, self._log.read_text, interval=0.005)
+        self._heard += 1
+        return word.removeprefix(SAID)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self._process.wait(10)
+
+    def close(self) -> None:
+        self.kill()
+        os.close(self._pipe)
+
+
+@pytest.fixture
+def start_holder(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
+    """A function that starts a process in the transaction of a claim, with a row of effects locked."""
+    with ExitStack() as stack:
+
+        def start(store: DjangoStore, record: Record, **orders: Any) -> Holder:
+            holder = Holder(tmp_path, store, record, **orders)
+            stack.callback(holder.close)
+            return holder
+
+        yield start
 
 
 @pytest.mark.parametrize("moment", ["while it works", "before the commit", "and was swept"])
@@ -595,8 +629,8 @@ def test_a_frozen_run_is_ended_by_the_next_claim(
     record = claimed(store)
     holder = start_holder(store, record, before_commit=moment == "before the commit")
     if moment == "before the commit":
-        _tell(holder, "settle")
-        assert _answer(holder) == "settled"
+        holder.tell("settle")
+        assert holder.says() == "settled"
     holder.send_signal(signal.SIGSTOP)
     shift(store, 60_001)
     if moment == "and was swept":
@@ -607,8 +641,8 @@ def test_a_frozen_run_is_ended_by_the_next_claim(
         act(store)
         assert settle(run)
     holder.send_signal(signal.SIGCONT)
-    _tell(holder, "go on")
-    assert _answer(holder).startswith("failed")
+    holder.tell("go on")
+    assert holder.says().startswith("failed")
     assert effects(store) == 1
     found = store.get(KEY)
     assert found is not None
@@ -622,8 +656,8 @@ def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
 ):
     store = server_store
     holder = start_holder(store, claimed(store), before_commit=True)
-    _tell(holder, "settle")
-    assert _answer(holder) == "settled"
+    holder.tell("settle")
+    assert holder.says() == "settled"
     other = Identity(namespace="charge", key="another")
     store.claim(
         ClaimRequest(identity=other, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
@@ -641,10 +675,9 @@ def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
 def test_a_killed_run_leaves_nothing(store: DjangoStore, start_holder: Callable[..., Any]):
     record = claimed(store)
     holder = start_holder(store, record, before_commit=True)
-    _tell(holder, "settle")
-    assert _answer(holder) == "settled"
+    holder.tell("settle")
+    assert holder.says() == "settled"
     holder.kill()
-    holder.wait()
     shift(store, 60_001)
     newer = claimed(store)
     with store.transaction(newer) as run:
@@ -707,25 +740,14 @@ def test_a_run_that_may_not_be_ended_keeps_its_key(
         assert told.__dict__["idempotency_outcome"] == "holder_not_ended"
         assert told.__dict__["idempotency_key"] == "order-17"
         assert "this user may not end it" in told.getMessage()
-        _tell(holder, "go on")
-        assert _answer(holder) == "committed"
+        holder.tell("go on")
+        assert holder.says() == "committed"
         assert claim(limited).record.state is State.COMPLETED
     finally:
         limited.close()
         databases.drop_alias("limited")
         execute(store.alias, f"DROP OWNED BY {role}")
         execute(store.alias, f"DROP ROLE {role}")
-
-
-def _tell(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
-
-
-def _answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def _end(alias: str) -> None:

@@ -22,6 +22,7 @@ from testproject.postgres import EmbeddedPostgres
 from tests.sql import databases
 from tests.support.ledger import Ledger
 from tests.support.proxy import Proxy
+from tests.support.tiers import examples
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
@@ -45,6 +46,11 @@ AT_THE_COMMIT = (
     "SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
     " AND query = 'COMMIT' AND state = 'active'"
 )
+#: What test_atomic shows of each vendor with a process of its own, workers show of one.
+_MARIADB = pytest.param("mariadb", marks=pytest.mark.wide)
+_SQLITE = pytest.param("sqlite", marks=pytest.mark.wide)
+POSTGRESQL = pytest.mark.parametrize("vendor", ["postgresql", _MARIADB, _SQLITE])
+SERVERS = pytest.mark.parametrize("vendor", ["postgresql", _MARIADB])
 #: How many operations collide.
 CONTENDED = 250
 
@@ -296,7 +302,7 @@ class TestZombies:
         (place.ledger.path.parent / "hold-order").unlink()
         return frozen, result
 
-    @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+    @SERVERS
     def test_a_frozen_transaction_is_ended_by_the_next_claim(self, till, rabbitmq, vendor):
         place = till(vendor)
         queue = rabbitmq.queue()
@@ -346,7 +352,7 @@ class TestZombies:
             user = poor_role(place.alias)
             second = place.worker("second", database=user)
             result = place.pay("order", account="alice")
-            wait_for(lambda: "comes back" in second.log, PATIENCE, "the duplicate to wait")
+            wait_for(lambda: "is republished" in second.log, PATIENCE, "the duplicate to wait")
             frozen.thaw()
             assert first.get(timeout=PATIENCE) == "paid order"
             assert result.get(timeout=PATIENCE) == "paid order"
@@ -374,8 +380,15 @@ class TestZombies:
 
 
 class TestCommits:
-    @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
-    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize(
+        ("vendor", "when"),
+        [
+            ("postgresql", "before"),
+            ("mariadb", "after"),
+            pytest.param("postgresql", "after", marks=pytest.mark.wide),
+            pytest.param("mariadb", "before", marks=pytest.mark.wide),
+        ],
+    )
     def test_one_without_an_answer_resolves_to_what_happened(self, till, vendor, when):
         """The connection breaks before the COMMIT reached the server, or after, and before its answer."""
         place = till(vendor)
@@ -394,7 +407,7 @@ class TestCommits:
             # What was rolled back left nothing behind, and is done again at once.
             assert place.ledger.count("inside", "order") == (2 if when == "before" else 1)
 
-    @pytest.mark.parametrize("vendor", ["postgresql", "mariadb"])
+    @SERVERS
     def test_one_that_is_still_at_work_is_waited_for_though_a_sweep_took_the_claim(
         self, till, vendor
     ):
@@ -501,19 +514,19 @@ class TestPersistentConnections:
             ]
             return int(entry.key.split()[-1])
 
-        for n in range(3):
+        for n in range(2):
             session = pay(f"first-{n}")
             assert pay(f"next-{n}") == session, "it was not kept"
             for (each,) in databases.rows(place.alias, ours):
                 databases.execute(place.alias, end, (each,))
             assert pay(f"dead-{n}") != session
-        assert "comes back" not in worker.log, "it cost a task its turn"
+        assert "is republished" not in worker.log, "it cost a task its turn"
 
 
 class TestMisbehaviour:
     HOWS = ("commit", "raw", "durable", "asyncio", "raise", "retry once")
 
-    @pytest.mark.parametrize("vendor", databases.VENDORS)
+    @POSTGRESQL
     def test_a_task_that_ends_its_transaction_is_told_so(self, till, vendor):
         place = till(vendor)
         place.worker("worker", concurrency=2)
@@ -619,9 +632,9 @@ class TestMisbehaviour:
         assert all(worker.running for worker in workers)
 
     def under(self, place: Till, strike: Callable[[], int], *, most: int, pause: float) -> int:
-        """Pay sixty orders twice each while the database is struck; return how often it was."""
+        """Pay orders twice each while the database is struck; return how often it was."""
         workers = [place.worker(f"worker{n}", concurrency=2) for n in range(2)]
-        keys = [f"order {n}" for n in range(60)]
+        keys = [f"order {n}" for n in range(examples(30, 60))]
         results = {key: [place.pay(key), place.pay(key)] for key in keys}
         struck = 0
         while any(not r.ready() for both in results.values() for r in both) and struck < most:

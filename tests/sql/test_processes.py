@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 
 from celery_idempotent.records import Identity, State
 from tests.sql import databases
+from tests.support.preloaded import spawn
 from tests.support.workers import child_environment
 
 pytest.importorskip("django")
@@ -30,22 +31,18 @@ def test_of_several_processes_one_gets_each_key(
         # Its journal is as SQLite makes it: a reader and a writer shut each other out for a moment.
         store = DjangoStore(databases.add_alias("processes", settings))
         databases.migrate(store.alias)
-        writers = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.sql.writer",
-                    str(tmp_path),
-                    settings["NAME"],
-                    str(COUNT),
-                ],
-                cwd=tmp_path,
-                env=child_environment(),
-            )
-            for _ in range(3)
-        ]
-        assert [writer.wait(100) for writer in writers] == [0, 0, 0]
+        command = [sys.executable, "-m", "tests.sql.writer", str(tmp_path), str(COUNT)]
+        env = child_environment(
+            {
+                "DJANGO_SETTINGS_MODULE": "tests.sql.atomic_settings",
+                # Django's own settings, but for the patience with a locked file.
+                "ATOMIC_DATABASES": json.dumps({"default": settings}),
+            }
+        )
+        with (tmp_path / "log").open("wb") as log:
+            writers = [spawn(command, cwd=tmp_path, env=env, log=log) for _ in range(3)]
+        ended = [writer.wait(100) for writer in writers]
+        assert ended == [0, 0, 0], (tmp_path / "log").read_text()
         keys = [f"order-{n}" for n in range(COUNT)]
         assert sorted((tmp_path / "effects").read_text().split()) == sorted(keys)
         found = [store.get(Identity(namespace="charge", key=key)) for key in keys]

@@ -8,6 +8,7 @@ from celery_idempotent import FailedByOperator, IdempotentTask, InProgress
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.admin import TASK, claim, identity, make_app, settle
+from tests.support.versions import Version
 
 
 @pytest.fixture
@@ -118,6 +119,19 @@ class TestComplete:
         interrupted(store, "paid")
         assert task.idempotency_complete("paid", 17)
         assert answer(task, "paid") == 17
+
+    def test_what_is_published_once_gets_it_whether_or_not_the_first_message_comes_back(
+        self, store
+    ):
+        version = Version(store, idempotency_key="order", idempotency_publish_once=True)
+        first = version.publish("o")
+        assert version.task.idempotency_complete("o", 17, who="alice")
+        # Nobody may ever store a result under the first task's id.
+        second = version.publish("o")
+        assert second.headers["id"] != first.headers["id"]
+        assert version.run(second) == version.run(first) == ("SUCCESS", 17)
+        assert version.runs == []
+        version.close()
 
 
 class TestSteps:

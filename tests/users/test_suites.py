@@ -22,9 +22,21 @@ from django.db import connections
 
 SHOP = Path(__file__).parent / "shop"
 PAGE = ROOT / "docs" / "testing.md"
+#: Of those that are installed here; their import alone takes seconds.
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 DJANGO = ("-m", "django", "test", "tests.users.shop.suite_django", "--noinput")
 PYTEST = (
-    *("-m", "pytest", "-p", "no:valkey", "-p", "no:cacheprovider", "-q", "-c", "/dev/null"),
+    *(
+        "-m",
+        "pytest",
+        "-p",
+        "pytest_django.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-c",
+        "/dev/null",
+    ),
     *("--rootdir", str(SHOP), "--import-mode=importlib", str(SHOP / "suite_pytest.py")),
 )
 
@@ -45,6 +57,7 @@ def run(
                     "DJANGO_SETTINGS_MODULE": "tests.users.shop.settings",
                     "SHOP_DATABASES": json.dumps({"default": connections.databases[alias]}),
                     "SHOP_STORE": store,
+                    **NO_PLUGINS,
                 }
             ),
             capture_output=True,
@@ -80,17 +93,7 @@ def test_a_suite_passes_and_its_records_end_with_each_test(run, vendor, suite):
 @pytest.mark.parametrize(
     "command",
     [
-        (
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:valkey",
-            "-p",
-            "no:django",
-            "test_pytest.py",
-        ),
+        ("pytest", "-q", "-p", "no:cacheprovider", "test_pytest.py"),
         ("unittest",),
     ],
     ids=["pytest", "unittest"],
@@ -101,7 +104,7 @@ def test_the_suites_of_the_page_pass_without_the_server_of_their_records(tmp_pat
         r"^```python\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
     ):
         (tmp_path / block[0]).write_text(block[1])
-    env = child_environment()
+    env = child_environment(NO_PLUGINS)
     env["PYTHONPATH"] += f":{tmp_path}"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", *command],

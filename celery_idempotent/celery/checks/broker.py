@@ -60,7 +60,7 @@ def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
         yield Finding(
             id="W004",
             problem=f"The broker delivers again after {broker.seconds:g} s ({broker.option}), before the lease of a"
-            f" dead worker is over: the message circles as long. Tasks: {named(longer)}.",
+            f" dead worker is over: until then the message is republished each time. Tasks: {named(longer)}.",
             hint=f"Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
         )
 

@@ -33,8 +33,9 @@ class HybridStore(ForwardingStore):
     lets a FAILED record end anew: they fail while the cache does not answer, because an entry might outlive the
     record. (:meth:`forget_mark` does without: what it forgets is never an answer.)
 
-    Two questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
-    refusal), and for the very task that settled it as long as its callbacks are not known to be sent.
+    Three questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
+    refusal), for the very task that settled it as long as its callbacks are not known to be sent, and about what an
+    operator settled.
     """
 
     def __init__(self, cache: RedisCache, truth: Store) -> None:
@@ -179,7 +180,8 @@ class HybridStore(ForwardingStore):
             retained = self.truth.retained(identity)
         except (StoreUnavailable, StoreMisconfigured):
             return  # what the caller came for is done
-        if retained is not None:
+        # A copy would not tell that an operator settled it.
+        if retained is not None and retained.record.settled_by is None:
             self.cache.fill(identity, ticket, retained)
 
     @contextmanager

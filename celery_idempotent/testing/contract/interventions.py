@@ -50,6 +50,9 @@ class InterventionContract(ContractBase):
         assert settled.settled_by is not None
         assert settled.settled_by.at_ms == settled.updated_ms
         assert store.mark_delivered(KEY, token=record.token)
+        for answer in (self.try_claim(store), self.try_reserve(store, task_id="another")):
+            assert isinstance(answer, Settled)
+            assert answer.record.settled_by == settled.settled_by
         mismatched = self.try_claim(store, fingerprint=OTHER_FINGERPRINT, task_id="third")
         assert isinstance(mismatched, Mismatched)
         assert self.settle(store, record, state, restore=False, intervention=BOB)
