@@ -76,10 +76,10 @@ class CrashReport:
         for place in self.places:
             of[place.line].append(place)
         lines = [f"{self.task}, killed after each line; without a kill: {self.expected!r}"]
-        lines += _row(of[_BEFORE], "  -", "before the first line")
+        lines += _row(of[_BEFORE], "-", "before the first line")
         for number, text in self.source:
-            lines += _row(of[number], f"{number:3}", text)
-        lines += _row(of[_AFTER], "  -", "after the run, before the acknowledgement")
+            lines += _row(of[number], f"{number}", text)
+        lines += _row(of[_AFTER], "-", "after the run, before the acknowledgement")
         return "\n".join(lines)
 
 
@@ -87,7 +87,7 @@ def _row(places: Sequence[Place], number: str, text: str) -> list[str]:
     bad = [place for place in places if place.verdict != "ok"]
     verdict = bad[0].verdict.upper() if bad else "ok" if places else ""
     found = f"    <- {bad[0].effects!r}, {bad[0].state}" if bad else ""
-    return [f"{verdict:>8} {number}  {text}{found}".rstrip()]
+    return [f"{verdict:>8} {number:>4}  {text}{found}".rstrip()]
 
 
 def crash_matrix(
