@@ -166,19 +166,20 @@ WRITES = {
 @pytest.mark.parametrize(
     ("operation", "state"),
     [
-        ("release", "QUEUED"),
         ("release", "LIVE"),
         ("complete", "STALE"),
         pytest.param("complete", "LIVE", marks=pytest.mark.wide),
         ("complete", "FAILED"),
         ("complete pay", "STALE"),
         pytest.param("complete pay", "INTERRUPTED", marks=pytest.mark.wide),
-        ("fail", "QUEUED"),
         ("fail", "LIVE"),
         ("forget", "COMPLETED"),
         ("requeue", "INTERRUPTED"),
-        ("requeue", "STALE"),
-        ("requeue", "LIVE"),
+        # The same steps from another state, which test_operations.py has.
+        pytest.param("release", "QUEUED", marks=pytest.mark.wide),
+        pytest.param("fail", "QUEUED", marks=pytest.mark.wide),
+        pytest.param("requeue", "STALE", marks=pytest.mark.wide),
+        pytest.param("requeue", "LIVE", marks=pytest.mark.wide),
     ],
 )
 def test_a_process_that_is_killed_has_done_it_or_not(

@@ -95,7 +95,11 @@ class TestRevokes:
     def revoke(self, stage: Stage, task_id: str, number: str, **options: Any) -> None:
         stage.client.control.revoke(task_id, terminate=True, signal=number, **options)
 
-    @pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+    @pytest.mark.parametrize(
+        # Killed: test_undertaker.py.
+        "number",
+        ["SIGTERM", pytest.param("SIGKILL", marks=pytest.mark.wide)],
+    )
     def test_a_terminated_child_leaves_the_key_free(self, set_stage: SetStage, number: str):
         stage = set_stage()
         worker = stage.worker()
@@ -273,7 +277,9 @@ class TestShutdown:
 
 
 @pytest.mark.skipif(celery.VERSION[:2] < (5, 7), reason="Celery 5.7 brought it")
-@pytest.mark.parametrize("task", ["sent_again", "sent_again_early"])
+@pytest.mark.parametrize(
+    "task", ["sent_again_early", pytest.param("sent_again", marks=pytest.mark.wide)]
+)
 def test_a_retry_that_celery_sends_for_a_lost_child_runs_under_the_same_key(
     set_stage: SetStage, task: str
 ):

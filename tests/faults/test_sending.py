@@ -128,6 +128,10 @@ def ends(stand: Stand, each: Sent) -> None:
 
 
 ACKS = pytest.mark.parametrize("acks", ["late", "early"])
+#: Where what is sent is a replacement: that early acks need no message to come back is shown of followers.
+LATE_FIRST = pytest.mark.parametrize(
+    "acks", ["late", pytest.param("early", marks=pytest.mark.wide)]
+)
 
 
 @ACKS
@@ -165,7 +169,7 @@ def test_what_was_sent_is_not_sent_again_with_what_was_refused(stand):
     stand.takes_effect(*(f"{key}/{each}" for each in "abcd"))
 
 
-@ACKS
+@LATE_FIRST
 def test_a_replacement_that_the_broker_refuses_is_sent_without_a_second_run(stand, acks):
     since = len(stand.worker.log)
     with stand.refused() as queue:
@@ -176,7 +180,7 @@ def test_a_replacement_that_the_broker_refuses_is_sent_without_a_second_run(stan
     assert stand.failures(each.sender) == 0
 
 
-@ACKS
+@LATE_FIRST
 def test_a_replacement_is_published_when_a_broker_that_went_away_is_back(stand, acks):
     since = len(stand.worker.log)
     each = Canvases(stand, acks, gated=True).replacement()
@@ -189,7 +193,11 @@ def test_a_replacement_is_published_when_a_broker_that_went_away_is_back(stand, 
     assert each.result.get(timeout=PATIENCE).endswith("'")
 
 
-@pytest.mark.parametrize("point", ["settled", "sending", "sent", "marking"])
+@pytest.mark.parametrize(
+    "point",
+    # At each of them all the others are lost and sent below.
+    ["sending", *(pytest.param(p, marks=pytest.mark.wide) for p in ("settled", "sent", "marking"))],
+)
 def test_a_replacement_outlives_the_process_of_the_task_that_it_replaces(stand, point):
     each = Canvases(stand, gated=True).replacement()
     stand.crash(point, each.first)
@@ -247,7 +255,13 @@ def test_followers_are_sent_when_a_broker_that_went_away_is_back(stand, acks):
         ends(stand, each)
 
 
-@pytest.mark.parametrize("shape", ["link", "chain", "errback", "body"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("chain", "body"),
+        *(pytest.param(each, marks=pytest.mark.wide) for each in ("link", "errback")),
+    ],
+)
 def test_a_follower_whose_publishing_the_broker_did_not_answer_takes_effect_once(stand, shape):
     each = getattr(Canvases(stand, gated=True), shape)()
     wait_for(lambda: stand.effects(each.first), PATIENCE, "the sender to start")
@@ -276,7 +290,11 @@ def test_what_a_process_that_dies_has_not_sent_is_sent_by_the_next(stand, point)
         ends(stand, each)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "solo"])
+@pytest.mark.parametrize(
+    # A solo worker and its RabbitMQ come next.
+    "pool",
+    ["prefork", pytest.param("solo", marks=pytest.mark.wide)],
+)
 def test_the_next_step_is_sent_by_a_broker_that_was_killed_at_work_and_is_back(
     tmp_path, databases, pool
 ):

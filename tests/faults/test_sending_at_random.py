@@ -32,7 +32,7 @@ from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
-RUNS = int(os.environ.get("CELERY_IDEMPOTENT_SENDING_RUNS", "16"))
+RUNS = int(os.environ.get("CELERY_IDEMPOTENT_SENDING_RUNS", "8"))
 SEED = int(os.environ.get("CELERY_IDEMPOTENT_SENDING_SEED", "20261122"))
 
 #: So many canvases are at work at a time.

@@ -166,7 +166,11 @@ def test_a_body_that_makes_sure_of_its_claim_outlasts_a_blip_of_the_store(
     assert stage.starts("k") == 1
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+@pytest.mark.parametrize(
+    "silent",
+    # A silent server in the claim and in the settle: the next test, and TestSignalsDuringTheSettle.
+    [pytest.param(False, id="cut"), pytest.param(True, id="silent", marks=pytest.mark.wide)],
+)
 def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
     set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes], silent: bool
 ):

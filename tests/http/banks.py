@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import psycopg
 
 from tests.http.sites import Site, Web, new_key, open_site
+from tests.http.sweeping import sweep
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis, embedded_redis, need
 from tests.support.waiting import wait_for
@@ -24,14 +24,6 @@ from tests.support.waiting import wait_for
 __all__ = ["Bank", "at_work", "made", "open_bank", "sweep_until"]
 
 _SERVER = os.environ.get("CELERY_IDEMPOTENT_POSTGRESQL_URL", "postgresql://postgres@127.0.0.1:5432")
-_SWEEP = """
-import django
-django.setup()
-from celery_idempotent.django.outbox.interceptor import sweep
-from testproject.celery import app
-app.loader.import_default_modules()
-sweep(app)
-"""
 
 Rows = psycopg.Connection[Any]
 
@@ -128,8 +120,8 @@ def at_work(rows: Rows) -> bool:
 def sweep_until(bank: Site, done: Callable[[], bool]) -> None:
     """Sweep the outbox in a process of its own until it is done."""
 
-    def sweep() -> bool:
-        subprocess.run((sys.executable, "-c", _SWEEP), env=bank.env, check=True, timeout=60)
+    def swept() -> bool:
+        sweep("outbox", bank.directory, bank.env)
         return done()
 
-    wait_for(sweep, 60)
+    wait_for(swept, 60)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.http.sites import Site, open_site
+from tests.http.sites import Site, Web, open_site
 from tests.support.servers import embedded_redis
 
 
@@ -22,3 +23,12 @@ def site(running: Site) -> Iterator[Site]:
     running.mood(None)
     yield running
     running.mood(None)
+
+
+@pytest.fixture(scope="session")
+def asgi(running: Site) -> Web:
+    """The same site under an ASGI server."""
+    command = [sys.executable, "-m", "tests.http.asgi"]
+    web = Web(command, running.directory, running.env, "asgi")
+    running.children.append(web)
+    return web.start()

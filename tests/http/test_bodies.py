@@ -35,13 +35,6 @@ def gunicorn(running: Site) -> Web:
     return web.start()
 
 
-@pytest.fixture(scope="module")
-def uvicorn(running: Site) -> Web:
-    web = Web([sys.executable, "-m", "tests.http.asgi"], running.directory, running.env, "uvicorn")
-    running.children.append(web)
-    return web.start()
-
-
 @pytest.fixture(params=["runserver", "gunicorn"])
 def web(request: pytest.FixtureRequest, site: Site) -> Web:
     return site.web if request.param == "runserver" else request.getfixturevalue("gunicorn")
@@ -133,10 +126,10 @@ def test_a_body_that_breaks_off_is_not_queued(site: Site, web: Web, name: str, f
     assert paid(site, client.key) == [1000]
 
 
-def test_under_asgi_a_client_that_leaves_halfway_reaches_no_view(site: Site, uvicorn: Web) -> None:
+def test_under_asgi_a_client_that_leaves_halfway_reaches_no_view(site: Site, asgi: Web) -> None:
     for name in ("form", "form_later", "aform_later"):
         kind, whole, part = BODIES["form"]
-        client = Client(uvicorn, name, new_key())
+        client = Client(asgi, name, new_key())
         client.hang_up(kind, part, Content_Length=len(whole))
         answer = client.web.ask(
             "POST", f"/t/{name}/", whole, key=client.key, X_Caller="c", Content_Type=kind

@@ -116,7 +116,8 @@ def lose(doomed: Web, lost: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [LATER, AT_ONCE, pytest.param("/t/announcing/", marks=pytest.mark.wide)]
+    "path",
+    [LATER, *(pytest.param(each, marks=pytest.mark.wide) for each in (AT_ONCE, "/t/announcing/"))],
 )
 def test_a_process_that_is_killed_between_its_commit_and_the_sending_loses_no_message(
     bank: Bank, doomed: Web, path: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import logging
-import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 
@@ -16,14 +15,6 @@ from tests.http.sites import Site, Web, new_key
 from tests.support.waiting import wait_for
 
 language = ContextVar("language", default="en")
-
-
-@pytest.fixture(scope="module")
-def asgi(running: Site) -> Web:
-    command = [sys.executable, "-m", "tests.http.asgi"]
-    web = Web(command, running.directory, running.env, "asgi-hanging-up")
-    running.children.append(web)
-    return web.start()
 
 
 def hang_up(web: Web, path: str, key: str, *, when: Callable[[], bool]) -> None:

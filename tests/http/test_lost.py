@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.http.sites import ORDER, Site, Web, new_key
-
-#: A sweep of the site's store, at a time when the reservations of now count as lost.
-_SWEEP = """
-import django
-django.setup()
-from celery_idempotent import get_store
-from celery_idempotent.celery import reaper
-from testproject.celery import app
-from tests.stores.shifted import Shift
-app.loader.import_default_modules()
-Shift(get_store(app))(61_000)
-print(reaper.sweep(app)["requeued"])
-"""
+from tests.http.sweeping import sweep
 
 
 @pytest.fixture
@@ -63,11 +50,7 @@ def test_what_was_reserved_and_never_published_is_sent_by_a_sweep(site: Site, do
     assert (again.status, again.replayed, again.json["state"]) == (202, True, "QUEUED")
     assert site.status(again).json["state"] == "QUEUED"
     assert site.payments(key) == 0
-    sweep = (sys.executable, "-c", _SWEEP)
-    swept = subprocess.run(
-        sweep, env=site.env, check=True, timeout=60, capture_output=True, text=True
-    )
-    assert swept.stdout.split() == ["1"]
+    assert sweep("store", site.directory, site.env).split()[-1:] == ["1"]
     assert site.settled(again)["state"] == "COMPLETED"
     last = site.pay(key=key)
     assert (last.status, last.json["state"]) == (200, "COMPLETED")

@@ -102,7 +102,7 @@ def _look_at(web: Web) -> None:
     assert [payment["key"] for payment in made] == [key]
 
 
-@pytest.mark.parametrize("port", ["65536", "http"])
+@pytest.mark.parametrize("port", ["65536", pytest.param("http", marks=pytest.mark.wide)])
 def test_a_port_that_is_none_is_refused(tmp_path: Path, port: str) -> None:
     with serving(tmp_path, port) as served:
         assert served.process.wait(30) == 2

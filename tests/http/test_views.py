@@ -16,15 +16,6 @@ from tests.http.sites import ORDER, Answer, Site, Web, at_once, in_background, n
 from tests.support.waiting import wait_for
 
 
-@pytest.fixture(scope="session")
-def asgi(running: Site) -> Web:
-    """The same site under an ASGI server."""
-    command = [sys.executable, "-m", "tests.http.asgi"]
-    web = Web(command, running.directory, running.env, "asgi")
-    running.children.append(web)
-    return web.start()
-
-
 @pytest.fixture(params=["wsgi", "asgi"])
 def web(request: pytest.FixtureRequest, site: Site) -> Web:
     return site.web if request.param == "wsgi" else request.getfixturevalue("asgi")

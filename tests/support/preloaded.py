@@ -1,9 +1,8 @@
 """Processes forked from one that has imported Celery already: a start of Python and Celery costs a second of CPU.
 
-Two such servers serve a test process, each started when first asked for: one with what every worker imports, one with
-Django besides. Either has made no app, and has imported nothing of the package under test but the front of its
-command line, which Celery imports with its own, so that what it forks differs
-from a fresh interpreter in nothing but in what is imported.
+Two such servers serve a test process, each started when first asked for: one with what every worker imports, of the
+package under test as well, and one with Django besides. Either has made no app, so that what it forks differs from a
+fresh interpreter in nothing but in what is imported. What imports do, and who imports what, is tested in fresh ones.
 """
 
 from __future__ import annotations
@@ -49,6 +48,17 @@ _CELERY = (
         "kombu.transport.redis",
     ),
     *("redis.cluster", "redis.sentinel", "email.message", "unittest.mock", "zoneinfo"),
+    *("celery.app.control", "celery.events.receiver", "celery.events.state", "celery.app.log"),
+    *("celery.worker.autoscale", "celery.worker.consumer.delayed_delivery"),
+)
+#: A tenth of a second for each worker.
+_PACKAGE = tuple(
+    f"celery_idempotent.{name}"
+    for name in (
+        *("celery.task", "celery.installation", "celery.reaper", "celery.sentry"),
+        *("celery.checks.worker", "celery.checks.broker", "celery.checks.servers"),
+        *("stores.redis.store", "stores.memory"),
+    )
 )
 _DJANGO = (
     *(
@@ -181,7 +191,7 @@ _servers: dict[bool, _Server] = {}
 
 def _server(*, django: bool) -> _Server:
     if django not in _servers:
-        _servers[django] = _Server([*_CELERY, *(_DJANGO if django else ())])
+        _servers[django] = _Server([*_CELERY, *_PACKAGE, *(_DJANGO if django else ())])
     return _servers[django]
 
 

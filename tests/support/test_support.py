@@ -55,7 +55,7 @@ def test_a_preloaded_process_ends_with_the_one_that_asked_for_it_when_that_is_ki
         "from pathlib import Path\n"
         "from tests.support import preloaded\n"
         "from tests.support.workers import child_environment\n"
-        "preloaded._CELERY = ()\n"
+        "preloaded._CELERY = preloaded._PACKAGE = ()\n"
         "command = [sys.executable, '-m', 'http.server', '--bind', '127.0.0.1', '0']\n"
         "with open(os.devnull, 'wb') as log:\n"
         "    process = preloaded.spawn(command, cwd=Path(), env=child_environment(), log=log)\n"

@@ -17,7 +17,8 @@ from celery.exceptions import WorkerLostError
 from celery_idempotent import State, TooManyCrashes, get_store
 from celery_idempotent.celery.reaper import SWEEP, sweep
 from celery_idempotent.records import ClaimRequest, Identity
-from tests.support.sites import IMPATIENT
+from tests.support.preloaded import Process, spawn
+from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 from tests.worker import app as app_module
@@ -95,21 +96,15 @@ class TestTheSweep:
     @pytest.fixture
     def start_beat(self, tmp_path) -> Iterator[Callable[[Site], Path]]:
         """Start Celery's beat as a process; return where its log is."""
-        started: list[subprocess.Popen[bytes]] = []
+        started: list[Process | subprocess.Popen[bytes]] = []
 
         def start_beat(site: Site) -> Path:
             log_path: Path = tmp_path / "beat.log"
             command = [sys.executable, "-m", "celery", "-A", "tests.worker.app", "beat"]
             options = ["--loglevel=INFO", "--pidfile=", f"--schedule={tmp_path / 'schedule'}"]
             with log_path.open("wb") as log:
-                beat = subprocess.Popen(
-                    [*command, *options],
-                    cwd=tmp_path,
-                    env=child_environment(app_module.environment(site.settings)),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                env = child_environment(app_module.environment(site.settings))
+                beat = spawn([*command, *options], cwd=tmp_path, env=env, log=log)
             started.append(beat)
             return log_path
 
@@ -118,6 +113,7 @@ class TestTheSweep:
             os.killpg(beat.pid, signal.SIGKILL)
             beat.wait()
 
+    @pytest.mark.parametrize("broker", [REDIS, RABBITMQ_TOO], indirect=True)
     def test_registers_itself_with_beat_and_interrupts_what_nobody_will_redeliver(
         self, broker, open_site, start_beat, key, gate
     ):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from celery_idempotent import State
-from tests.support.sites import IMPATIENT
+from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class TestARunFrozenPastItsLease:
         assert [each.pid for each in site.ledger.entries("lease_lost", key)] == [begun.pid]
         assert site.ledger.count("start", key) == site.ledger.count("end", key) == 2
 
+    @pytest.mark.parametrize("broker", [REDIS, RABBITMQ_TOO], indirect=True)
     def test_answers_as_the_message_that_took_its_key(self, broker, open_site, key, gate):
         """The process is frozen, its worker is not, so the broker notices nothing: the winner is another message."""
         site = open_site(broker, idempotency_lease=LEASE)

@@ -14,7 +14,7 @@ from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import open_store
 from tests.support import sites
 from tests.support.proxy import Proxy
-from tests.support.sites import RABBITMQ, REDIS
+from tests.support.sites import RABBITMQ
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 from tests.worker.conftest import Site
@@ -33,7 +33,9 @@ class Cut(Site):
     address: str
 
 
-@pytest.fixture(scope="module", params=[REDIS, RABBITMQ])
+@pytest.fixture(
+    scope="module", params=[pytest.param("redis", id="redis", marks=pytest.mark.wide), RABBITMQ]
+)
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cut]:
     """Four processes; on RabbitMQ with a topic exchange and a quorum queue that gives nothing out a third time."""
     address = next(request.getfixturevalue("databases"))

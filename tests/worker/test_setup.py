@@ -53,7 +53,7 @@ def open_evicting(open_site: Callable[..., Any]) -> Callable[..., Any]:
     return open_
 
 
-@pytest.mark.parametrize("pool", ["prefork", "solo"])
+@pytest.mark.parametrize("pool", ["prefork", pytest.param("solo", marks=pytest.mark.wide)])
 def test_each_finding_is_a_line_in_the_log(
     open_evicting: Callable[..., Any], evicting: Server, key: str, pool: str
 ) -> None:
