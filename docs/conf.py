@@ -39,6 +39,7 @@ highlight_language = "none"
 myst_heading_anchors = 4
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

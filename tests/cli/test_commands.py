@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -518,3 +520,18 @@ def test_erase_leaves_a_live_owner_alone_and_says_so(store, run):
     forced = run("erase", "--scope", "acme", "--yes", "--force", "--reason", "a tenant left")
     assert forced.exit_code == 0
     assert store.get(identity("busy", scope="acme")) is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_work_says_on_a_terminal_how_far_it_has_come(monkeypatch, terminal):
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", screen)
+    times = iter((0.0, 0.9, 1.1, 1.2, 2.0))
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    with output.Progress("records", total=4_000) as progress:
+        for _ in range(4):
+            progress.add(500)
+    # Nothing within the first second, then five times a second at most; in the end the line is gone.
+    told = "\r1,000 of 4,000 records, 909/s\x1b[K\r2,000 of 4,000 records, 1,000/s\x1b[K\r\x1b[K"
+    assert screen.getvalue() == (told if terminal else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,8 @@ from celery_idempotent import get_store
 from celery_idempotent.records import Identity, State
 from tests.cli.running import Ran, run_idempotency
 from tests.support import sites
+from tests.support.admin import claim, settle
+from tests.support.apps import close_app
 from tests.support.waiting import wait_for
 from tests.worker import app as app_module
 
@@ -148,3 +151,30 @@ def test_a_store_that_cannot_be_reached_is_exit_code_3():
     settings = {"broker_url": "memory://", "idempotency_store": "redis://127.0.0.1:1/0"}
     done = run_idempotency(app_module.__name__, app_module.environment(settings), "list")
     assert done.code == 3, done.text
+
+
+@pytest.mark.wide
+@pytest.mark.redis
+def test_a_command_that_is_killed_has_done_what_it_did_and_goes_on_when_called_again(
+    redis_url: str, prefix: str
+) -> None:
+    settings = {"broker_url": redis_url, "idempotency_store": f"{redis_url}?prefix={prefix}"}
+    app = app_module.make_app(settings)
+    store = get_store(app)
+
+    def forget(die: str | None = None) -> Ran:
+        env = app_module.environment(settings) | ({} if die is None else {"DIE": die})
+        return run_idempotency("tests.cli.mortal_app", env, "forget", "--all", "--yes", "--json")
+
+    for die, done in (("before 1", 0), ("after 1", 1), ("before 3", 2), ("after 3", 3)):
+        for number in range(3):
+            about = Identity(namespace="keyed", key=f"key-{number}")
+            settle(store, claim(store, about), State.FAILED)
+        killed = forget(die)
+        assert killed.code == -signal.SIGKILL, killed.text
+        assert store.stats().failed == 3 - done, die
+        again = forget()
+        assert again.code == 0, again.text
+        assert [each["outcome"] for each in again.objects] == ["done"] * (3 - done)
+        assert store.stats().failed == 0
+    close_app(app)
