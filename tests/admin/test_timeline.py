@@ -75,7 +75,7 @@ def test_it_tells_what_happened_in_its_order(store: Store, serve: Serve, operato
     refuse(store, "mismatch", "<b>task-3</b>")
     store.mark_delivered(record.identity, token=record.token)
     told = timeline(operator)
-    assert [item.split(" ", 2)[2] for item in told[:4]] == [
+    assert [item.split(" UTC ", 1)[1] for item in told[:4]] == [
         "The key was first claimed or reserved",
         "Turned away: somebody else held the key (task task-2)",
         "Completed: whoever asks again gets this result",
