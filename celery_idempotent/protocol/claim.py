@@ -245,7 +245,7 @@ class Claim:
         self.lose()
         return LeaseLost(
             f"The claim of {self.record.identity} (token {self.token}) is gone: its lease ran out and the key "
-            "was claimed or swept, or an operator forgot it. Stop before the next irreversible step."
+            "was claimed or swept, or an operator took it. Stop before the next irreversible step."
         )
 
 

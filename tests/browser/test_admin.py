@@ -138,7 +138,10 @@ def test_each_user_sees_what_they_may(open_as: OpenAs) -> None:
     "operation",
     [
         "Requeue",  # the others in tests/admin/test_operations.py
-        *(pytest.param(each, marks=pytest.mark.wide) for each in ("Release", "Fail", "Forget")),
+        *(
+            pytest.param(each, marks=pytest.mark.wide)
+            for each in ("Release", "Complete", "Fail", "Forget")
+        ),
     ],
 )
 def test_each_operation_is_asked_for_and_done(
@@ -157,14 +160,17 @@ def test_each_operation_is_asked_for_and_done(
     assert store.get(identity(key)) is not None
     page.get_by_role("link", name=operation, exact=True).click()
     page.get_by_label("Reason").fill("a test")
-    if operation != "Fail":
+    if operation == "Complete":
+        page.get_by_label("Value, in JSON").fill('{"charge": "ch_17"}')
+    elif operation != "Fail":
         page.get_by_label("I know that it may be done a second time").check()
     page.get_by_role("button", name=f"Yes, {operation.lower()} it").click()
     expect(page.locator(".messagelist")).to_contain_text(key)
     expect(page.get_by_role("region", name="What operators did")).to_contain_text("Reason: a test")
     found = store.get(identity(key))
     after = None if found is None else found.state
-    assert after == {"Requeue": State.QUEUED, "Fail": State.FAILED}.get(operation)
+    ends = {"Requeue": State.QUEUED, "Complete": State.COMPLETED, "Fail": State.FAILED}
+    assert after == ends.get(operation)
 
 
 def test_a_live_owner_is_taken_its_key_only_by_force_and_with_a_reason(
@@ -388,7 +394,8 @@ def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(open_as
         show(page, key)
         look_at(page, key)
     live = page.url
-    for where in (live.replace("/change/", "/result/"), live.replace("/change/", "/release/")):
+    # Of all questions the one with the most fields.
+    for where in (live.replace("/change/", "/result/"), live.replace("/change/", "/complete/")):
         page.goto(where)
         look_at(page, where)
     page.goto(live.replace("live", "nothing"))

@@ -10,6 +10,11 @@ import sys
 import uuid
 from typing import Any
 
+if __name__ == "__main__":
+    import django
+
+    django.setup()
+
 from django.conf import settings
 from django.core.management import call_command
 from django.test import Client
@@ -63,3 +68,7 @@ def entries(delivery: str) -> int:
 def fail(sender: Any, **_: Any) -> None:
     if sender.name == tasks.record_delivery.name:
         raise ValueError("after the write")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.preloaded import spawn
+from tests.support.workers import child_environment
 
 pytest.importorskip("django")
-
-_RUN = "import django; django.setup(); from tests.django import receiver; receiver.main()"
 
 
 @pytest.mark.redis
@@ -31,25 +29,21 @@ def test_what_fails_after_its_write_leaves_nothing_where_the_record_is_in_the_da
     tmp_path: Path, databases: Iterator[str], store: str, name: str, atomic: bool
 ) -> None:
     redis_url = next(databases)
-    env = {key: value for key, value in os.environ.items() if not key.startswith("DATABASE_")}
+    here = child_environment()
+    env = {key: value for key, value in here.items() if not key.startswith("DATABASE_")}
     env |= {"DATABASE_PATH": str(tmp_path / "db.sqlite3"), "REDIS_URL": redis_url}
     env["DJANGO_SETTINGS_MODULE"] = "testproject.settings"
     if store:
         env["IDEMPOTENCY_STORE"] = store.format(redis=redis_url)
     else:
         env.pop("IDEMPOTENCY_STORE", None)
-    done = subprocess.run(
-        (sys.executable, "-c", _RUN),
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        command = (sys.executable, "-m", "tests.django.receiver")
+        process = spawn(command, cwd=ROOT, env=env, log=file)
+    assert process.wait(120) == 0, log.read_text()[-3000:]
     left = 0 if atomic else 1
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    assert json.loads(log.read_text().splitlines()[-1]) == {
         "store": name,
         "atomic": atomic,
         "entered_of_three": 1,

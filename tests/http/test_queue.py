@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import install
+from celery_idempotent.celery.operations import Outcome, operate
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import ORDER, Site, at_once, new_key
@@ -125,6 +126,27 @@ def test_a_run_that_never_came_back_is_504(site: Site, store: Store) -> None:
     assert answer.problem() == (504, "timed_out")
     assert answer.json["retryable"] is False
     assert answer.json["error"] == {"type": "ProcessingTimedOut", "message": "it never came back"}
+
+
+def test_what_an_operator_completed_is_told_to_who_polls_and_to_who_posts_again(
+    site: Site, store: Store, producer: Celery
+) -> None:
+    key = new_key()
+    first = site.pay(order("acct_closed"), key=key)
+    assert site.settled(first)["state"] == "FAILED"
+    seen = store.get(identity(site, key))
+    assert seen is not None
+    receipt = {"receipt": "r-17"}
+    value = Stored(
+        content_type="application/json", content_encoding="utf-8", body=json.dumps(receipt).encode()
+    )
+    about: dict[str, Any] = {"token": seen.token, "state": seen.state, "value": value}
+    assert operate(producer, seen.identity, "complete", **about) is Outcome.DONE
+    told = site.settled(first)
+    assert (told["state"], told["result"]) == ("COMPLETED", receipt)
+    again = site.pay(order("acct_closed"), key=key)
+    assert (again.status, again.replayed, again.json["result"]) == (200, True, receipt)
+    assert site.payments(key) == 0
 
 
 def test_by_setting_a_repetition_is_409_until_the_result_is_there(site: Site) -> None:

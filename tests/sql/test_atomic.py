@@ -649,6 +649,15 @@ def test_a_frozen_run_is_ended_by_the_next_claim(
     assert (found.state, found.token) == (State.COMPLETED, newer.token)
 
 
+def test_each_claim_of_each_key_has_a_lock_of_its_own():
+    """Else the next claim ended the session of a newer one than that whose lease it saw run out."""
+    names = [digest(KEY), digest(Identity(namespace="charge", key="another"))]
+    session = Session(connections["default"], DIALECTS["mysql"], inside=False)
+    claims = [(name, token) for name in names for token in (1, 2, 2**62)]
+    assert len({holders.lock_number(*claim) for claim in claims}) == len(claims)
+    assert len({holders.lock_name(session, *claim) for claim in claims}) == len(claims)
+
+
 def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
     server_store: DjangoStore,
     start_holder: Callable[..., Any],

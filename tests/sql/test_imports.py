@@ -28,7 +28,14 @@ assert set(sys.modules) == before
 """
 
 
-@pytest.mark.parametrize("engine", ["postgresql", "mysql", "sqlite3"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "postgresql",
+        pytest.param("mysql", marks=pytest.mark.wide),
+        pytest.param("sqlite3", marks=pytest.mark.wide),
+    ],
+)
 def test_a_store_imports_its_database_when_it_is_made_and_not_with_its_first_verb(engine: str):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(engine=engine)],

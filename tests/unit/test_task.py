@@ -1853,11 +1853,6 @@ print("celery_idempotent.django" in sys.modules)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    def test_with_django_settings_it_is_the_django_class(self):
-        pytest.importorskip("django")
-        found = self.run(self.CODE, DJANGO_SETTINGS_MODULE="testproject.settings")
-        assert found == ["True", "True", "True"]
-
     def test_without_it_is_the_plain_one_and_ours_for_django_is_not_imported(self):
         assert self.run(self.CODE) == ["True", "False", "False"]
 
@@ -1866,7 +1861,9 @@ print("celery_idempotent.django" in sys.modules)
         found = self.run(block + self.CODE, DJANGO_SETTINGS_MODULE="proj.settings")
         assert found[:2] == ["True", "False"]
 
-    def test_publishing_on_commit_takes_our_options(self):
+    def test_with_django_settings_it_is_the_django_class_and_publishing_on_commit_takes_our_options(
+        self,
+    ):
         pytest.importorskip("django")
         code = """
 import django
@@ -1889,7 +1886,8 @@ with transaction.atomic():
     print(len(sent))
 print(*sent)
 """
-        assert self.run(code, DJANGO_SETTINGS_MODULE="none") == ["0", "a", "mine"]
+        found = self.run(self.CODE + code, DJANGO_SETTINGS_MODULE="none")
+        assert found == ["True", "True", "True", "0", "a", "mine"]
 
 
 def nothing() -> None: ...
