@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from celery_idempotent.errors import IdempotencyError
+
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -23,3 +25,28 @@ def under_test() -> bool:
     """Is Django's test environment set up (``manage.py test``, pytest-django)?"""
     utils = sys.modules.get("django.test.utils")
     return hasattr(getattr(utils, "_TestState", None), "saved_data")
+
+
+def close_before_fork() -> None:
+    """Close the connections of this thread, so that a child opens its own.
+
+    Raises:
+        IdempotencyError: if a child would not see what this process wrote.
+    """
+    from django.conf import settings
+    from django.db import connections
+
+    if not settings.configured:
+        return
+    for own in connections.all(initialized_only=True):
+        if own.in_atomic_block:
+            raise IdempotencyError(
+                "the test is in a transaction, which no other process sees: use a TransactionTestCase, or "
+                "pytest.mark.django_db(transaction=True)"
+            )
+        if own.vendor == "sqlite" and own.is_in_memory_db():  # type: ignore[attr-defined]
+            raise IdempotencyError(
+                "a SQLite database in memory is one process's own: give the test database a file, "
+                '"TEST": {"NAME": "test.sqlite3"}'
+            )
+        own.close()

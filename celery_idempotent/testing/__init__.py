@@ -5,12 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.testing.clock import FakeClock
-from celery_idempotent.testing.isolation import isolated_records
+from celery_idempotent.testing.crashes import CrashReport, Place, crash_matrix, lose_worker
+from celery_idempotent.testing.delivery import (
+    Delivery,
+    Message,
+    assert_ran_once,
+    deliver,
+    deliver_at_once,
+    deliver_twice,
+)
+from celery_idempotent.testing.isolation import (
+    IsolatedRecords,
+    idempotency_off,
+    isolated_records,
+)
 
 if TYPE_CHECKING:
     from celery_idempotent.testing.contract import StoreContract
 
-__all__ = ["FakeClock", "StoreContract", "isolated_records"]
+__all__ = [
+    "CrashReport",
+    "Delivery",
+    "FakeClock",
+    "IsolatedRecords",
+    "Message",
+    "Place",
+    "StoreContract",
+    "assert_ran_once",
+    "crash_matrix",
+    "deliver",
+    "deliver_at_once",
+    "deliver_twice",
+    "idempotency_off",
+    "isolated_records",
+    "lose_worker",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from celery import current_app
+
+from celery_idempotent.celery.registry import real_app
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores import get_store, swap_store
 from celery_idempotent.stores.base import Store
@@ -14,7 +17,7 @@ from celery_idempotent.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["isolated_records"]
+__all__ = ["IsolatedRecords", "idempotency_off", "isolated_records"]
 
 
 @contextmanager
@@ -47,3 +50,36 @@ def _configured_store(app: Celery) -> Store | None:
         if app.conf.get("idempotency_store") is not None:
             raise
         return None  # no store is configured, and a test needs none
+
+
+@contextmanager
+def idempotency_off(app: Celery) -> Iterator[None]:
+    """Let the tasks of ``app`` run as plain Celery tasks for the length of the block.
+
+    Those that set ``idempotency_mode`` themselves stay as they are.
+    """
+    before = app.conf.get("idempotency_mode")
+    app.conf.idempotency_mode = "off"
+    try:
+        yield
+    finally:
+        app.conf.idempotency_mode = before or "enforce"
+
+
+class IsolatedRecords:
+    """A mixin for unittest's and Django's test cases: each test begins without records.
+
+    ``class Payments(IsolatedRecords, TestCase)``. The app is the current one, or ``idempotency_app``.
+    """
+
+    #: The app whose records are isolated.
+    idempotency_app: Celery | None = None
+    #: The store of the test.
+    idempotency_records: Store
+
+    def setUp(self) -> None:
+        """Isolate the records, then set up the rest."""
+        isolation = isolated_records(real_app(self.idempotency_app or current_app))
+        self.idempotency_records = isolation.__enter__()
+        self.addCleanup(isolation.__exit__, None, None, None)  # type: ignore[attr-defined]
+        super().setUp()  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -106,24 +107,26 @@ def test_flushed_frozen_killed_and_back_empty_under_work_the_cache_costs_no_seco
     stage: Stage, hybrid: Any, private_redis: EmbeddedRedis
 ):
     stage.worker(concurrency=2)
-    keys = [f"k{n}" for n in range(40)]
-    sent = [stage.send("work", key) for key in keys[:10]]
+    batches = [[f"k{n}{m}" for m in range(6)] for n in range(4)]
+    keys = list(itertools.chain(*batches))
+    sent = [stage.send("work", key) for key in batches[0]]
 
-    def more(first: int) -> None:
-        """Ten new keys, and all so far once more."""
-        sent.extend(stage.send("work", key) for key in [*keys[first : first + 10], *keys[:first]])
+    def more(number: int) -> None:
+        """New keys, and all so far once more."""
+        again = itertools.chain(*batches[:number])
+        sent.extend(stage.send("work", key) for key in [*batches[number], *again])
 
     stage.succeeds(sent[0])
     flush(private_redis)
-    more(10)
-    stage.succeeds(sent[15])
+    more(1)
+    stage.succeeds(sent[9])
     private_redis.freeze()
-    more(20)
-    for result in sent[:20]:
+    more(2)
+    for result in sent[:12]:
         stage.succeeds(result)
     private_redis.thaw()
     private_redis.kill()
-    more(30)
+    more(3)
     for result in sent:
         stage.succeeds(result)
     assert [stage.effects(key) for key in keys] == [1] * len(keys)
@@ -133,13 +136,13 @@ def test_flushed_frozen_killed_and_back_empty_under_work_the_cache_costs_no_seco
 
     def cached() -> bool:
         """One duplicate after another until the worker dares to ask the cache again, and fills it."""
-        value = stage.succeeds(stage.send("work", "k0"))
+        value = stage.succeeds(stage.send("work", keys[0]))
         assert value == f"done by {sent[0].id}"
-        found = hybrid.cache.look(identity_of(stage, "k0"))
+        found = hybrid.cache.look(identity_of(stage, keys[0]))
         return isinstance(found, Cached)
 
     wait_for(cached, 40, "the cache to be filled again", interval=0.3)
-    assert stage.effects("k0") == 1
+    assert stage.effects(keys[0]) == 1
 
 
 def test_a_key_is_forgotten_only_when_the_cache_knows(

@@ -77,7 +77,7 @@ def run(
     [
         pytest.param("postgresql", PYTEST, id="postgresql-pytest-django"),
         pytest.param("sqlite", DJANGO, id="sqlite-manage.py"),
-        pytest.param("postgresql", DJANGO, id="postgresql-manage.py", marks=pytest.mark.wide),
+        pytest.param("postgresql", DJANGO, id="postgresql-manage.py"),
         pytest.param("sqlite", PYTEST, id="sqlite-pytest-django", marks=pytest.mark.wide),
         pytest.param("mariadb", DJANGO, id="mariadb-manage.py", marks=pytest.mark.wide),
         pytest.param("mariadb", PYTEST, id="mariadb-pytest-django", marks=pytest.mark.wide),
@@ -85,8 +85,8 @@ def run(
 )
 def test_a_suite_passes_and_its_records_end_with_each_test(run, vendor, suite):
     done = run(vendor, *suite)
-    # Nothing went wrong in a thread either.
-    said = done.stdout + done.stderr
+    # Nothing went wrong in a thread either. What was killed runs again.
+    said = re.sub(r"idempotency: task .* again \(crash 1, ", "", done.stdout + done.stderr)
     assert not re.search("idempotency:|Traceback|Exception", said), said
 
 

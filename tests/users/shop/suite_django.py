@@ -11,8 +11,10 @@ from typing import Any
 from django.db import IntegrityError, connection, transaction
 from django.test import LiveServerTestCase, TestCase, TransactionTestCase
 
+from celery_idempotent import IdempotencyError
+from celery_idempotent.testing import crash_matrix
 from tests.users.shop.models import Payment
-from tests.users.shop.tasks import charge, pay, pay_slowly
+from tests.users.shop.tasks import charge, pay, pay_carelessly, pay_slowly
 
 
 def paid(order: str) -> int:
@@ -70,6 +72,10 @@ class InATestCase(TestCase):
         with self.captureOnCommitCallbacks(execute=True):
             charge.delay("order")
         assert paid("follow-up of order") == 1
+
+    def test_a_killed_process_would_not_see_what_the_test_wrote(self) -> None:
+        with self.assertRaisesRegex(IdempotencyError, "TransactionTestCase|in memory"):
+            crash_matrix(charge, arguments=lambda order: [order], effects=paid)
 
     def test_an_error_of_the_database_breaks_what_it_always_breaks(self) -> None:
         pay.delay("order")
@@ -162,3 +168,20 @@ class Live(LiveServerTestCase):
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, ""
+
+
+class KilledAtEachLine(TransactionTestCase):
+    """Deliveries in processes of their own, which see what is committed."""
+
+    def test_a_charge_and_its_record_agree(self) -> None:
+        if connection.vendor == "sqlite":
+            self.skipTest("the test database is in memory")
+        report = crash_matrix(charge, arguments=lambda order: [order], effects=paid)
+        assert report.expected == 1
+        assert charge.idempotency_policy.lease_ms > 1000
+
+    def test_one_that_is_written_beside_its_record_is_made_twice(self) -> None:
+        if connection.vendor == "sqlite":
+            self.skipTest("the test database is in memory")
+        with self.assertRaisesRegex(AssertionError, "DOUBLED .* Payment.objects.create"):
+            crash_matrix(pay_carelessly, arguments=lambda order: [order], effects=paid)

@@ -1,0 +1,259 @@
+"""What a task does when its worker is killed: at one place, or after each line in turn."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from celery_idempotent.records import Selection, State
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing.clock import FakeClock
+from celery_idempotent.testing.delivery import Delivery, publish
+from celery_idempotent.testing.isolation import isolated_records
+from celery_idempotent.testing.processes import (
+    AFTER_THE_RUN,
+    RETURN,
+    Ended,
+    Kill,
+    body_of,
+    run_and_kill,
+)
+
+if TYPE_CHECKING:
+    from celery import Task
+
+    from celery_idempotent.stores.base import Store
+
+__all__ = ["CrashReport", "Place", "crash_matrix", "lose_worker"]
+
+#: So many kills at most: a loop over many items is tried with few.
+MAX_KILLS = 500
+
+#: Kills that follow no line.
+_BEFORE, _AFTER = 0, -1
+
+#: The lease while records are in a database, whose clock is nobody's to move.
+_SHORT_LEASE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What came of a kill after ``line``; 0: before the first line, -1: after the run, before the acknowledgement.
+
+    ``effects`` is what the operation had brought about after the second delivery, which ended in ``state``.
+    ``verdict`` is ``ok``, ``doubled``, ``lost``, ``differs`` or ``failed``.
+    """
+
+    line: int
+    effects: object
+    state: str
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class CrashReport:
+    """What :func:`crash_matrix` saw; as text, a listing of the task with what each kill did."""
+
+    task: str
+    #: The effects of a run that nothing disturbed.
+    expected: object
+    places: Sequence[Place]
+    source: Sequence[tuple[int, str]]
+
+    @property
+    def ok(self) -> bool:
+        """Did each kill leave the effects as they ought to be?"""
+        return all(place.verdict == "ok" for place in self.places)
+
+    def __str__(self) -> str:
+        of = defaultdict(list)
+        for place in self.places:
+            of[place.line].append(place)
+        lines = [f"{self.task}, killed after each line; without a kill: {self.expected!r}"]
+        lines += _row(of[_BEFORE], "-", "before the first line")
+        for number, text in self.source:
+            lines += _row(of[number], f"{number}", text)
+        lines += _row(of[_AFTER], "-", "after the run, before the acknowledgement")
+        return "\n".join(lines)
+
+
+def _row(places: Sequence[Place], number: str, text: str) -> list[str]:
+    bad = [place for place in places if place.verdict != "ok"]
+    verdict = bad[0].verdict.upper() if bad else "ok" if places else ""
+    found = f"    <- {bad[0].effects!r}, {bad[0].state}" if bad else ""
+    return [f"{verdict:>8} {number:>4}  {text}{found}".rstrip()]
+
+
+def crash_matrix(
+    task: Task[..., Any],
+    *,
+    arguments: Callable[[str], Sequence[Any]],
+    effects: Callable[[str], object],
+    timeout_s: float = 60,
+) -> CrashReport:
+    """Kill a task after every line that it executes, deliver it again, and look at what it brought about.
+
+    Each kill is one of an operation of its own: ``arguments`` gets its name, a text, and returns the task's positional
+    arguments, which must give each operation a key of its own. ``effects`` gets the name too, and says what the
+    operation brought about, as seen from outside of the process: the rows of a database, the lines of a file, what a
+    provider's sandbox counted. It is compared with what a run that nothing disturbed brings about::
+
+        def test_a_kill_at_any_line_charges_once(bank):
+            crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
+
+    The task runs in a fork of this process. Records are in memory, and the lease of a killed run is over at once; in a
+    Django database they stay there, with a lease of a second for the time being. The task's messages go nowhere. A run
+    of which nothing is heard for ``timeout_s`` seconds is killed.
+
+    Returns the report.
+
+    Raises:
+        AssertionError: if a kill doubled, lost or changed an effect; its text is the report.
+        IdempotencyError: on a system without fork, or where a fork would not see what the test wrote.
+    """
+    with _stage(task) as let_leases_end:
+        undisturbed = _Operation(task, arguments, effects, timeout_s)
+        first = undisturbed.deliver()
+        if first.delivery is None:
+            raise AssertionError(
+                f"{task.name} did not end, though nothing killed it: {first.trouble}"
+            )
+        expected = Place(0, undisturbed.effects(), first.delivery.state, "ok")
+        # The last event is the return, which is of no line.
+        lines = [_BEFORE, *first.lines[:-1], _AFTER]
+        if len(lines) > MAX_KILLS:
+            raise AssertionError(f"{task.name} executes {len(lines)} lines: give it less to do")
+        killed = [(line, _Operation(task, arguments, effects, timeout_s)) for line in lines]
+        for event, (line, operation) in enumerate(killed):
+            operation.deliver(AFTER_THE_RUN if line == _AFTER else _at(event))
+        let_leases_end()
+        places = tuple(
+            _judge(line, operation.deliver(redelivered=True), operation.effects, expected)
+            for line, operation in killed
+        )
+    report = CrashReport(task.name, expected.effects, places, _source(task))
+    if not report.ok:
+        raise AssertionError(str(report))
+    return report
+
+
+def lose_worker(
+    task: Task[..., Any],
+    *args: Any,
+    at: int | Literal["start", "end", "acknowledge"] = "end",
+    **kwargs: Any,
+) -> Delivery:
+    """Kill the process of a run, deliver its message again once the lease is over, and return how that ended.
+
+    ``at``: before the first line (``start``), before the line of this number in the task's file, after the last line
+    (``end``: its effects are made, its result is not stored), or after the result is stored and before the message is
+    acknowledged (``acknowledge``). See :func:`crash_matrix` for what happens where.
+
+    Raises:
+        AssertionError: if the run never comes to this line.
+    """
+    places: dict[object, Kill] = {
+        "start": _at(0),
+        "end": lambda _, line: line == RETURN,
+        "acknowledge": AFTER_THE_RUN,
+    }
+    with _stage(task) as let_leases_end:
+        message = publish(task, args, kwargs)
+        kill = places.get(at, lambda _, line: line == at)
+        if run_and_kill(task, message, kill=kill).delivery is not None:
+            raise AssertionError(f"{task.name} ended and never came to {at!r}")
+        let_leases_end()
+        ended = run_and_kill(task, message, redelivered=True)
+    if ended.delivery is None:
+        raise AssertionError(f"the second run of {task.name} did not end: {ended.trouble}")
+    return ended.delivery
+
+
+class _Operation:
+    """One operation of a matrix, with its message."""
+
+    def __init__(
+        self,
+        task: Task[..., Any],
+        arguments: Callable[[str], Sequence[Any]],
+        effects: Callable[[str], object],
+        timeout_s: float,
+    ) -> None:
+        self._task, self._effects, self._timeout_s = task, effects, timeout_s
+        self._name = f"crash-{uuid.uuid4().hex[:12]}"
+        self._message = publish(task, arguments(self._name), {})
+
+    def deliver(self, kill: Kill | None = None, *, redelivered: bool = False) -> Ended:
+        return run_and_kill(
+            self._task, self._message, kill=kill, redelivered=redelivered, timeout_s=self._timeout_s
+        )
+
+    def effects(self) -> object:
+        return self._effects(self._name)
+
+
+@contextmanager
+def _stage(task: Task[..., Any]) -> Iterator[Callable[[], None]]:
+    """Give the task records of its own, and a function that lets the leases of dead owners end."""
+    clock = FakeClock()
+    with isolated_records(task.app, clock=clock) as store:
+        if isinstance(store, MemoryStore):
+            yield lambda: clock.advance(ms=_leases_end_in_ms(store))
+        else:
+            with _short_lease(task):
+                yield lambda: time.sleep(_leases_end_in_ms(store) / 1000)
+
+
+def _leases_end_in_ms(store: Store) -> int:
+    page = store.list(Selection(states=frozenset({State.PROCESSING})), limit=MAX_KILLS)
+    return max([0, *((each.deadline_ms or 0) - page.now_ms + 1 for each in page.records)])
+
+
+@contextmanager
+def _short_lease(task: Any) -> Iterator[None]:
+    kind, name = task.__class__, "idempotency_lease"  # not that of a proxy
+    before = {name: vars(kind)[name]} if name in vars(kind) else {}
+    setattr(task, name, _SHORT_LEASE_S)
+    try:
+        yield
+    finally:
+        delattr(kind, name)
+        for known, value in before.items():
+            setattr(kind, known, value)
+        task.bind(task.app)
+
+
+def _at(event: int) -> Kill:
+    return lambda count, _: count == event
+
+
+def _judge(line: int, second: Ended, effects_of: Callable[[], object], expected: Place) -> Place:
+    effects = effects_of()
+    state = "no end" if second.delivery is None else second.delivery.state
+    if effects != expected.effects:
+        verdict = _difference(effects, expected.effects)
+    else:
+        verdict = "ok" if state == expected.state else "failed"
+    return Place(line, effects, state, verdict)
+
+
+def _difference(effects: Any, expected: Any) -> str:
+    """Say in one word how the effects differ: more, fewer, or just others."""
+    with suppress(TypeError):
+        sizes = [len(each) if isinstance(each, Sized) else each for each in (effects, expected)]
+        if sizes[0] > sizes[1]:
+            return "doubled"
+        if sizes[0] < sizes[1]:
+            return "lost"
+    return "differs"
+
+
+def _source(task: Task[..., Any]) -> Sequence[tuple[int, str]]:
+    lines, first = inspect.getsourcelines(body_of(task))
+    return [(first + place, line.rstrip("\n")) for place, line in enumerate(lines)]

@@ -1,0 +1,162 @@
+"""Deliveries of a task, here and now, as the child process of a worker runs a message; without worker or broker."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery import states
+from celery.app.trace import build_tracer
+from celery.signals import before_task_publish
+from kombu.serialization import dumps, loads
+
+from celery_idempotent import signals
+from celery_idempotent.signals import Event
+
+if TYPE_CHECKING:
+    from celery import Celery, Task
+
+__all__ = ["Delivery", "Message", "assert_ran_once", "deliver", "deliver_at_once", "deliver_twice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What was published: the task's name, the headers, and the body after its way through the serializer."""
+
+    task: str
+    headers: dict[str, Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    embed: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a delivery ended.
+
+    ``state`` is Celery's: ``SUCCESS``, ``FAILURE``, ``RETRY`` (the message was published again, with a countdown),
+    ``REJECTED`` or ``IGNORED``. ``value`` is the result, or the exception. ``published`` are the messages that the
+    delivery published, which go nowhere else: follow-ups, callbacks, the republished message itself.
+    """
+
+    state: str
+    value: Any
+    published: tuple[Message, ...] = ()
+
+
+_capturing = threading.RLock()
+
+
+@contextmanager
+def _capture(app: Celery) -> Iterator[list[Message]]:
+    """Take every message that the app publishes in the block; none reaches a broker, and none is run eagerly."""
+    found: list[Message] = []
+    amqp: Any = app.amqp
+
+    def take(_: Any, name: str, message: Any, **options: Any) -> None:
+        headers = {**message.headers, **(options.get("headers") or {})}
+        before_task_publish.send(
+            sender=name, headers=headers, body=message.body, properties=message.properties
+        )
+        kind, coding, body = dumps(
+            message.body, options.get("serializer") or app.conf.task_serializer
+        )
+        args, kwargs, embed = loads(body, kind, coding, accept=[kind])
+        found.append(Message(name, headers, args, kwargs, embed))
+
+    with _capturing:
+        sender, eager = amqp.send_task_message, app.conf.task_always_eager
+        amqp.send_task_message, app.conf.task_always_eager = take, False
+        try:
+            yield found
+        finally:
+            amqp.send_task_message, app.conf.task_always_eager = sender, eager
+
+
+def publish(task: Task[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Message:
+    """Return the message that a call of the task publishes, also where the app runs tasks eagerly."""
+    with _capture(task.app) as found:
+        # Without a result, the backend is not asked to listen for one.
+        task.apply_async(tuple(args), dict(kwargs), ignore_result=True)
+    if not found:
+        raise AssertionError(f"a call of {task.name} published no message: its key is taken")
+    found[-1].headers["ignore_result"] = task.ignore_result
+    return found[-1]
+
+
+def run(task: Task[..., Any], message: Message, *, redelivered: bool = False) -> Delivery:
+    """Run a message as a worker's child does."""
+    with _capture(task.app) as published:
+        return _trace(task, message, redelivered, published)
+
+
+def _trace(
+    task: Task[..., Any], message: Message, redelivered: bool, published: list[Message]
+) -> Delivery:
+    request = {
+        **message.headers,
+        **message.embed,
+        "args": message.args,
+        "kwargs": message.kwargs,
+        "properties": {"correlation_id": message.headers["id"]},
+        "delivery_info": {"redelivered": redelivered},
+        "hostname": "test@localhost",
+        "is_eager": False,
+    }
+    tracer = build_tracer(task.name, task, app=task.app)
+    ended = tracer(message.headers["id"], list(message.args), dict(message.kwargs), request)
+    info = ended.info
+    if info is None:
+        return Delivery(states.SUCCESS, ended.retval, tuple(published))
+    return Delivery(info.state, info.retval, tuple(published))
+
+
+def deliver(task: Task[..., Any], *args: Any, **kwargs: Any) -> Delivery:
+    """Call the task and deliver the message once; it goes neither to a broker nor to a worker."""
+    return run(task, publish(task, args, kwargs))
+
+
+def deliver_twice(task: Task[..., Any], *args: Any, **kwargs: Any) -> tuple[Delivery, Delivery]:
+    """Call the task once and deliver the message twice, as a broker does when the acknowledgement is lost."""
+    message = publish(task, args, kwargs)
+    return run(task, message), run(task, message, redelivered=True)
+
+
+def deliver_at_once(task: Task[..., Any], n: int, *args: Any, **kwargs: Any) -> list[Delivery]:
+    """Call the task ``n`` times and deliver the messages at the same time, each in a thread.
+
+    Which one of them runs is left to chance. The others wait as ``idempotency_on_conflict`` says; by default their
+    state is ``RETRY``. Each message is published in the end, so ``published`` of the last delivery has all of them.
+    """
+    messages = [publish(task, args, kwargs) for _ in range(n)]
+    ready = threading.Barrier(n)
+    with _capture(task.app) as published, ThreadPoolExecutor(n) as pool:
+
+        def go(message: Message) -> Delivery:
+            ready.wait(timeout=30)
+            return _trace(task, message, False, published)
+
+        return list(pool.map(go, messages))
+
+
+@contextmanager
+def assert_ran_once(task: Task[..., Any]) -> Iterator[None]:
+    """Fail unless the body of the task runs exactly once in the block, in any thread of this process."""
+    runs: list[Event] = []
+    name = f"celery-idempotent-{uuid.uuid4().hex}"
+
+    def count(event: Event, **_: object) -> None:
+        if event.task == task.name:
+            runs.append(event)
+
+    signals.claimed.connect(count, weak=False, dispatch_uid=name)
+    try:
+        yield
+    finally:
+        signals.claimed.disconnect(dispatch_uid=name)
+    assert len(runs) == 1, f"{task.name} ran {len(runs)} times, not once"

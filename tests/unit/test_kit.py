@@ -1,0 +1,295 @@
+"""The test kit: deliveries in this process, and runs that are killed after each line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotencyError, IdempotentTask
+from celery_idempotent.testing import (
+    assert_ran_once,
+    crash_matrix,
+    deliver,
+    deliver_at_once,
+    deliver_twice,
+    idempotency_off,
+    isolated_records,
+    lose_worker,
+)
+from tests.support.workers import child_environment
+
+
+class Bank:
+    """Charges are files: what one process does, all see. With a key of its own, a repeated charge is the first one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def charge(self, order: str, key: str = "") -> str:
+        name = f"{order}.{key or os.urandom(4).hex()}"
+        (self.directory / name).touch()
+        return name
+
+    def charges(self, order: str) -> int:
+        return len(list(self.directory.glob(f"{order}.*")))
+
+
+@pytest.fixture
+def bank(tmp_path: Path) -> Bank:
+    return Bank(tmp_path)
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = Celery("shop", set_as_current=False)
+    app.conf.update(
+        broker_url="memory://",
+        result_backend="cache+memory://",
+        idempotency_store="redis://127.0.0.1:1/0",  # nobody is there
+        task_always_eager=True,
+    )
+    with isolated_records(app):
+        yield app
+    app.close()
+
+
+@pytest.fixture
+def task(app: Celery) -> Callable[..., Any]:
+    """A function that makes a task of a function, with the first argument as its key."""
+
+    def make(function: Callable[..., Any], **options: Any) -> Any:
+        options = {"idempotency_key": "order", "bind": True, "shared": False, **options}
+        return app.task(base=IdempotentTask, name=f"shop.{function.__name__}", **options)(function)
+
+    return make
+
+
+@pytest.fixture
+def pay(task: Callable[..., Any], bank: Bank) -> Any:
+    def pay(order: str) -> str:
+        return bank.charge(order)
+
+    return task(pay, bind=False)
+
+
+class TestDeliveries:
+    def test_the_second_one_gets_the_result_of_the_first(self, pay, bank):
+        with assert_ran_once(pay):
+            first, second = deliver_twice(pay, "o1")
+        assert first.state == second.state == "SUCCESS"
+        assert first.value == second.value
+        assert bank.charges("o1") == 1
+
+    def test_what_the_task_publishes_goes_nowhere_and_is_shown(self, app, task):
+        def follow(order: str) -> None:
+            """Nothing."""
+
+        later = task(follow, bind=False)
+
+        def pay(self: Any, order: str) -> None:
+            later.delay(order)
+
+        (message,) = deliver(task(pay), "o1").published
+        assert (message.task, message.args) == (later.name, ["o1"])
+
+    def test_of_several_at_once_one_runs(self, pay, bank):
+        with assert_ran_once(pay):
+            states = [each.state for each in deliver_at_once(pay, 5, "o1")]
+        assert bank.charges("o1") == 1
+        assert set(states) <= {"SUCCESS", "RETRY"}
+
+    def test_two_runs_are_not_one(self, pay):
+        def run_twice() -> None:
+            with assert_ran_once(pay):
+                deliver(pay, "o1")
+                deliver(pay, "o2")
+
+        with pytest.raises(AssertionError, match=r"shop\.pay ran 2 times"):
+            run_twice()
+
+    def test_switched_off_both_run(self, app, pay, bank):
+        with idempotency_off(app):
+            deliver_twice(pay, "o1")
+        assert bank.charges("o1") == 2
+        deliver_twice(pay, "o2")
+        assert bank.charges("o2") == 1
+
+    def test_a_failure_is_shown_with_its_error(self, task):
+        def pay(self: Any, order: str) -> None:
+            raise ValueError(order)
+
+        ended = deliver(task(pay), "o1")
+        assert ended.state == "FAILURE"
+        assert isinstance(ended.value, ValueError)
+
+
+def careless(bank: Bank) -> Callable[..., Any]:
+    def careless(self: Any, order: str) -> str:
+        name = order.upper()
+        charged = bank.charge(order)
+        name += charged
+        return name
+
+    return careless
+
+
+def careful(bank: Bank) -> Callable[..., Any]:
+    def careful(self: Any, order: str) -> str:
+        key = self.idempotency.derived_key("charge")
+        for _ in range(2):
+            charged = bank.charge(order, key)
+        return charged
+
+    return careful
+
+
+def forgetful(bank: Bank) -> Callable[..., Any]:
+    def forgetful(self: Any, order: str) -> None:
+        seen = bank.directory / f"seen {order}"
+        if not seen.exists():
+            seen.touch()
+            bank.charge(order)
+
+    return forgetful
+
+
+class TestCrashMatrix:
+    def test_it_names_the_line_that_charges_twice(self, task, bank):
+        with pytest.raises(AssertionError) as caught:
+            crash_matrix(task(careless(bank)), arguments=lambda name: [name], effects=bank.charges)
+        bad = re.findall(r"^ *([A-Z]+) +\d+ +(.*)$", str(caught.value), re.MULTILINE)
+        assert bad == [
+            ("DOUBLED", "charged = bank.charge(order)    <- 2, SUCCESS"),
+            ("DOUBLED", "name += charged    <- 2, SUCCESS"),
+            ("DOUBLED", "return name    <- 2, SUCCESS"),
+        ]
+
+    def test_it_names_the_line_that_loses_the_charge(self, task, bank):
+        with pytest.raises(AssertionError) as caught:
+            crash_matrix(task(forgetful(bank)), arguments=lambda name: [name], effects=bank.charges)
+        assert re.findall(r"^ *([A-Z]+) +\d+ +(.*)$", str(caught.value), re.MULTILINE) == [
+            ("LOST", "seen.touch()    <- 0, SUCCESS")
+        ]
+
+    def test_a_task_with_a_key_of_its_own_at_the_bank_passes_at_every_line(self, task, bank):
+        report = crash_matrix(
+            task(careful(bank)), arguments=lambda name: [name], effects=bank.charges
+        )
+        assert report.ok
+        # Before the first line, after each of 2 + 3 + 2 lines, and after the run.
+        assert [place.line > 0 for place in report.places] == [False, *[True] * 7, False]
+        assert {(place.effects, place.state) for place in report.places} == {(1, "SUCCESS")}
+
+    def test_a_second_run_that_fails_is_shown(self, task, bank):
+        def stern(self: Any, order: str) -> None:
+            bank.charge(order, "key")
+            if self.idempotency.crashes:
+                raise ValueError
+
+        with pytest.raises(AssertionError, match=r"FAILED .*<- 1, FAILURE"):
+            crash_matrix(task(stern), arguments=lambda name: [name], effects=bank.charges)
+
+
+class TestLostWorkers:
+    @pytest.mark.parametrize(
+        ("at", "charges"), [("start", 1), ("end", 2), ("acknowledge", 1)], ids=str
+    )
+    def test_its_message_is_delivered_again(self, task, bank, at, charges):
+        assert lose_worker(task(careless(bank)), "o1", at=at).state == "SUCCESS"
+        assert bank.charges("o1") == charges
+
+    def test_a_line_that_is_never_reached_is_a_mistake(self, task, bank):
+        with pytest.raises(AssertionError, match="never came to 1"):
+            lose_worker(task(careless(bank)), "o1", at=1)
+
+    def test_what_is_no_function_is_refused(self, app):
+        class Length(IdempotentTask):
+            name = "shop.length"
+            run = len
+
+        with pytest.raises(IdempotencyError, match="not a Python function"):
+            lose_worker(app.register_task(Length()), "o1")
+
+
+def run_suite(directory: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", *arguments],
+        cwd=directory,
+        env=child_environment() | {"PYTHONPATH": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout + done.stderr
+
+
+SHOP = """
+from celery import Celery
+from celery_idempotent import IdempotentTask
+
+app = Celery("shop")
+app.conf.update(idempotency_store="redis://127.0.0.1:1/0", task_always_eager=True)
+runs = []
+
+@app.task(base=IdempotentTask, idempotency_key="order")
+def pay(order):
+    runs.append(order)
+    return len(runs)
+"""
+PLUGIN = """
+import pytest
+from shop import pay, runs
+
+pytest_plugins = ["celery_idempotent.testing.plugin"]
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_pay(n, idempotency_records):
+    assert [pay.delay("o1").get() for _ in range(2)] == [n, n]
+    assert runs == ["o1"] * n
+    assert idempotency_records.stats() is not None
+"""
+MIXIN = """
+import unittest
+from celery_idempotent.testing import IsolatedRecords
+from shop import app, pay, runs
+
+class Payments(IsolatedRecords, unittest.TestCase):
+    idempotency_app = app
+
+    def check(self, n):
+        assert [pay.delay("o1").get() for _ in range(2)] == [n, n]
+
+    def test_1(self):
+        self.check(1)
+
+    def test_2(self):
+        self.check(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("suite", "arguments", "passed"),
+    [
+        (
+            PLUGIN,
+            ("pytest", "-q", "-p", "no:cacheprovider", "-p", "no:valkey", "-p", "no:django"),
+            "2 passed",
+        ),
+        (MIXIN, ("unittest", "test_shop"), "Ran 2 tests"),
+    ],
+    ids=["plugin", "mixin"],
+)
+def test_each_test_of_a_suite_begins_without_records(tmp_path, suite, arguments, passed):
+    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "test_shop.py").write_text(suite)
+    said = run_suite(tmp_path, *arguments)
+    assert passed in said, said
+    assert "FAILED" not in said
