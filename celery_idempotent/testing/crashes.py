@@ -109,8 +109,8 @@ def crash_matrix(
 
     Each kill is one of an operation of its own. ``arguments`` gets its name, a UUID as text, and returns the task's
     positional arguments, which must give each operation a key of its own. ``effects`` gets the name too, and says what
-    the operation brought about, as seen from outside of the process: the rows of a database, the lines of a file, what a
-    provider's sandbox counted. It is compared with what a run that nothing disturbed brings about::
+    the operation brought about, as seen from outside of the process: the rows of a database, the lines of a file,
+    what a provider's sandbox counted. It is compared with what a run that nothing disturbed brings about::
 
         def test_a_kill_at_any_line_charges_once(bank):
             crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
