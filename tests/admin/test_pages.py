@@ -406,6 +406,32 @@ def test_a_scope_is_written_as_it_is_typed(memory: Store, serve: Serve, operator
     assert scope_in_words('["user","a-b"]') == "user a-b"
 
 
+def test_tasks_and_views_go_by_one_name(memory: Store, serve: Serve, operator: Client) -> None:
+    from django.urls import get_resolver
+
+    from celery_idempotent import IdempotentTask
+    from celery_idempotent.django.http import views
+
+    app = serve(memory)
+
+    @app.task(
+        name="shop.refund", base=IdempotentTask, idempotency_namespace="refunds", shared=False
+    )
+    def refund() -> None: ...
+
+    settle(memory, claim(memory, identity("of-task", namespace="refunds")))
+    for name in ("shop.refund", "refunds"):
+        page = operator.get(LIST, {"task": name})
+        assert keys(page) == {"of-task"}
+        assert "shop.refund" in text(page)
+    assert get_resolver().url_patterns  # which decorates the views
+    view = next(iter(views._guarded))
+    namespace = views.namespace_of_view(view)
+    assert namespace is not None
+    settle(memory, claim(memory, identity("of-view", namespace=namespace)))
+    assert keys(operator.get(LIST, {"task": view})) == {"of-view"}
+
+
 BOUNDS: dict[str, tuple[Any, int]] = {
     "list": (LIST, 10),
     "filtered": (f"{LIST}?state=FAILED&task=shop.charge&age=1h", 13),
