@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,9 @@ from playwright.sync_api import expect, sync_playwright
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import Site, open_site
 from tests.support.debian import program
+from tests.support.preloaded import spawn
 from tests.support.servers import embedded_redis, need
+from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
 
 if TYPE_CHECKING:
@@ -76,23 +78,27 @@ def address(redis_url: str, store: Any, tmp_path_factory: pytest.TempPathFactory
     """Where the admin's server is."""
     directory = tmp_path_factory.mktemp("browser")
     log = directory / "server.log"
+    settings = {
+        "DATABASE_PATH": directory / "db.sqlite3",
+        "DJANGO_SETTINGS_MODULE": "testproject.settings",
+    }
     with log.open("wb") as output:
-        server = subprocess.Popen(
+        server = spawn(
             (sys.executable, "-m", "tests.browser.server", f"{redis_url}?prefix={store.prefix}"),
             cwd=directory,
-            env=child_environment({"DATABASE_PATH": directory / "db.sqlite3"}),
-            stdout=subprocess.PIPE,
-            stderr=output,
+            env=child_environment(settings),
+            log=output,
         )
-    assert server.stdout is not None
+
+    def said() -> str | None:
+        assert server.poll() is None, log.read_text()[-3000:]
+        return next((x for x in log.read_text().splitlines() if x.startswith("http://")), None)
+
     try:
-        line = server.stdout.readline().decode().strip()
-        assert line.startswith("http://"), log.read_text()[-3000:]
-        yield line
+        yield str(wait_for(said, 60, "the address of the server"))
     finally:
-        server.kill()
+        server.send_signal(signal.SIGKILL)
         server.wait(10)
-        server.stdout.close()
 
 
 @pytest.fixture(scope="module")
