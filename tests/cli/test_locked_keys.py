@@ -72,8 +72,8 @@ def found(result: Result) -> list[tuple[str, str]]:
     return [(line["task"], line["change"]) for line in lines]
 
 
-KEYED = {"idempotency_key": "order"}
-ALL = {"idempotency_key": ALL_ARGUMENTS}
+KEYED: dict[str, Any] = {"idempotency_key": "order"}
+ALL: dict[str, Any] = {"idempotency_key": ALL_ARGUMENTS}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -87,7 +87,9 @@ def test_what_a_transition_covers_is_no_finding_and_without_it_is_one(run, chang
     covered = run(new, "--json")
     assert found(covered) == []
     assert "says what they were" in covered.stderr
-    bare = {option: value for option, value in both.items() if not option.endswith("_before")}
+    bare: dict[str, Any] = {
+        option: value for option, value in both.items() if not option.endswith("_before")
+    }
     told = run({"charge": task(**{**bare, "name": "charge"})})
     for option, value in after.items():
         if option.endswith("_before"):
