@@ -27,7 +27,8 @@ from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.cli.telling import find_one
 from celery_idempotent.operations import Operation
 from celery_idempotent.operations.bulk import Verdict, collect, verdict
-from celery_idempotent.operations.explaining import EFFECTS, STEP_EFFECTS, story_of
+from celery_idempotent.operations.choosing import EFFECTS, STEP_EFFECTS
+from celery_idempotent.operations.explaining import story_of
 from celery_idempotent.operations.finding import Filter, pages
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Page, Record
