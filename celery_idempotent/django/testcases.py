@@ -44,7 +44,7 @@ def close_before_fork() -> None:
                 "the test is in a transaction, which no other process sees: use a TransactionTestCase, or "
                 "pytest.mark.django_db(transaction=True)"
             )
-        if own.vendor == "sqlite" and own.is_in_memory_db():  # type: ignore[attr-defined]
+        if under_test() and own.vendor == "sqlite" and own.is_in_memory_db():  # type: ignore[attr-defined]
             raise IdempotencyError(
                 "a SQLite database in memory is one process's own: give the test database a file, "
                 '"TEST": {"NAME": "test.sqlite3"}'

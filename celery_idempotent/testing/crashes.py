@@ -131,12 +131,17 @@ def crash_matrix(
     operate = partial(_Operation, task, watched, arguments, effects, timeout_s)
     with _stage(task) as let_leases_end:
         undisturbed = operate()
+        before = undisturbed.effects()
         first = undisturbed.deliver()
         if first.delivery is None:
             raise AssertionError(
                 f"{task.name} did not end, though nothing killed it: {first.trouble}"
             )
         expected = KilledAt(0, 0, undisturbed.effects(), first.delivery.state, "ok")
+        if expected.effects == before:
+            raise AssertionError(
+                f"effects() sees nothing of a run of {task.name}: it is {before!r} as before"
+            )
         # The last event is the return, which is of no line.
         lines = [_BEFORE, *first.lines[:-1], _AFTER]
         if len(lines) > MAX_KILLS:

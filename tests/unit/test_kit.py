@@ -193,6 +193,17 @@ class TestCrashMatrix:
             ("DOUBLED", 'bank.charge(order, "again")    <- 3, SUCCESS'),
         ]
 
+    def test_effects_that_nobody_outside_of_the_process_sees_are_a_mistake(self, task):
+        charges: list[str] = []
+
+        def private(self: Any, order: str) -> None:
+            charges.append(order)
+
+        with pytest.raises(AssertionError, match=r"sees nothing of a run of shop\.private"):
+            crash_matrix(
+                task(private), arguments=lambda name: [name], effects=lambda _: len(charges)
+            )
+
     def test_it_names_the_line_that_loses_the_charge(self, task, bank):
         with pytest.raises(AssertionError) as caught:
             crash_matrix(task(forgetful(bank)), arguments=lambda name: [name], effects=bank.charges)

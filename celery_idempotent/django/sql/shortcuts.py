@@ -104,7 +104,12 @@ def _claim_statement(clock: str, record: tuple[str, ...], lease: tuple[str, ...]
 def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
     """Complete a claim that is unfinished and not over; ``None`` for any other, and for a failure."""
     state, value, keep_ms = asked.fields["state"], asked.fields["value"], asked.keep_ms
-    if session.words.vendor != "postgresql" or state is not State.COMPLETED or asked.state:
+    if (
+        session.words.vendor != "postgresql"
+        or state is not State.COMPLETED
+        or asked.state
+        or asked.intervention
+    ):
         return None
     found = session.rows(
         f"{_clock(session)}, r AS ("

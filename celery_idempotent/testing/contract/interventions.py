@@ -61,6 +61,10 @@ class InterventionContract(ContractBase):
         assert found == dataclasses.replace(settled, delivered=True)
         assert (self.noted(store), len(found.refusals)) == ([ALICE], 2)
 
+    def test_the_note_needs_no_look_before_it(self, store: Store) -> None:
+        assert self.settle(store, self.claim(store), intervention=ALICE)
+        assert self.noted(store) == [ALICE]
+
     def test_an_operator_completes_what_failed(self, store: Store, advance: Advance) -> None:
         claimed = self.claim(store)
         assert self.settle(store, claimed, State.FAILED, restore=False, intervention=BOB)
