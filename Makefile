@@ -110,8 +110,8 @@ $(VENV)/.created:
 	@$(PIP) install --quiet --upgrade pip 'setuptools>=77'
 	@touch $@
 
-# The stamps: a second run installs nothing, a changed requirement does.
+# The stamps: a second run installs nothing, a changed requirement does. A file is compiled when it is imported: most never are.
 $(VENV)/.dev $(VENV)/.demo: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
 	$(build-wheel)
-	$(PIP) install --quiet "$$(echo dist/*.whl)[$*]"
+	$(PIP) install --quiet --no-compile "$$(echo dist/*.whl)[$*]"
 	@touch $@

@@ -27,7 +27,8 @@ from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.cli.telling import find_one
 from celery_idempotent.operations import Operation
 from celery_idempotent.operations.bulk import Verdict, collect, verdict
-from celery_idempotent.operations.explaining import EFFECTS, STEP_EFFECTS, story_of
+from celery_idempotent.operations.choosing import EFFECTS, STEP_EFFECTS
+from celery_idempotent.operations.explaining import story_of
 from celery_idempotent.operations.finding import Filter, pages
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Page, Record
@@ -236,7 +237,7 @@ requeue_command = _command(
     help="The same from a file, or from standard input (`-`, with --yes).",
 )
 @_step_option
-def _complete(
+def _complete_one(
     session: Session, key: str, value: str | None, value_file: str | None, **given: Any
 ) -> None:
     """Settle KEY, or one step of it, with its true result: callers get it, and nothing runs.
@@ -270,7 +271,7 @@ def _read(path: str | None) -> bytes:
 
 
 for _option in reversed(order_options):
-    _complete = _option(_complete)
+    _complete_one = _option(_complete_one)
 
 complete_command = command(
     "complete",
@@ -278,7 +279,7 @@ complete_command = command(
         """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'""",
         """complete order-17 --task shop.charge --step charge --value '"ch_17"'""",
     ],
-)(_complete)
+)(_complete_one)
 fail_command = _command(
     "fail",
     "Settle KEY, or all that match, as FAILED: nothing runs until the retention ends.",

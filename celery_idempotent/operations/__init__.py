@@ -14,7 +14,8 @@ from celery_idempotent.celery.operations import (
     offered,
     operate,
 )
-from celery_idempotent.operations.explaining import Choice, Story, story_of, story_of_nothing
+from celery_idempotent.operations.choosing import Choice
+from celery_idempotent.operations.explaining import Story, story_of, story_of_nothing
 from celery_idempotent.operations.finding import Filter, Found, find_key, find_task_id, pages
 
 __all__ = [

@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.operations import Operation, is_live, offered
+from celery_idempotent.celery.operations import is_live
 from celery_idempotent.celery.registry import definition_of
+from celery_idempotent.operations.choosing import Choice, choices_of
 from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import (
-    ago,
     holder,
     intervention_in_words,
     moment,
     time_in_words,
 )
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Record, Refusal, State
 from celery_idempotent.stores.refusals import KEPT
 
 if TYPE_CHECKING:
@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.stores import Store
 
-__all__ = ["EFFECTS", "STEP_EFFECTS", "Choice", "Story", "story_of", "story_of_nothing"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """An operation that means something for a record: what it does, and what that may cost."""
-
-    operation: Operation
-    effect: str
-    cost: str
+__all__ = ["Story", "story_of", "story_of_nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +56,7 @@ def story_of(app: Celery, store: Store, record: Record, *, errors: bool = True) 
         past=tuple(teller.past()),
         future=tuple(teller.future()),
         live=teller.live,
-        choices=tuple(teller.choices()),
+        choices=tuple(choices_of(record, known=teller.definition is not None, live=teller.live)),
     )
 
 
@@ -73,15 +64,20 @@ def story_of_nothing(app: Celery, what: str, namespace: str | None) -> Story:
     """Tell what it can mean that there is no such record."""
     definition = None if namespace is None else definition_of(app, namespace)
     policy = Policy() if definition is None else definition.policy
-    now = f" (of {time_in_words(policy.retention_ms)})" if definition else ""
+    now = f" (now {time_in_words(policy.retention_ms)})" if definition else ""
     past = [
         "It was never called, or its message is still in the queue: a key is claimed when its run starts.",
         "It was called under another key or in another scope: a key within a scope is found only with --scope.",
         "Its run failed, and gave the key back, as failures do: a retry or the next call runs.",
-        f"It was done longer ago than its retention{now}, or somebody forgot it: the next call runs.",
+        f"It was done longer ago than its retention{now}: the next call runs.",
+        "An operator released or forgot it: the next call runs. The log of that command, or of the admin, says who.",
         "The store lost it (a flush, an eviction, a restart without persistence): `check` says whether that can be.",
+        "Which of these it was, the logs of the workers tell, if you look for the key or the task's id.",
     ]
-    return Story(headline=f"There is no record of {what}. That can mean:", past=past)
+    return Story(
+        headline=f"There is no record of {what}. That can mean:",
+        past=past,
+    )
 
 
 class _Teller:
@@ -107,6 +103,8 @@ class _Teller:
         match record.state:
             case State.QUEUED if record.deadline_ms is not None and record.deadline_ms <= now_ms:
                 return f"{subject} is QUEUED, and its message should have started by now."
+            case State.QUEUED if record.attempts:
+                return f"{subject} is QUEUED again: its message was published once more, and no worker has it yet."
             case State.QUEUED:
                 return f"{subject} is QUEUED: its message is on its way, and no worker has it yet."
             case State.PROCESSING if self.live:
@@ -114,9 +112,7 @@ class _Teller:
             case State.PROCESSING:
                 return f"{subject} is stuck PROCESSING: the lease of {holder(record)}, ran out."
             case State.INTERRUPTED if record.crashes:
-                return (
-                    f"{subject} is INTERRUPTED: a crash took its worker, and nothing runs it now."
-                )
+                return f"{subject} is INTERRUPTED: its worker was lost, and nothing runs it now."
             case State.INTERRUPTED:
                 return f"{subject} is INTERRUPTED: its run failed after some steps, and nothing runs it now."
             case State.COMPLETED if record.replaced:
@@ -125,10 +121,11 @@ class _Teller:
                 return f"{subject} is COMPLETED: {record.settled_by.who} completed it with a value, and it is not run."
             case State.COMPLETED:
                 return f"{subject} is COMPLETED: it took effect, and is not run again."
+            case State.FAILED if record.settled_by:
+                return f"{subject} is FAILED for good: {record.settled_by.who} failed it, and it is not run again."
             case State.FAILED:
                 error = f" with {self.error}" if self.error else ""
-                by = f" by {record.settled_by.who}" if record.settled_by else ""
-                return f"{subject} is FAILED for good{error}{by}: it is not run again."
+                return f"{subject} is FAILED for good{error}: it is not run again."
 
     def past(self) -> Iterator[str]:
         record = self.record
@@ -142,6 +139,8 @@ class _Teller:
         if record.attempts > 1 or record.crashes:
             crashes = f"; its worker was lost {_times(record.crashes)}" if record.crashes else ""
             yield f"Claimed {_times(record.attempts)}{crashes}."
+        if record.crashes and record.state is State.COMPLETED and not record.settled_by:
+            yield "What a lost run did outside, the run after it may have done again."
         yield from self._present()
         if record.steps:
             names = ", ".join(name for name, _ in record.steps)
@@ -149,20 +148,31 @@ class _Teller:
         for each in record.interventions:
             yield f"{intervention_in_words(each, self._at(each.at_ms)).rstrip('.')}."
         for refusal in record.refusals:
-            why = (
-                "another call held the key"
-                if refusal.kind == "conflict"
-                else "its arguments are not those of the first call (FingerprintMismatch)"
-            )
-            who = f"task {refusal.task_id}" if refusal.task_id else "a call"
-            yield f"Refused: {who}, {self._at(refusal.at_ms)}: {why}."
+            yield f"Refused: {self._refused(refusal)}."
         if len(record.refusals) == KEPT:
             yield "Refusals before these five are not kept."
+        if record.state.settled:
+            yield "Not kept here: earlier runs that failed or asked for a retry, and calls that were given this answer."
+
+    def _refused(self, refusal: Refusal) -> str:
+        """Tell who was refused, when, why, and what came of that call."""
+        who = f"task {refusal.task_id}" if refusal.task_id else "a call"
+        said = f"{who}, {self._at(refusal.at_ms)}"
+        if refusal.kind == "mismatch":
+            return f"{said}: its arguments are not those of the first call (FingerprintMismatch), and it did not run"
+        said += ": another call held the key"
+        if self.definition is None or not refusal.task_id:
+            return said
+        # A redelivery may be the broker's only copy: it is published again, whatever the policy.
+        again = refusal.task_id == self.record.task_id
+        return f"{said}, and {_REFUSED['retry' if again else self.policy.on_conflict]}"
 
     def _present(self) -> Iterator[str]:
         """Tell of the last change of the state."""
         record, at = self.record, self._at(self.record.updated_ms)
         match record.state:
+            case State.QUEUED if record.attempts:
+                yield f"Queued again {at}, under task {record.task_id}: {_AGAIN}"
             case State.QUEUED:
                 yield f"Queued {at}, under task {record.task_id}."
             case State.PROCESSING:
@@ -170,12 +180,27 @@ class _Teller:
             case State.INTERRUPTED:
                 yield f"Interrupted {at}; {holder(record)}, had it last."
             case State.COMPLETED | State.FAILED:
-                if record.settled_by is None:
-                    yield f"Settled {at} by task {record.task_id}."
-                else:
-                    yield f"Task {record.task_id} had it last."
-                if record.delivered:
+                yield self._settled(at)
+                if record.delivered and not record.replaced:
                     yield "Its callbacks (links, chain, chord) were sent."
+
+    def _settled(self, at: str) -> str:
+        """Tell who settled it: a run, an operator, or nobody who ran."""
+        record = self.record
+        if record.settled_by:
+            if not record.attempts:
+                return f"Task {record.task_id} was to do it, and had not begun."
+            unsettled = ", and had not settled it" if record.settled_by.operation == "fail" else ""
+            return f"Task {record.task_id} had it last{unsettled}."
+        if self.error == "TooManyCrashes":
+            most = self.policy.max_crashes
+            return f"Settled {at} without another run: more than {most} crashes. Task {record.task_id} had it last."
+        if self.error == "ProcessingTimedOut":
+            return (
+                f"Settled {at} without another run: task {record.task_id} had it last, and did not come back before"
+                " its lease ran out."
+            )
+        return f"Settled {at} by task {record.task_id}."
 
     def future(self) -> Iterator[str]:
         record = self.record
@@ -190,22 +215,31 @@ class _Teller:
                     f"Its lease ends {self._at(record.deadline_ms or 0)}, and is renewed every"
                     f" {time_in_words(self.policy.lease_ms // 3)} as long as its worker lives."
                 )
-                yield _MEANWHILE[self.policy.on_conflict]
+                yield _MEANWHILE[self.policy.on_conflict] if self.definition else _MEANWHILE_ELSE
             case State.PROCESSING:
                 yield f"Its lease ran out {self._at(record.deadline_ms or 0)}: {_LOST}"
                 yield f"{self._sweep()} {_SWEPT[record.on_stale]}"
-                yield f"A delivery or call that comes before claims it at once and runs{self._unless()}."
+                yield f"A delivery or call before that claims it at once, and {self._claimed(record.crashes + 1)}."
             case State.INTERRUPTED:
                 yield (
-                    "Nothing runs by itself: the broker's redelivery, or the next call, claims it and runs"
-                    f"{self._unless()}."
+                    "It waits for the broker to deliver its message again, or for another call. That claims it, and"
+                    f" {self._claimed(record.crashes)}."
                 )
                 yield "Redis as a broker redelivers after its visibility_timeout, RabbitMQ at once."
+                if self.definition is not None:
+                    kept = time_in_words(self.policy.keep_ms)
+                    yield f"Kept for {kept} after the end of its lease: then a call runs as if it were the first."
             case State.COMPLETED:
-                if record.value is not None or record.replaced:
-                    yield "Until then whoever asks again gets its result, without a run."
+                if record.replaced:
+                    yield "Until then whoever asks again gets that other task's result, without a run."
+                elif record.value is not None:
+                    what = "that value" if record.settled_by else "its result"
+                    yield f"Until then whoever asks again gets {what}, without a run."
                 else:
-                    yield "Until then it is not run again. Duplicates ask the result backend for its result."
+                    yield (
+                        "Until then it is not run again. Its result is not in the record (too large, or"
+                        " idempotency_store_result is off): duplicates ask the result backend for it."
+                    )
             case State.FAILED:
                 yield "Until then whoever asks again gets this error, without a run."
 
@@ -215,7 +249,7 @@ class _Teller:
         yield "It runs when a worker takes its message: see that a worker listens to its queue."
         over = "is" if deadline_ms > self.now_ms else "was"
         then = (
-            f"{self._sweep()} Past the deadline that sends it again."
+            f"{self._sweep()} Past the deadline a sweep publishes it again."
             if record.message is not None
             else "Past the deadline the next call publishes it again, under the same task id."
         )
@@ -233,14 +267,15 @@ class _Teller:
             return f"{every} the last ended {about.ago} ago: beat, or the queue of the sweep, stands still."
         return f"{every} the last ended {about.ago} ago."
 
-    def _unless(self) -> str:
-        """Tell what too many crashes do."""
-        left = self.policy.max_crashes - self.record.crashes
-        if left < 0:
-            return ", unless its crashes are too many: then it is settled FAILED (TooManyCrashes)"
-        if not self.record.crashes:
-            return ""
-        return f" ({self.record.crashes} of {self.policy.max_crashes} crashes allowed so far)"
+    def _claimed(self, crashes: int) -> str:
+        """Tell what a claim does that finds so many crashes, its own included."""
+        if crashes and self.policy.on_stale == "fail":
+            return "settles it FAILED (ProcessingTimedOut) without a run, as the task's idempotency_on_stale says"
+        if crashes > self.policy.max_crashes:
+            return f"settles it FAILED (TooManyCrashes) without a run: that is over {self.policy.max_crashes} crashes"
+        if not crashes:
+            return "runs it"
+        return f"runs it ({crashes} of {self.policy.max_crashes} crashes allowed so far)"
 
     def _kept_until(self) -> str:
         record = self.record
@@ -265,60 +300,36 @@ class _Teller:
         )
         return f"Kept until {self._at(record.updated_ms + keep_ms)}, by the options that its task has now."
 
-    def choices(self) -> Iterator[Choice]:
-        for operation in offered(self.record, known=self.definition is not None):
-            yield Choice(operation=operation, effect=EFFECTS[operation], cost=self._cost(operation))
-
-    def _cost(self, operation: Operation) -> str:
-        state = self.record.state
-        if self.live:
-            return "Its owner is not stopped by that: what it does outside may be done twice."
-        if operation == "complete":
-            return "Callers believe it: ask where the effect was to be, before you say what came of it."
-        if operation == "fail":
-            return "If it took effect before, callers do not learn its result."
-        if state is State.COMPLETED:
-            return "It TOOK EFFECT: the next call does it a second time."
-        if state is State.FAILED:
-            return "What the failed run did before its error may be done twice."
-        if state is State.QUEUED:
-            return "If its message still comes, it runs; a further call may then run as well."
-        return "It may have taken effect before its worker was lost: look there first, or it is done twice."
-
     def _at(self, ms: int) -> str:
         return moment(ms, self.now_ms)
-
-    def _ago(self, ms: int) -> str:
-        return ago(ms, self.now_ms)
 
 
 _LOST = "its worker is dead, frozen, or cut off from the store."
 
 _SWEPT = {
-    "interrupt": "The next one makes it INTERRUPTED.",
+    "interrupt": "The next one makes it INTERRUPTED: it then waits for a delivery or a call.",
     "fail": "The next one settles it FAILED (ProcessingTimedOut), as the task's idempotency_on_stale says.",
     "requeue": "The next one publishes its message again, as the task's idempotency_on_stale says.",
 }
+
+_AGAIN = "by a sweep or an operator after its worker was lost, or by its own run for a retry (the log says)."
+
+#: What came of a call under another task id that was refused, as its task's idempotency_on_conflict says.
+_REFUSED = {
+    "retry": "it went back to the queue, to try again",
+    "wait": "it was to wait for its end, and to go back to the queue if that took too long",
+    "ignore": "it was dropped (idempotency_on_conflict)",
+    "raise": "it failed with InProgress",
+}
+
+#: Of no task of this app; in most cases of a view.
+_MEANWHILE_ELSE = "A duplicate meanwhile is refused; a request over HTTP is answered 409."
 
 _MEANWHILE = {
     "retry": "A duplicate meanwhile goes back to the queue with a countdown.",
     "wait": "A duplicate meanwhile waits for it, and then goes back to the queue.",
     "ignore": "A duplicate under another task id is dropped meanwhile.",
     "raise": "A duplicate under another task id fails with InProgress meanwhile.",
-}
-
-EFFECTS: dict[Operation, str] = {
-    "release": "ends the claim: the next delivery or call runs.",
-    "requeue": "publishes the message that the record keeps again, under the same task id.",
-    "complete": "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
-    "fail": "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
-    "forget": "deletes the record with all it knows: the next call runs.",
-}
-
-#: What those of them do that can be about one step.
-STEP_EFFECTS: dict[Operation, str] = {
-    "complete": "records the result of the step that you give: the next run takes it, and does not do that step.",
-    "forget": "takes the result of the step away: the next run does it again.",
 }
 
 

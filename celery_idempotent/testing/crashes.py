@@ -9,19 +9,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery_idempotent.records import Selection, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.clock import FakeClock
-from celery_idempotent.testing.delivery import Delivery, publish
+from celery_idempotent.testing.delivery import Delivery, message_of
 from celery_idempotent.testing.isolation import isolated_records
 from celery_idempotent.testing.processes import (
     AFTER_THE_RUN,
     RETURN,
-    Ended,
     Kill,
+    ProcessEnd,
+    WatchedLine,
     body_of,
+    code_of,
     run_and_kill,
 )
 
@@ -30,26 +34,29 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.base import Store
 
-__all__ = ["CrashReport", "Place", "crash_matrix", "lose_worker"]
+__all__ = ["CrashReport", "KilledAt", "crash_matrix", "lose_worker"]
 
 #: So many kills at most: a loop over many items is tried with few.
 MAX_KILLS = 500
 
 #: Kills that follow no line.
-_BEFORE, _AFTER = 0, -1
+_BEFORE: WatchedLine = (0, 0)
+_AFTER: WatchedLine = (0, -1)
 
 #: The lease while records are in a database, whose clock is nobody's to move.
 _SHORT_LEASE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KilledAt:
     """What came of a kill after ``line``; 0: before the first line, -1: after the run, before the acknowledgement.
 
-    ``effects`` is what the operation had brought about after the second delivery, which ended in ``state``.
+    ``function`` is 0 for the task's own, else the place of one of those that were given ``within``. ``effects`` is what
+    the operation had brought about after the second delivery, which ended in ``state``.
     ``verdict`` is ``ok``, ``doubled``, ``lost``, ``differs`` or ``failed``.
     """
 
+    function: int
     line: int
     effects: object
     state: str
@@ -63,8 +70,8 @@ class CrashReport:
     task: str
     #: The effects of a run that nothing disturbed.
     expected: object
-    places: Sequence[Place]
-    source: Sequence[tuple[int, str]]
+    places: Sequence[KilledAt]
+    source: Sequence[tuple[WatchedLine, str]]
 
     @property
     def ok(self) -> bool:
@@ -74,16 +81,16 @@ class CrashReport:
     def __str__(self) -> str:
         of = defaultdict(list)
         for place in self.places:
-            of[place.line].append(place)
+            of[place.function, place.line].append(place)
         lines = [f"{self.task}, killed after each line; without a kill: {self.expected!r}"]
         lines += _row(of[_BEFORE], "-", "before the first line")
-        for number, text in self.source:
-            lines += _row(of[number], f"{number}", text)
+        for line, text in self.source:
+            lines += _row(of[line], f"{line[1]}", text)
         lines += _row(of[_AFTER], "-", "after the run, before the acknowledgement")
         return "\n".join(lines)
 
 
-def _row(places: Sequence[Place], number: str, text: str) -> list[str]:
+def _row(places: Sequence[KilledAt], number: str, text: str) -> list[str]:
     bad = [place for place in places if place.verdict != "ok"]
     verdict = bad[0].verdict.upper() if bad else "ok" if places else ""
     found = f"    <- {bad[0].effects!r}, {bad[0].state}" if bad else ""
@@ -95,17 +102,20 @@ def crash_matrix(
     *,
     arguments: Callable[[str], Sequence[Any]],
     effects: Callable[[str], object],
+    within: Sequence[Callable[..., object]] = (),
     timeout_s: float = 60,
 ) -> CrashReport:
     """Kill a task after every line that it executes, deliver it again, and look at what it brought about.
 
-    Each kill is one of an operation of its own: ``arguments`` gets its name, a text, and returns the task's positional
-    arguments, which must give each operation a key of its own. ``effects`` gets the name too, and says what the
-    operation brought about, as seen from outside of the process: the rows of a database, the lines of a file, what a
-    provider's sandbox counted. It is compared with what a run that nothing disturbed brings about::
+    Each kill is one of an operation of its own. ``arguments`` gets its name, a UUID as text, and returns the task's
+    positional arguments, which must give each operation a key of its own. ``effects`` gets the name too, and says what
+    the operation brought about, as seen from outside of the process: the rows of a database, the lines of a file,
+    what a provider's sandbox counted. It is compared with what a run that nothing disturbed brings about::
 
         def test_a_kill_at_any_line_charges_once(bank):
             crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
+
+    The lines are those of the task's body, and of the functions given ``within``.
 
     The task runs in a fork of this process. Records are in memory, and the lease of a killed run is over at once; in a
     Django database they stay there, with a lease of a second for the time being. The task's messages go nowhere. A run
@@ -117,19 +127,21 @@ def crash_matrix(
         AssertionError: if a kill doubled, lost or changed an effect; its text is the report.
         IdempotencyError: on a system without fork, or where a fork would not see what the test wrote.
     """
+    watched = [body_of(task), *(code_of(function, repr(function)) for function in within)]
+    operate = partial(_Operation, task, watched, arguments, effects, timeout_s)
     with _stage(task) as let_leases_end:
-        undisturbed = _Operation(task, arguments, effects, timeout_s)
+        undisturbed = operate()
         first = undisturbed.deliver()
         if first.delivery is None:
             raise AssertionError(
                 f"{task.name} did not end, though nothing killed it: {first.trouble}"
             )
-        expected = Place(0, undisturbed.effects(), first.delivery.state, "ok")
+        expected = KilledAt(0, 0, undisturbed.effects(), first.delivery.state, "ok")
         # The last event is the return, which is of no line.
         lines = [_BEFORE, *first.lines[:-1], _AFTER]
         if len(lines) > MAX_KILLS:
             raise AssertionError(f"{task.name} executes {len(lines)} lines: give it less to do")
-        killed = [(line, _Operation(task, arguments, effects, timeout_s)) for line in lines]
+        killed = [(line, operate()) for line in lines]
         for event, (line, operation) in enumerate(killed):
             operation.deliver(AFTER_THE_RUN if line == _AFTER else _at(event))
         let_leases_end()
@@ -137,7 +149,12 @@ def crash_matrix(
             _judge(line, operation.deliver(redelivered=True), operation.effects, expected)
             for line, operation in killed
         )
-    report = CrashReport(task.name, expected.effects, places, _source(task))
+    report = CrashReport(
+        task.name,
+        expected.effects,
+        places,
+        [row for place in enumerate(watched) for row in _source(*place)],
+    )
     if not report.ok:
         raise AssertionError(str(report))
     return report
@@ -164,12 +181,13 @@ def lose_worker(
         "acknowledge": AFTER_THE_RUN,
     }
     with _stage(task) as let_leases_end:
-        message = publish(task, args, kwargs)
-        kill = places.get(at, lambda _, line: line == at)
-        if run_and_kill(task, message, kill=kill).delivery is not None:
+        message = message_of(task, args, kwargs)
+        kill = places.get(at, lambda _, line: line == (0, at))
+        watched = [body_of(task)]
+        if run_and_kill(task, message, watched=watched, kill=kill).delivery is not None:
             raise AssertionError(f"{task.name} ended and never came to {at!r}")
         let_leases_end()
-        ended = run_and_kill(task, message, redelivered=True)
+        ended = run_and_kill(task, message, watched=watched, redelivered=True)
     if ended.delivery is None:
         raise AssertionError(f"the second run of {task.name} did not end: {ended.trouble}")
     return ended.delivery
@@ -181,18 +199,18 @@ class _Operation:
     def __init__(
         self,
         task: Task[..., Any],
+        watched: Sequence[CodeType],
         arguments: Callable[[str], Sequence[Any]],
         effects: Callable[[str], object],
         timeout_s: float,
     ) -> None:
-        self._task, self._effects, self._timeout_s = task, effects, timeout_s
-        self._name = f"crash-{uuid.uuid4().hex[:12]}"
-        self._message = publish(task, arguments(self._name), {})
+        self._effects = effects
+        self._run = partial(run_and_kill, task, watched=watched, timeout_s=timeout_s)
+        self._name = str(uuid.uuid4())
+        self._message = message_of(task, arguments(self._name), {})
 
-    def deliver(self, kill: Kill | None = None, *, redelivered: bool = False) -> Ended:
-        return run_and_kill(
-            self._task, self._message, kill=kill, redelivered=redelivered, timeout_s=self._timeout_s
-        )
+    def deliver(self, kill: Kill | None = None, *, redelivered: bool = False) -> ProcessEnd:
+        return self._run(self._message, kill=kill, redelivered=redelivered)
 
     def effects(self) -> object:
         return self._effects(self._name)
@@ -233,14 +251,16 @@ def _at(event: int) -> Kill:
     return lambda count, _: count == event
 
 
-def _judge(line: int, second: Ended, effects_of: Callable[[], object], expected: Place) -> Place:
+def _judge(
+    line: WatchedLine, second: ProcessEnd, effects_of: Callable[[], object], expected: KilledAt
+) -> KilledAt:
     effects = effects_of()
     state = "no end" if second.delivery is None else second.delivery.state
     if effects != expected.effects:
         verdict = _difference(effects, expected.effects)
     else:
         verdict = "ok" if state == expected.state else "failed"
-    return Place(line, effects, state, verdict)
+    return KilledAt(*line, effects, state, verdict)
 
 
 def _difference(effects: Any, expected: Any) -> str:
@@ -254,6 +274,6 @@ def _difference(effects: Any, expected: Any) -> str:
     return "differs"
 
 
-def _source(task: Task[..., Any]) -> Sequence[tuple[int, str]]:
-    lines, first = inspect.getsourcelines(body_of(task))
-    return [(first + place, line.rstrip("\n")) for place, line in enumerate(lines)]
+def _source(number: int, code: CodeType) -> Sequence[tuple[WatchedLine, str]]:
+    lines, first = inspect.getsourcelines(code)
+    return [((number, first + place), line.rstrip("\n")) for place, line in enumerate(lines)]

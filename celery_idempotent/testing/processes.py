@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -25,25 +25,38 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.base import Store
 
-__all__ = ["AFTER_THE_RUN", "RETURN", "Ended", "Kill", "body_of", "run_and_kill"]
+__all__ = [
+    "AFTER_THE_RUN",
+    "RETURN",
+    "Kill",
+    "ProcessEnd",
+    "WatchedLine",
+    "body_of",
+    "code_of",
+    "run_and_kill",
+]
 
-#: Decides at each event of the body whether to die there. It gets how many there were before, and the number of the
-#: line that is about to be executed, or `RETURN`.
-Kill = Callable[[int, int], bool]
+#: A function of those that are watched, by its place among them, and the number of a line in it.
+WatchedLine = tuple[int, int]
 
-RETURN = 0
+#: Decides at each event whether to die there. It gets how many there were before, and the line that is about to be
+#: executed, or `RETURN`.
+Kill = Callable[[int, WatchedLine], bool]
+
+#: The body returns.
+RETURN: WatchedLine = (0, 0)
 
 
-def AFTER_THE_RUN(count: int, line: int) -> bool:  # noqa: N802, ARG001  a constant that happens to be a function
+def AFTER_THE_RUN(count: int, line: WatchedLine) -> bool:  # noqa: N802, ARG001  a constant that happens to be a function
     """Die when the end is stored, and the message is not yet acknowledged."""
     return False
 
 
 @dataclass(slots=True)
-class Ended:
-    """What is known of a process: the lines of the body that it reached, and how the delivery ended, unless it died."""
+class ProcessEnd:
+    """What is known of a process: the lines that it reached, and how the delivery ended, unless it died."""
 
-    lines: list[int] = field(default_factory=list)
+    lines: list[WatchedLine] = field(default_factory=list)
     delivery: Delivery | None = None
     trouble: str = ""
 
@@ -73,12 +86,21 @@ class _Link:
 
 def body_of(task: Task[..., Any]) -> CodeType:
     """Return the code of the function that was written as a task."""
-    function = getattr(task.run, "__func__", task.run)
+    return code_of(task.run, task.name)
+
+
+def code_of(function: Any, name: str) -> CodeType:
+    """Return the code of a function.
+
+    Raises:
+        IdempotencyError: if it is not written in Python.
+    """
+    function = getattr(function, "__func__", function)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
     if code is None:
-        raise IdempotencyError(f"{task.name} is not a Python function: no line of it can be seen")
+        raise IdempotencyError(f"{name} is not a Python function: no line of it can be seen")
     return cast("CodeType", code)
 
 
@@ -86,17 +108,18 @@ def run_and_kill(
     task: Task[..., Any],
     message: Message,
     *,
+    watched: Sequence[CodeType],
     kill: Kill | None = None,
     redelivered: bool = False,
     timeout_s: float = 60,
-) -> Ended:
-    """Fork, deliver the message there, and kill the process at the event of the body that ``kill`` chooses.
+) -> ProcessEnd:
+    """Fork, deliver the message there, and kill the process at the event that ``kill`` chooses.
 
-    An event is that a line is about to be executed, or that the body returns. The process is also killed if nothing is
+    An event is that a line of a ``watched`` function is about to be executed, or that the first of them, the body,
+    returns. The process is also killed if nothing is
     heard of it for ``timeout_s`` seconds.
     """
     store = get_store(task.app)
-    body_of(task)
     _let_go()
     here, there = Pipe()
     with warnings.catch_warnings():
@@ -108,19 +131,19 @@ def run_and_kill(
             here.close()
             link = _Link(there)
             try:
-                _be_a_child(task, message, store, link, kill, redelivered)
+                _be_a_child(task, message, store, link, watched, kill, redelivered)
             except BaseException as error:  # noqa: BLE001  it is told there
                 link.tell("trouble", repr(error))
         finally:
             os._exit(1)
     there.close()
-    ended = Ended()
+    ended = ProcessEnd()
     try:
         with here, suppress(EOFError, ConnectionResetError, BrokenPipeError):
             while here.poll(timeout_s):
                 kind, said = here.recv()
                 if kind == "verb":
-                    here.send(_answer(store, *said))
+                    here.send(_do_verb(store, *said))
                 elif kind == "line":
                     ended.lines.append(said)
                 elif kind == "ended":
@@ -136,7 +159,7 @@ def run_and_kill(
     return ended
 
 
-def _answer(store: Store, verb: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _do_verb(store: Store, verb: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     try:
         return True, getattr(store, verb)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  it is raised where the verb was called
@@ -148,13 +171,14 @@ def _be_a_child(
     message: Message,
     store: Store,
     link: _Link,
+    watched: Sequence[CodeType],
     kill: Kill | None,
     redelivered: bool,
 ) -> None:
     if not store.supports_transactions:
         # Else its records are in a database, which outlives this process too.
         swap_store(task.app, _Forwarding(cast("Store", link)))
-    sys.settrace(_tracer(body_of(task), link, kill))
+    sys.settrace(_tracer(watched, link, kill))
     try:
         delivery = run(task, message, redelivered=redelivered)
     finally:
@@ -176,19 +200,25 @@ class _Forwarding(ForwardingStore):
         self.inner = inner
 
 
-def _tracer(code: CodeType, link: _Link, kill: Kill | None) -> Callable[..., Any]:
-    """Return what ``sys.settrace`` takes: it tells each event of the body, and dies at the one chosen."""
-    file, first = code.co_filename, code.co_firstlineno
-    last = max((line for _, _, line in code.co_lines() if line is not None), default=first)
+def _tracer(watched: Sequence[CodeType], link: _Link, kill: Kill | None) -> Callable[..., Any]:
+    """Return what ``sys.settrace`` takes: it tells each event, and dies at the one chosen."""
+    spans = [(code.co_filename, code.co_firstlineno, _last_line(code)) for code in watched]
     count = 0
+
+    def place(code: CodeType) -> int | None:
+        """Return which function this is, or is written in."""
+        for number, (file, first, last) in enumerate(spans):
+            if code.co_filename == file and first <= code.co_firstlineno <= last:
+                return number
+        return None
 
     def see(frame: FrameType, event: str, _: object) -> Any:
         nonlocal count
-        inside = frame.f_code.co_filename == file and first <= frame.f_code.co_firstlineno <= last
-        if event == "call":
-            return see if inside else None
-        if event == "line" or (event == "return" and frame.f_code is code):
-            line = frame.f_lineno if event == "line" else RETURN
+        number = place(frame.f_code)
+        if event == "call" or number is None:
+            return None if number is None else see
+        if event == "line" or (event == "return" and frame.f_code is watched[0]):
+            line = (number, frame.f_lineno) if event == "line" else RETURN
             if kill is not None and kill(count, line):
                 os.kill(os.getpid(), signal.SIGKILL)
             count += 1
@@ -196,6 +226,10 @@ def _tracer(code: CodeType, link: _Link, kill: Kill | None) -> Callable[..., Any
         return see
 
     return see
+
+
+def _last_line(code: CodeType) -> int:
+    return max((line for _, _, line in code.co_lines() if line is not None), default=0)
 
 
 def _let_go() -> None:

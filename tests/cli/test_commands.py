@@ -161,7 +161,7 @@ def test_show_has_every_field_and_the_result_only_if_asked_for(every, run):
     [
         ("at work", ["is PROCESSING", "on worker-3.example, pid 4711", "Its lease ends"]),
         ("stale", ["is stuck PROCESSING", "Its lease ran out", "makes it INTERRUPTED"]),
-        ("crashed", ["a crash took its worker", "1 of 3 crashes", "look there first"]),
+        ("crashed", ["its worker was lost", "1 of 3 crashes", "look there first"]),
         ("done", ["is COMPLETED", "gets its result", "Kept until", "a second time"]),
         (
             "declined",

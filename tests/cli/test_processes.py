@@ -112,7 +112,7 @@ def test_a_killed_worker_is_told_of_swept_and_released(histories):
     assert "is stuck PROCESSING" in site.run("explain", "lost").text
     swept = site.run("sweep", "--json")
     assert swept.objects[0]["interrupted"] == 1
-    assert "a crash took its worker" in site.run("explain", "lost").text
+    assert "its worker was lost" in site.run("explain", "lost").text
     forgotten = site.run("forget", "lost", "--reason", "a test", "--who", "alice", "--yes")
     assert forgotten.code == 0, forgotten.text
     assert "alice chose to forget keyed key lost: a test" in forgotten.text

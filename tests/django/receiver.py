@@ -20,6 +20,7 @@ from django.core.management import call_command
 from django.test import Client
 
 from celery_idempotent import get_store
+from celery_idempotent.testing import crash_matrix
 from testproject.celery import app
 from testproject.webhooks import tasks
 from testproject.webhooks.models import EventCounter, Kind, LedgerEntry, Run
@@ -47,6 +48,7 @@ def main() -> None:
         "counted": EventCounter.objects.get(kind=Kind.IDEMPOTENT).count,
         "runs": Run.objects.filter(kind=Kind.IDEMPOTENT, delivery_id=broken).count(),
         "record": record.state.value,
+        "killed_at_each_line": killed(),
     }
     for key in (thrice, broken):
         tasks.record_delivery.idempotency_forget(key=key)  # type: ignore[attr-defined]
@@ -63,6 +65,21 @@ def deliver(delivery: str) -> None:
 
 def entries(delivery: str) -> int:
     return LedgerEntry.objects.filter(kind=Kind.IDEMPOTENT, delivery_id=delivery).count()
+
+
+def killed() -> dict[str, list[int]]:
+    """Return what kills at each line came to: how many there were of each verdict, at each number of entries."""
+    try:
+        report = crash_matrix(
+            tasks.record_delivery,
+            arguments=lambda delivery: [delivery, "push"],
+            effects=entries,
+            within=[tasks._record],
+        )
+    except AssertionError as trouble:
+        found = [line.split()[0] for line in str(trouble).splitlines()[1:]]
+        return {"DOUBLED": [found.count("DOUBLED")], "LOST": [found.count("LOST")]}
+    return {place.verdict: [place.effects] for place in report.places}  # type: ignore[list-item]
 
 
 def fail(sender: Any, **_: Any) -> None:

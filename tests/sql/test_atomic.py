@@ -649,13 +649,19 @@ def test_a_frozen_run_is_ended_by_the_next_claim(
     assert (found.state, found.token) == (State.COMPLETED, newer.token)
 
 
-def test_each_claim_of_each_key_has_a_lock_of_its_own():
+def test_each_claim_of_each_key_has_a_lock_of_its_own(open_store: Callable[..., DjangoStore]):
     """Else the next claim ended the session of a newer one than that whose lease it saw run out."""
     names = [digest(KEY), digest(Identity(namespace="charge", key="another"))]
-    session = Session(connections["default"], DIALECTS["mysql"], inside=False)
+    own = connections[open_store("sqlite").alias]
+    session = Session(own, DIALECTS["mysql"], inside=False)
     claims = [(name, token) for name in names for token in (1, 2, 2**62)]
     assert len({holders.lock_number(*claim) for claim in claims}) == len(claims)
     assert len({holders.lock_name(session, *claim) for claim in claims}) == len(claims)
+    # Of all databases of a server, these are in one space.
+    elsewhere = connections.create_connection(own.alias)
+    elsewhere.settings_dict = {**own.settings_dict, "NAME": "another"}
+    other = Session(elsewhere, DIALECTS["mysql"], inside=False)
+    assert holders.lock_name(session, *claims[0]) != holders.lock_name(other, *claims[0])
 
 
 def test_a_row_that_a_frozen_run_holds_stops_no_sweep(

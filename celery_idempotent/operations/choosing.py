@@ -1,0 +1,83 @@
+"""What can be done to a record now, in words: what each operation does, and what it may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from celery_idempotent.celery.operations import Operation, offered
+from celery_idempotent.records import Record, State
+
+__all__ = ["EFFECTS", "STEP_EFFECTS", "Choice", "choices_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """An operation that means something for a record: what it does, and what that may cost."""
+
+    operation: Operation
+    effect: str
+    cost: str
+
+
+EFFECTS: dict[Operation, str] = {
+    "release": "ends the claim: the next delivery or call runs.",
+    "requeue": "publishes the message that the record keeps again, under the same task id.",
+    "complete": "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
+    "fail": "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
+    "forget": "deletes the record with all it knows: the next call runs.",
+}
+
+#: What those of them do that can be about one step.
+STEP_EFFECTS: dict[Operation, str] = {
+    "complete": "records the result of the step that you give: the next run takes it, and does not do that step.",
+    "forget": "takes the result of the step away: the next run does it again.",
+}
+
+_LIVE: dict[Operation, str] = {
+    "complete": "Its owner is not stopped by that: what it does outside takes effect, and its result is dropped.",
+    "fail": "Its owner is not stopped by that: what it does outside takes effect, and callers do not learn of it.",
+}
+_LIVE_BY_DEFAULT = "Its owner is not stopped by that: what it does outside may be done twice."
+
+
+def choices_of(record: Record, *, known: bool, live: bool) -> Iterator[Choice]:
+    """Yield what can be done; ``known``: a task of this app has its namespace, ``live``: its owner is at work."""
+    for operation in offered(record, known=known):
+        cost = _LIVE.get(operation, _LIVE_BY_DEFAULT) if live else _cost(record, operation)
+        yield Choice(operation=operation, effect=EFFECTS[operation], cost=cost)
+
+
+def _cost(record: Record, operation: Operation) -> str:
+    if operation == "complete":
+        return "Callers believe it: ask where the effect was to be, before you say what came of it."
+    if operation == "fail":
+        return "If it took effect before, callers do not learn its result."
+    cost = _cost_of_another_run(record)
+    if operation == "forget" and record.steps:
+        names = ", ".join(name for name, _ in record.steps)
+        cost += f" Its steps are done again as well: {names}."
+    return cost
+
+
+def _cost_of_another_run(record: Record) -> str:
+    match record.state:
+        case State.COMPLETED if record.settled_by:
+            return f"If it TOOK EFFECT, as {record.settled_by.who} says, the next call does it a second time."
+        case State.COMPLETED:
+            return "It TOOK EFFECT: the next call does it a second time."
+        case State.FAILED:
+            return "What was done before it failed may be done twice: look there first."
+        case State.QUEUED if record.crashes:
+            return f"{_MAYBE} And if its message still comes, that may run beside a further call."
+        case State.QUEUED:
+            return "If its message still comes, it runs; a further call may then run as well."
+        case State.INTERRUPTED if not record.crashes:
+            return "What its run did before it failed may be done twice: look there first."
+        case _:
+            return _MAYBE
+
+
+_MAYBE = (
+    "It may have taken effect before its worker was lost: look there first, or it is done twice."
+)
