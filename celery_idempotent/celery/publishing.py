@@ -132,7 +132,8 @@ def stamp_call(
             scope = options.get(stamp.SCOPE_HEADER, in_headers.get(stamp.RAW_SCOPE))
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
-                definition.identify(args, kwargs, task_id=task_id or "")  # raises KeyMissing
+                # It raises KeyMissing; in observe mode it logs that.
+                definition.identify(args, kwargs, task_id=task_id or "")
             return None
         task_id = options["task_id"] = task_id or uuid()
         identified = definition.identify(

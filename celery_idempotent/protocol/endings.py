@@ -96,7 +96,7 @@ class Endings:
 
     def end_failed(self, call: Call, claim: Claim, error: BaseException) -> End:
         """End the claim of a body that raised ``error``."""
-        if claim.phase is Phase.RELEASED:  # its retry is published
+        if claim.phase is Phase.RELEASED:  # for a retry or a replacement, by the body
             return End.RELEASED
         if claim.replaced:
             return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
