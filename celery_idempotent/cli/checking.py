@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 from celery_idempotent.celery.checks import check
+from celery_idempotent.cli.locking import tell_keys
 from celery_idempotent.cli.options import json_option
 from celery_idempotent.cli.output import note, paragraph, write_json
 from celery_idempotent.cli.session import (
@@ -27,13 +29,38 @@ __all__ = ["check_command"]
 _STORE_DOWN = "E006"
 
 
-@click.command("check", cls=OurCommand, examples=["check", "check --health"])
+@click.command(
+    "check",
+    cls=OurCommand,
+    examples=[
+        "check",
+        "check --health",
+        "check --keys keys.lock",
+        "check --keys keys.lock --write",
+    ],
+)
 @click.option(
     "--health", "only_health", is_flag=True, help="Is all well right now? Quick, for orchestrators."
 )
+@click.option(
+    "--keys",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Would a deploy change a key? Compares the app's tasks with this file, and asks no server.",
+)
+@click.option("--write", is_flag=True, help="Write that file: all that changes no key.")
+@click.option(
+    "--accept", multiple=True, metavar="TASK", help="Write what changes keys of this task, too."
+)
 @json_option
 @click.pass_context
-def check_command(ctx: click.Context, only_health: bool, as_json: bool) -> None:
+def check_command(
+    ctx: click.Context,
+    only_health: bool,
+    keys: Path | None,
+    write: bool,
+    accept: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Check how the app, its store, its broker and its workers are set up.
 
     Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
@@ -41,7 +68,16 @@ def check_command(ctx: click.Context, only_health: bool, as_json: bool) -> None:
 
     With --health nothing is said about settings: does the store answer, did a sweep end within three intervals, does no
     message wait in the outbox for over a minute?
+
+    With --keys nothing is asked but whether each task makes its keys as the file says, or declares a transition.
     """
+    if (keys and only_health) or (write and not keys) or (accept and not write):
+        raise click.UsageError(
+            "--write goes with --keys, --accept with --write, --health with none."
+        )
+    if keys:
+        tell_keys(ctx, keys, write=write, accepted=accept, as_json=as_json)
+        return
     if only_health:
         _tell_health(session_of(ctx), as_json=as_json)
         return

@@ -32,6 +32,7 @@ __all__ = [
     "app_of",
     "command",
     "django_part",
+    "loaded_app",
     "session_of",
 ]
 
@@ -103,13 +104,19 @@ def app_of(ctx: click.Context) -> Celery:
     return app
 
 
-def session_of(ctx: click.Context) -> Session:
-    """Return what a command has."""
+def loaded_app(ctx: click.Context) -> Celery:
+    """Return the app with its tasks imported."""
     app = app_of(ctx)
     try:
         load_tasks(app)
     except ImportError as error:
         raise click.UsageError(f"the app's tasks cannot be imported: {error}", ctx) from error
+    return app
+
+
+def session_of(ctx: click.Context) -> Session:
+    """Return what a command has."""
+    app = loaded_app(ctx)
     named = ctx.find_root().params.get("app")
     return Session(app, get_store(app), named if isinstance(named, str) else "proj")
 

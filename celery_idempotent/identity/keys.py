@@ -36,6 +36,7 @@ from celery_idempotent.identity.arguments import (
     compile_rule,
     type_name,
 )
+from celery_idempotent.identity.described import Described, described, described_parameters
 from celery_idempotent.identity.fingerprints import (
     NoFormError,
     default_form,
@@ -184,6 +185,21 @@ class KeyRules:
             fingerprint, parameters, what="idempotency_fingerprint", task=task_name
         )
         self._default_forms = {n: default_form(d) for n, d in parameters.defaults.items()}
+
+    def described(self) -> tuple[str, Described, Described]:
+        """Return what is written about the namespace, the key and the scope."""
+        return self.namespace, described(self._key), described(self._scope)
+
+    def described_fingerprint(self) -> tuple[Described, dict[str, str]]:
+        """Return what is written about the fingerprint, and about the parameters that it, key and scope read.
+
+        A call without a key has no fingerprint.
+        """
+        fingerprint = self._fingerprint if self._key is not None or self.require_key else None
+        rules = [self._key, self._scope, fingerprint]
+        return described(fingerprint), described_parameters(
+            self.parameters, rules, self._default_forms
+        )
 
     def identity(self, key: object, scope: object = None) -> Identity:
         """Return the identity of a raw key and scope, to ask about a key without a call.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
+from tests.cli.running import Ran, run_idempotency
 from tests.support import sites
 from tests.support.ledger import Ledger
 from tests.support.sites import REDIS
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
-from tests.worker import versions_app
+from tests.worker import renamed_app, versions_app
 
 pytestmark = pytest.mark.worker
 
@@ -91,3 +93,58 @@ def test_a_task_that_had_no_key_runs_no_message_of_before_again(site: Site, ledg
         barrier = old.tasks["keyed"].apply_async(("another",))
         assert barrier.get(timeout=30)
     assert ledger.count("start", "k") == 1
+
+
+class RenamedSite(sites.Site):
+    module: ClassVar[Any] = renamed_app
+
+    def check(self, version: str, lock: Path, *words: str) -> Ran:
+        """Check the keys of a version as its deploy does."""
+        env = renamed_app.environment(self.settings, version=version)
+        words = ("check", "--keys", str(lock), "--json", *words)
+        return run_idempotency(renamed_app.__name__, env, *words)
+
+
+@pytest.mark.wide
+def test_a_rename_is_caught_by_the_file_of_keys_and_its_transition_runs_nothing_twice(
+    request: pytest.FixtureRequest,
+    ledger: Ledger,
+    start_worker: Callable[..., Worker],
+    tmp_path: Path,
+):
+    settings = {"worker_enable_remote_control": False, "idempotency_conflict_backoff_max": 1}
+    site = sites.open_site(RenamedSite, request, "redis", ledger, start_worker, settings)
+    lock, gate = tmp_path / "keys.lock", tmp_path / "gate"
+    assert site.check("before", lock, "--write").code == 0
+
+    caught = site.check("renamed", lock)
+    assert caught.code == 1, caught.text
+    assert {(each["task"], each["change"]) for each in caught.objects} == {
+        ("shop.charge", "removed"),
+        ("shop.pay", "added"),
+    }
+    assert "let shop.pay say idempotency_namespace_before='shop.charge'" in caught.text
+    through = site.check("transition", lock)
+    assert (through.code, through.objects) == (0, []), through.text
+
+    new = renamed_app.make_app(site.settings, version="transition")
+    before = site.worker(concurrency=1, wanted={"version": "before"})
+    done = site.publish("shop.charge", "done")
+    assert done.get(timeout=30)
+    running = site.publish("shop.charge", "running", str(gate))
+    wait_for(lambda: ledger.count("start", "running"), 30, "a run of before")
+    waiting = site.publish("shop.charge", "waiting")
+    after = site.worker(concurrency=2, wanted={"version": "transition"})
+    again = {
+        order: new.tasks["shop.pay"].apply_async((order, *more))
+        for order, *more in (["done"], ["running", str(gate)], ["waiting"])
+    }
+    assert again["done"].get(timeout=30) == done.get()
+    assert again["waiting"].get(timeout=30) == waiting.get(timeout=30)
+    gate.touch()
+    assert again["running"].get(timeout=30) == running.get(timeout=30)
+    before.stop()
+    assert after.running
+    assert {each: ledger.count("start", each) for each in again} == dict.fromkeys(again, 1)
+    new.close()
+    site.close()
