@@ -72,10 +72,9 @@ def story_of_nothing(app: Celery, what: str, namespace: str | None) -> Story:
         f"It was done longer ago than its retention{now}: the next call runs.",
         "An operator released or forgot it: the next call runs. The log of that command, or of the admin, says who.",
         "The store lost it (a flush, an eviction, a restart without persistence): `check` says whether that can be.",
-        "Which of these it was, the logs of the workers tell, if you look for the key or the task's id.",
     ]
     return Story(
-        headline=f"There is no record of {what}. That can mean:",
+        headline=f"There is no record of {what}. The workers' logs say which of these it is:",
         past=past,
     )
 
