@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -39,7 +38,6 @@ class Counters:
         # No lock, and no weak references: an exception may strike wherever a run counts.
         self._counts: dict[Store, Counter[tuple[str, str]]] = {}
         self._written = time.monotonic()
-        self._writing = threading.Lock()
 
     def add(self, store: Store, task: str, outcome: str) -> None:
         """Count one outcome; the heartbeat writes it in a few seconds, or the caller, with :meth:`write`."""
@@ -61,15 +59,14 @@ class Counters:
             self.write()
 
     def write(self) -> None:
-        """Write what was counted, now; what a store does not take is kept for the next time."""
-        if not self._writing.acquire(blocking=False):
-            return
-        try:
-            self._written = time.monotonic()
-            for store in list(self._counts):
-                self._write(store)
-        finally:
-            self._writing.release()
+        """Write what was counted, now; what a store does not take is kept for the next time.
+
+        Any thread may: each takes what it writes out of the counters first. A lock would stay locked if a time limit
+        struck its owner, and nothing would be counted from then on.
+        """
+        self._written = time.monotonic()
+        for store in list(self._counts):
+            self._write(store)
 
     def _write(self, store: Store) -> None:
         # A thread that counts meanwhile adds to a new counter, or adds the last count to this one.

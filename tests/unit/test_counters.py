@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import counters as counters_module
@@ -18,7 +20,7 @@ from celery_idempotent.protocol.lease import Heartbeat
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
-from tests.unit.test_runner import a_call, make_runner
+from tests.unit.test_runner import Striker, a_call, make_runner
 
 
 @pytest.fixture
@@ -184,3 +186,17 @@ def test_a_process_that_ends_does_not_wait_for_ever_for_a_store_that_counts_no_m
         since = time.monotonic()
         assert process.wait(timeout=60) == 0
         assert time.monotonic() - since < 30
+
+
+@pytest.mark.parametrize("at", range(1, 40))
+def test_a_time_limit_that_strikes_while_they_are_written_stops_no_later_writing(
+    store, counters, at
+):
+    """A sweep writes them in the thread that signals strike in, at any moment."""
+    counters.add(store, "shop.charge", "claimed")
+    with contextlib.suppress(SoftTimeLimitExceeded):
+        Striker(at, SoftTimeLimitExceeded()).run(counters.write)
+    counters.add(store, "shop.charge", "settled")
+    counters.write()
+    assert counted(store)["shop.charge", "settled"] == 1
+    assert counters.empty
