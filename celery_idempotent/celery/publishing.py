@@ -1,6 +1,7 @@
 """Publishing one call: identify it, stamp its headers, reserve its key if the task wants that, send it.
 
-::
+The stamp is this library's header with the key (:mod:`~celery_idempotent.identity.stamp`). Celery calls the headers of
+a canvas stamps, too: here those are Celery's stamps. ::
 
     apply_async ─ identify ─ stamp ─┬─ send
                                     ├─ reserve the key ─ send        idempotency_publish_once
@@ -80,10 +81,11 @@ def publish(
     """
     intercept = take_interceptor()
     retried_run = _retrying_run(task, definition, options)
-    # Asked before stamp_call() sets a task id: a call whose caller chose its id must not get another call's result.
+    # Asked before stamp_call() sets a task id: now an id is one that the caller chose, and waits for.
     may_reserve = retried_run is None and _may_reserve(task, definition, options)
     identified = stamp_call(definition, args, kwargs, options, retried_run)
     _give_ids_to_callbacks(task, options)
+    # A key that is only the task id belongs to this message alone: there is nothing to reserve.
     reserve = may_reserve and identified is not None and not identified.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
@@ -109,7 +111,10 @@ def stamp_call(
     Returns the identity, or ``None`` if no stamp was written.
 
     Two kinds of calls get no new stamp. A message that has one (a retry, a republished copy) keeps the key of its first
-    publish, whatever its arguments are now. A call without any key needs none: the worker takes the task id.
+    publish, whatever its arguments are now. A call without any key needs none: the worker takes the task id as key.
+
+    ``eager``: the call runs here and now. Without a key it gets a random one, for Celery gives all steps of an eager
+    chain the same task id.
     """
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
     key, scope = take_key(options)
@@ -120,13 +125,15 @@ def stamp_call(
     if retried_run is not None and not given:
         identified = _identified_of(retried_run)
     else:
+        # Where the caller gave none: one of Celery's stamps, or what a publisher wrote into the headers.
         if key is None:
             key = options.get(stamp.KEY_HEADER, in_headers.get(stamp.RAW_KEY))
         if scope is None:
             scope = options.get(stamp.SCOPE_HEADER, in_headers.get(stamp.RAW_SCOPE))
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
-                definition.identify(args, kwargs, task_id=task_id or "")  # raises
+                # It raises KeyMissing; in observe mode it logs that.
+                definition.identify(args, kwargs, task_id=task_id or "")
             return None
         task_id = options["task_id"] = task_id or uuid()
         identified = definition.identify(
@@ -142,7 +149,7 @@ def stamp_call(
 
 
 def take_key(options: Options) -> tuple[object, object]:
-    """Remove key and scope from the options of a call and return them; stamped headers of these names stay."""
+    """Remove key and scope from the options of a call and return them. Celery's stamps of these names stay there."""
     stamped = options.get("stamped_headers") or ()
     key = None if stamp.KEY_HEADER in stamped else options.pop(stamp.KEY_HEADER, None)
     scope = None if stamp.SCOPE_HEADER in stamped else options.pop(stamp.SCOPE_HEADER, None)
@@ -161,9 +168,9 @@ def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
 
 
 def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
-    """Does the task reserve keys, and may another call's result stand for this one?
+    """Does the task reserve keys, and may this call get the ``AsyncResult`` of another?
 
-    Not where this call's own task id is needed.
+    Not where this call's own task id is needed: the caller chose it, or a canvas waits for it.
     """
     return (
         definition.policy.publish_once
@@ -190,27 +197,31 @@ def send_deferred(
 ) -> Result:
     """Send a deferred call; this may be repeated, for its key was stamped when the call was made."""
     options = dict(call.options)
-    again = partial(send, call.args, call.kwargs)
+    send_it = partial(send, call.args, call.kwargs)
     if not call.reserve or definition is None:
-        return again(**options)
+        return send_it(**options)
     task_id = str(options.get("task_id"))
     header = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
     identified = definition.identifier.stamped(header, call.args, call.kwargs, task_id=task_id)
     if identified is None:
-        return again(**options)
+        return send_it(**options)
     try:
-        return reserve_and_send(task, definition, identified, again, options)
+        return reserve_and_send(task, definition, identified, send_it, options)
     except FingerprintMismatch as error:
         # The caller cannot be told any more. The worker refuses the message, and its result has this error.
         logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
-        return again(**options)
+        return send_it(**options)
 
 
 # -- a run publishes its own retry -------------------------------------------------------------------------------------
 
 
 def _retrying_run(task: IdempotentTask, definition: Definition, options: Options) -> Claim | None:
-    """Return the current claim, if this call is the retry of its run."""
+    """Return the current claim, if this call is the retry of its run.
+
+    A retry has the task id of the run, and one more in ``retries``. What ``self.replace`` publishes has this task id,
+    too, but counts no retry.
+    """
     claim = current_claim()
     if (
         claim is None
@@ -259,4 +270,4 @@ def _after_rollback(release: Callable[[], object], send: Callable[[], object]) -
     try:
         send()
     except Exception as error:
-        raise Reject(error, requeue=False) from error  # as Celery does
+        raise Reject(error, requeue=False) from error  # as Task.retry() does

@@ -58,19 +58,21 @@ def reserve_and_send(
     try:
         answer = _reserve(store, definition, identified, options)
     except IdempotencyError as error:
-        # The claim still guards the run: a second message does no harm.
+        # The worker's claim still guards the run: a second message does no harm.
         report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
         return send(**options)
     match answer:
         case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
+            # The first message is on its way, or its run is at work.
             report(signals.replayed, identity, task_id, record)
             return task.AsyncResult(record.task_id)
         case Held(record, _):
-            # Its worker never came back, and with early acks its message is gone, too.
+            # The lease ran out: the worker never came back, and with early acks the message is gone, too.
             _use_task_id(options, record.task_id)
             return send(**options)
         case Settled(record, _):
-            # What an operator completed may have no result under that id: this message fetches it from the record.
+            # FAILED, or completed by an operator, who writes no result under the first id: then a worker answers this
+            # message from the record.
             if record.state is State.COMPLETED and record.settled_by is None:
                 report(signals.replayed, identity, task_id, record)
                 return task.AsyncResult(record.task_id)
@@ -114,10 +116,10 @@ def _reserve(
 
 
 def _use_task_id(options: Options, task_id: str) -> None:
-    """Let a call go out under the task id that its key has already."""
-    said = read_stamp(options["headers"], options["task_id"])
+    """Send a call under the task id that its key has already; its stamp names that id, too."""
+    stamped = read_stamp(options["headers"], options["task_id"])
     options["task_id"] = task_id
-    options["headers"] = with_stamp(options["headers"], task_id, more=said)
+    options["headers"] = with_stamp(options["headers"], task_id, more=stamped)
 
 
 def lost_after_ms(options: Options) -> int:

@@ -237,7 +237,7 @@ requeue_command = _command(
     help="The same from a file, or from standard input (`-`, with --yes).",
 )
 @_step_option
-def _complete(
+def _complete_one(
     session: Session, key: str, value: str | None, value_file: str | None, **given: Any
 ) -> None:
     """Settle KEY, or one step of it, with its true result: callers get it, and nothing runs.
@@ -271,7 +271,7 @@ def _read(path: str | None) -> bytes:
 
 
 for _option in reversed(order_options):
-    _complete = _option(_complete)
+    _complete_one = _option(_complete_one)
 
 complete_command = command(
     "complete",
@@ -279,7 +279,7 @@ complete_command = command(
         """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'""",
         """complete order-17 --task shop.charge --step charge --value '"ch_17"'""",
     ],
-)(_complete)
+)(_complete_one)
 fail_command = _command(
     "fail",
     "Settle KEY, or all that match, as FAILED: nothing runs until the retention ends.",

@@ -44,26 +44,33 @@ _LIVE_BY_DEFAULT = "Its owner is not stopped by that: what it does outside may b
 def choices_of(record: Record, *, known: bool, live: bool) -> Iterator[Choice]:
     """Yield what can be done; ``known``: a task of this app has its namespace, ``live``: its owner is at work."""
     for operation in offered(record, known=known):
-        cost = _LIVE.get(operation, _LIVE_BY_DEFAULT) if live else _cost(record, operation)
+        cost = (
+            _LIVE.get(operation, _LIVE_BY_DEFAULT)
+            if live
+            else _cost(record, operation, known=known)
+        )
         yield Choice(operation=operation, effect=EFFECTS[operation], cost=cost)
 
 
-def _cost(record: Record, operation: Operation) -> str:
+def _cost(record: Record, operation: Operation, *, known: bool) -> str:
     if operation == "complete":
         return "Callers believe it: ask where the effect was to be, before you say what came of it."
     if operation == "fail":
         return "If it took effect before, callers do not learn its result."
-    cost = _cost_of_another_run(record)
+    cost = _cost_of_another_run(record, known=known)
     if operation == "forget" and record.steps:
         names = ", ".join(name for name, _ in record.steps)
         cost += f" Its steps are done again as well: {names}."
     return cost
 
 
-def _cost_of_another_run(record: Record) -> str:
+def _cost_of_another_run(record: Record, *, known: bool) -> str:
     match record.state:
         case State.COMPLETED if record.settled_by:
             return f"If it TOOK EFFECT, as {record.settled_by.who} says, the next call does it a second time."
+        case State.COMPLETED if not known:
+            # An answer of a view may be a refusal, too.
+            return "If it TOOK EFFECT, as its answer says (show --value), the next call does it a second time."
         case State.COMPLETED:
             return "It TOOK EFFECT: the next call does it a second time."
         case State.FAILED:

@@ -72,10 +72,9 @@ def story_of_nothing(app: Celery[Any], what: str, namespace: str | None) -> Stor
         f"It was done longer ago than its retention{now}: the next call runs.",
         "An operator released or forgot it: the next call runs. The log of that command, or of the admin, says who.",
         "The store lost it (a flush, an eviction, a restart without persistence): `check` says whether that can be.",
-        "Which of these it was, the logs of the workers tell, if you look for the key or the task's id.",
     ]
     return Story(
-        headline=f"There is no record of {what}. That can mean:",
+        headline=f"There is no record of {what}. The workers' logs say which of these it is:",
         past=past,
     )
 
@@ -94,6 +93,8 @@ class _Teller:
         )
         self.policy = Policy() if self.definition is None else self.definition.policy
         self.live = is_live(record, self.now_ms)
+        # Whose task is not known may well be a view, whose names only its project has.
+        self.kind = "task" if self.definition else "task or request"
 
     def headline(self) -> str:
         record, now_ms = self.record, self.now_ms
@@ -108,9 +109,9 @@ class _Teller:
             case State.QUEUED:
                 return f"{subject} is QUEUED: its message is on its way, and no worker has it yet."
             case State.PROCESSING if self.live:
-                return f"{subject} is PROCESSING: {holder(record)}, is at work."
+                return f"{subject} is PROCESSING: {holder(record, self.kind)}, is at work."
             case State.PROCESSING:
-                return f"{subject} is stuck PROCESSING: the lease of {holder(record)}, ran out."
+                return f"{subject} is stuck PROCESSING: the lease of {holder(record, self.kind)}, ran out."
             case State.INTERRUPTED if record.crashes:
                 return f"{subject} is INTERRUPTED: its worker was lost, and nothing runs it now."
             case State.INTERRUPTED:
@@ -120,7 +121,8 @@ class _Teller:
             case State.COMPLETED if record.settled_by:
                 return f"{subject} is COMPLETED: {record.settled_by.who} completed it with a value, and it is not run."
             case State.COMPLETED:
-                return f"{subject} is COMPLETED: it took effect, and is not run again."
+                done = "it took effect" if self.definition else "it was answered"
+                return f"{subject} is COMPLETED: {done}, and is not run again."
             case State.FAILED if record.settled_by:
                 return f"{subject} is FAILED for good: {record.settled_by.who} failed it, and it is not run again."
             case State.FAILED:
@@ -156,7 +158,7 @@ class _Teller:
 
     def _refused(self, refusal: Refusal) -> str:
         """Tell who was refused, when, why, and what came of that call."""
-        who = f"task {refusal.task_id}" if refusal.task_id else "a call"
+        who = f"{self.kind} {refusal.task_id}" if refusal.task_id else "a call"
         said = f"{who}, {self._at(refusal.at_ms)}"
         if refusal.kind == "mismatch":
             return f"{said}: its arguments are not those of the first call (FingerprintMismatch), and it did not run"
@@ -176,9 +178,9 @@ class _Teller:
             case State.QUEUED:
                 yield f"Queued {at}, under task {record.task_id}."
             case State.PROCESSING:
-                yield f"Claimed {at} by {holder(record)}."
+                yield f"Claimed {at} by {holder(record, self.kind)}."
             case State.INTERRUPTED:
-                yield f"Interrupted {at}; {holder(record)}, had it last."
+                yield f"Interrupted {at}; {holder(record, self.kind)}, had it last."
             case State.COMPLETED | State.FAILED:
                 yield self._settled(at)
                 if record.delivered and not record.replaced:
@@ -200,7 +202,7 @@ class _Teller:
                 f"Settled {at} without another run: task {record.task_id} had it last, and did not come back before"
                 " its lease ran out."
             )
-        return f"Settled {at} by task {record.task_id}."
+        return f"Settled {at} by {self.kind} {record.task_id}."
 
     def future(self) -> Iterator[str]:
         record = self.record
@@ -211,9 +213,12 @@ class _Teller:
             case State.QUEUED:
                 yield from self._queued()
             case State.PROCESSING if self.live:
+                every = (
+                    f" every {time_in_words(self.policy.lease_ms // 3)}" if self.definition else ""
+                )
                 yield (
-                    f"Its lease ends {self._at(record.deadline_ms or 0)}, and is renewed every"
-                    f" {time_in_words(self.policy.lease_ms // 3)} as long as its worker lives."
+                    f"Its lease ends {self._at(record.deadline_ms or 0)}, and is renewed{every}"
+                    " as long as its worker lives."
                 )
                 yield _MEANWHILE[self.policy.on_conflict] if self.definition else _MEANWHILE_ELSE
             case State.PROCESSING:
@@ -221,19 +226,20 @@ class _Teller:
                 yield f"{self._sweep()} {_SWEPT[record.on_stale]}"
                 yield f"A delivery or call before that claims it at once, and {self._claimed(record.crashes + 1)}."
             case State.INTERRUPTED:
-                yield (
-                    "It waits for the broker to deliver its message again, or for another call. That claims it, and"
-                    f" {self._claimed(record.crashes)}."
-                )
-                yield "Redis as a broker redelivers after its visibility_timeout, RabbitMQ at once."
-                if self.definition is not None:
+                claimed = f"That claims it, and {self._claimed(record.crashes)}."
+                if self.definition is None:
+                    yield f"It waits for another delivery, call or request. {claimed}"
+                else:
+                    yield f"It waits for the broker to deliver its message again, or for another call. {claimed}"
+                    yield "Redis as a broker redelivers after its visibility_timeout, RabbitMQ at once."
                     kept = time_in_words(self.policy.keep_ms)
                     yield f"Kept for {kept} after the end of its lease: then a call runs as if it were the first."
             case State.COMPLETED:
                 if record.replaced:
                     yield "Until then whoever asks again gets that other task's result, without a run."
                 elif record.value is not None:
-                    what = "that value" if record.settled_by else "its result"
+                    what = "its result" if self.definition else "the same answer"
+                    what = "that value" if record.settled_by else what
                     yield f"Until then whoever asks again gets {what}, without a run."
                 else:
                     yield (

@@ -41,11 +41,11 @@ def moment(ms: int, now_ms: int) -> str:
     return f"{at:%Y-%m-%d %H:%M:%S} UTC ({ago(ms, now_ms)})"
 
 
-def holder(record: Record) -> str:
-    """Return which task, on which machine and in which process, claimed a key last."""
+def holder(record: Record, kind: str = "task") -> str:
+    """Return which task (or what ``kind`` says), on which machine and in which process, claimed a key last."""
     # A host name has no colon but in IPv6. What follows the pid tells machines of one name apart, for machines.
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
-    task = f"task {record.task_id}" if record.task_id else "a task"
+    task = f"{kind} {record.task_id}" if record.task_id else f"a {kind}"
     return f"{task} on {host}, pid {pid}" if host else task
 
 

@@ -148,7 +148,7 @@ class AtomicRun:
 
     def _settle(self, transaction: Transaction) -> None:
         claim, self._stage = self._claim, Stage.SETTLING
-        claim.settling = time.monotonic()
+        claim.settling_since = time.monotonic()
         try:
             done = transaction.settle(
                 SettleRequest(

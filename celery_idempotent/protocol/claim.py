@@ -50,10 +50,10 @@ class Phase(Enum):
     ENDED = "the run is over, and this worker wrote no end"
 
 
-#: While a claim is in one of these, its body may be at work.
+#: In one of these phases the body may still be at work.
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
-#: In one of these its end was reported: written, or given up.
+#: In one of these phases the end was reported: written, or given up.
 REPORTED = (Phase.SETTLED, Phase.ENDED)
 
 
@@ -78,8 +78,8 @@ class StepCodec(Protocol):
 class Claim:
     """The claim of the run in progress: ``self.idempotency`` in a bound task, :func:`current_claim` anywhere."""
 
-    #: RUNNING stays on the class and is never assigned to an instance: :meth:`lose` relies on that. Only the run's
-    #: thread assigns; the heartbeat's calls :meth:`lose`.
+    #: Only the run's thread assigns a phase to the instance, and never RUNNING: :meth:`lose`, which the heartbeat's
+    #: thread calls, relies on that.
     phase = Phase.RUNNING
 
     def __init__(
@@ -93,15 +93,16 @@ class Claim:
         self.lease = lease
         self._codec = codec
         self._steps = dict(record.steps)
-        #: When the claim, or its last renewal, was sent (``time.monotonic``): the lease ends no
-        #: earlier than this plus one lease.
+        #: When the claim, or its last renewal, was sent (``time.monotonic``): the store got it later, so the claim
+        #: surely lives for one lease from here.
         self.renewed_at = sent
         #: While a deploy changes keys: the record under the operation's old identity, claimed together with this one.
         self.old: Record | None = None
-        #: A newer claim has the key, and that was reported.
+        #: It was reported that a newer claim has the key.
         self.superseded = False
-        #: Since when its end is being written (``time.monotonic``); ``None``: it is not, or nobody times it.
-        self.settling: float | None = None
+        #: When the settle began (``time.monotonic``), for the duration in its report; ``None`` before, and for a claim
+        #: that is settled without a run.
+        self.settling_since: float | None = None
         #: The body replaced its task by another one (``self.replace``), which has its task id.
         self.replaced = False
         #: The message of the replacement, where it is published after this record has it.
@@ -141,15 +142,15 @@ class Claim:
 
     @property
     def over(self) -> bool:
-        """Is there nothing to renew any more?"""
+        """Is there nothing to renew any more? The body may still be at work: see :data:`AT_WORK`."""
         return self.phase is not Phase.RUNNING
 
     def lose(self) -> None:
         """RUNNING becomes LOST: the store refused a renewal or a step. Every other phase stays what it is.
 
         The heartbeat calls this in its own thread, and must not overwrite what the run has written meanwhile. No lock
-        can be taken here (:class:`~.lease.Heartbeat` says why), but
-        ``setdefault`` on the instance's dict writes LOST only if the run has assigned no phase, in one step::
+        can be taken here (:class:`~.lease.Heartbeat` says why), but ``setdefault`` on the instance's dict checks and
+        writes in one step: it writes LOST only if the run has assigned no phase::
 
             run         ─────────── release: RELEASED ─ the retry is published ────────
             heartbeat   ─ renew: refused ─────────────────────────── lose(): no effect
@@ -172,7 +173,7 @@ class Claim:
                 raise self._gone()
             except StoreUnavailable:  # noqa: PERF203  one try failed, and the next may not
                 failures += 1
-                # The heartbeat may have renewed it meanwhile.
+                # Asked each time: the heartbeat may have renewed it meanwhile.
                 until = self.renewed_at + lease_s
                 if not backoff.pause(failures, until=until, longest=_LONGEST_PAUSE):
                     raise

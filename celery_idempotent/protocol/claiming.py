@@ -1,4 +1,11 @@
-"""Asking the store for a key: one attempt, repeated while the store is away, and the claim that comes of it."""
+"""Claiming a key: the store is asked, again while it is away, and its answer becomes a claim.
+
+::
+
+    ask() ─┬─ ask_once() ─ the identity, and the old one while a deploy changes keys ─▶ ClaimAttempt ─ hold() ─▶ Claim
+           ├─ ✗ the store is away ───────▶ ask_once() again, with the same attempt
+           └─ ✗ a signal handler raised ─▶ release what the store may have given us
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,6 @@ from functools import partial
 from typing import NamedTuple
 
 from celery_idempotent import backoff
-from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import Claim, ObservedClaim, UnguardedClaim
@@ -34,9 +40,10 @@ CLAIM_PATIENCE = 3.0
 
 
 class ClaimAttempt(NamedTuple):
-    """What an attempt to claim was answered, and when it was sent (``time.monotonic``).
+    """The answer to an attempt to claim, and when that was sent (``time.monotonic``).
 
-    ``old``: the record of before a deploy that changed the key, which is claimed as well.
+    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`). ``old``: the record under the
+    identity of before a deploy, if that was claimed as well.
     """
 
     answer: Answer
@@ -54,41 +61,40 @@ class Claiming:
         self._store = store
 
     def ask(self, call: Call, attempt: bytes) -> ClaimAttempt:
-        """Claim with bounded retries; repeating one attempt is safe when its answer was lost."""
-        give_up = time.monotonic() + CLAIM_PATIENCE
-        failures = 0
+        """Claim, and try again for a few seconds while the store is away.
+
+        All tries have the same ``attempt``: if the answer to one of them was lost, the next one gets the same claim.
+
+        Raises:
+            StoreUnavailable, StoreMisconfigured: if no try had an answer.
+        """
+        until = time.monotonic() + CLAIM_PATIENCE
         try:
-            while True:
-                try:
-                    return self.ask_once(call, attempt)
-                except StoreUnavailable:  # noqa: PERF203  one try failed, and the next may not
-                    failures += 1
-                    if not backoff.pause(failures, until=give_up):
-                        raise
+            return backoff.persist(partial(self.ask_once, call, attempt), until=until)
         except STORE_ERRORS:
             raise
         except BaseException:
-            # A time limit or SIGTERM struck before the answer arrived: the store may have given us the key.
+            # A time limit or SIGTERM struck before the answer was here: the store may have given us the key.
             self._abandon(call, attempt)
             raise
 
     def ask_once(self, call: Call, attempt: bytes) -> ClaimAttempt:
-        """Ask for the key, and for the one of before a deploy as well."""
-        take = partial(self._take, call, attempt)
-        answer, sent = take(
+        """Claim the identity of a call, and the one that it had before a deploy as well."""
+        claim = partial(self._claim, call, attempt)
+        answer, sent = claim(
             call.identity, call.fingerprint, on_stale=self._policy.on_stale, message=call.message
         )
         before, old = call.before, None
         if before is not None:
             answer, old = key_change.claim_both(
                 answer,
-                lambda: take(before.identity, before.fingerprint)[0],
+                lambda: claim(before.identity, before.fingerprint)[0],
                 settle=self._settle_as,
                 store=self._store(),
             )
         return ClaimAttempt(answer, attempt, sent, old)
 
-    def _take(
+    def _claim(
         self,
         call: Call,
         attempt: bytes,
@@ -98,7 +104,7 @@ class Claiming:
         on_stale: OnStale = "interrupt",
         message: bytes | None = None,
     ) -> tuple[Answer, float]:
-        """Return the answer, and when it was asked for (``time.monotonic``)."""
+        """Claim one identity; return the answer, and when the request was sent (``time.monotonic``)."""
         store = self._store()
         request = ClaimRequest(
             identity=identity,
@@ -114,11 +120,11 @@ class Claiming:
         )
         sent = time.monotonic()
         while isinstance(answer := store.claim(request), (Settled, Mismatched)):
-            over = answer.record
-            if over.task_id == call.task_id or not self._policy.forgets(over):
+            record = answer.record
+            if record.task_id == call.task_id or not self._policy.forgets(record):
                 break
-            # A mark without retention answers redeliveries of its own message only.
-            store.forget_mark(identity, token=over.token)
+            # With a retention of 0 a settled record is a mark for redeliveries of its own message, and this is another.
+            store.forget_mark(identity, token=record.token)
             sent = time.monotonic()
         return answer, sent
 
@@ -128,16 +134,17 @@ class Claiming:
         self._store().settle(SettleRequest.ending_as(old, record=record, keep_ms=keep_ms))
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
+        """Release what an attempt without an answer may have claimed: asked again, the store tells its token."""
         try:
             asked = self.ask_once(call, attempt)
             if isinstance(asked.answer, Claimed):
                 record = asked.answer.record
                 self.hold(record, asked).store.release(call.identity, token=record.token)
         except STORE_ERRORS:
-            pass  # the lease ends it
+            pass  # if there is a claim, its lease ends it
 
     def hold(self, record: Record, asked: ClaimAttempt) -> Claim:
-        """Return the claim that was answered."""
+        """Return the claim of a run whose attempt was answered with :class:`Claimed`."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
         store, old = self._store(), asked.old
         if old is not None:
@@ -161,7 +168,7 @@ class Claiming:
         try:
             store = self._store()
         except STORE_ERRORS:
-            store = MemoryStore()  # of no use, where a claim holds nothing anyway
+            store = MemoryStore()  # it is never asked: this claim neither renews nor records
         return UnguardedClaim(store, record, self._renewal(record), self._codec, sent=0)
 
     def _renewal(self, record: Record) -> Renewal:

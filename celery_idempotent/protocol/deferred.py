@@ -1,13 +1,13 @@
-"""Ends of eager runs that wait for the caller's transaction: a record says done once that is committed, not before.
+"""The end of an eager run inside the caller's transaction: it is written after the COMMIT, and not if that never comes.
 
 ::
 
     atomic() ─ task.apply() ─ claim ─ body ─ its end waits ─┬─ COMMIT ───▶ settle
-                                                            └─ ROLLBACK ─▶ release: nothing was done
+                                                            └─ ROLLBACK ─▶ release: the effect is undone
 
-Django calls what waits for a commit, and drops it at a rollback, also at one to a savepoint. So the end has
-weak references to what it gave to Django, and was rolled back if one of them is gone: the next eager call looks, and
-the heartbeat, which renews the claim until then.
+Django has no hook for a rollback, but it drops the ``on_commit`` hooks then, also at a rollback to a savepoint. So an
+end has only weak references to its hooks, and a hook that is gone without having been called means a rollback. The next
+eager call looks for that, and so does the heartbeat, which renews the claim until then.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.claim import Claim
     from celery_idempotent.stores.base import Store
 
-#: Takes a function that is to be called after the commit of one transaction, or never.
+#: ``transaction.on_commit`` of one transaction: takes a function to call after its commit.
 OnCommit = Callable[[Callable[[], None]], None]
 
+#: The ends of this process that wait, by their claims: the identity and the token.
 _waiting: dict[tuple[Identity, int], DeferredEnd] = {}
 
 
@@ -36,7 +37,7 @@ def _claim_id(record: Record) -> tuple[Identity, int]:
 
 
 class DeferredEnd:
-    """The end of one run; ``record`` is what the run made of it, as those see it who are in the same transaction."""
+    """The end of one run. ``record`` is as it will be: a duplicate in the same transaction is answered from it."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class DeferredEnd:
         release: Callable[[], object],
     ) -> None:
         self.record = record
-        self.claim = _claim_id(record)
+        self.claim_id = _claim_id(record)
         self.lease: Renewal = claim.lease
         self.store: Store = claim.store
         self.renewed_at = claim.renewed_at
@@ -58,53 +59,54 @@ class DeferredEnd:
 
     @property
     def over(self) -> bool:
-        """Is there nothing to keep alive any more? The heartbeat asks before it renews."""
+        """Is there nothing to renew any more? The heartbeat asks this, and so frees the key after a rollback."""
         self.release_if_rolled_back()
-        return self.claim not in _waiting
+        return self.claim_id not in _waiting
 
     def lose(self) -> None:
         """Do nothing: the store will refuse the settle, too."""
 
     @property
-    def here(self) -> bool:
-        """Is the code at work in the same transaction?"""
+    def in_this_transaction(self) -> bool:
+        """Is the code that asks in the same transaction? Django has one for each thread and database."""
         return self._thread == threading.get_ident() and not self._rolled_back
 
     @property
     def _rolled_back(self) -> bool:
-        # The heartbeat's thread asks, too. What is gone because it was called is out of the list before it is gone.
+        # The heartbeat's thread asks, too, while the run's may be in committed(). That takes a hook off the list before
+        # Django drops it: a hook that is gone and still on the list (not only in this copy) was dropped by a rollback.
         return any(hook() is None and hook in self._hooks for hook in tuple(self._hooks))
 
     def wait_for(self, transactions: Sequence[OnCommit]) -> None:
-        """Wait for the end of these."""
+        """Wait until all of these transactions are committed, or one is rolled back."""
         hooks = [_Hook(self) for _ in transactions]
         self._hooks = [weakref.ref(hook) for hook in hooks]
-        _waiting[self.claim] = self
+        _waiting[self.claim_id] = self
         heartbeat.add(self)
         for on_commit, hook in zip(transactions, hooks, strict=True):
             on_commit(hook)
 
     def committed(self, hook: _Hook) -> None:
-        """Settle, if that was the last of the transactions."""
+        """Settle, if this is the hook of the last of the transactions."""
         self._hooks.remove(weakref.ref(hook))
-        if not self._hooks and self._taken():
+        if not self._hooks and self._stop_waiting():
             self._settle()
 
     def release_if_rolled_back(self) -> None:
         """Free the key if the transaction was rolled back."""
-        if self._rolled_back and self._taken():
+        if self._rolled_back and self._stop_waiting():
             self._release()
 
-    def _taken(self) -> bool:
-        """Is it up to us to end it? To one only."""
-        if _waiting.pop(self.claim, None) is None:
+    def _stop_waiting(self) -> bool:
+        """Remove the end from those that wait; ``False`` if another thread did: only one may settle or release."""
+        if _waiting.pop(self.claim_id, None) is None:
             return False
         heartbeat.remove(self)
         return True
 
 
 class _Hook:
-    """What Django calls after a commit."""
+    """What Django calls after a commit, and drops at a rollback."""
 
     __slots__ = ("__weakref__", "_end")
 
@@ -116,15 +118,15 @@ class _Hook:
 
 
 def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
-    """Let an end wait, unless it does."""
-    if end.claim not in _waiting:
+    """Let an end wait for these transactions; nothing happens if the end of this claim waits already."""
+    if end.claim_id not in _waiting:
         end.wait_for(transactions)
 
 
 def end_of(record: Record) -> Record | None:
-    """Return what a run in the same transaction made of a held record, ``None`` if it is another's."""
+    """Return how a held record will end, ``None`` if its run is not one that ended in the caller's transaction."""
     end = _waiting.get(_claim_id(record))
-    return end.record if end is not None and end.here else None
+    return end.record if end is not None and end.in_this_transaction else None
 
 
 def release_rolled_back() -> None:
@@ -134,4 +136,4 @@ def release_rolled_back() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_waiting.clear)  # they are the parent's
+    os.register_at_fork(after_in_child=_waiting.clear)  # the parent ends them

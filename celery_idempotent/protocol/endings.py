@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long a release tries to reach the store before the key is left to its lease, in seconds.
+#: How long a release tries to reach the store, in seconds; after that the lease ends the claim.
 RELEASE_PATIENCE = 1.0
 
-#: So many failures to serialize a result (a time limit may be one) are worth another try.
+#: After so many failures to serialize a value the end is written without it. Two, for one may be a time limit.
 MAX_FAULTS = 2
 
 
@@ -40,13 +40,9 @@ class End(Enum):
     SETTLED = "its end state is written, or will be at the caller's commit"
     RELEASED = "the key is free"
     GONE = "nothing to release: the key was settled or forgotten, or has a newer claim"
-    LEFT = "the store did not answer in time: the lease ends the claim"
-    NEWER_CLAIM = (
-        "a newer claim has the key: the result is dropped, and the call goes on as a duplicate"
-    )
-    ROLLED_BACK = (
-        "the database rolled the run back at its end: the key is free, and the call claims it again"
-    )
+    LEFT_TO_LEASE = "the store did not answer in time: the claim ends with its lease"
+    NEWER_CLAIM = "a newer claim has the key: the result is dropped, the call is now a duplicate"
+    ROLLED_BACK = "the database rolled the run back at its end: the call claims the key again"
 
 
 class Commit(Enum):
@@ -58,16 +54,19 @@ class Commit(Enum):
 
 
 class Settlement(NamedTuple):
-    """What a claim is settled with: the state, what serializes the value, the body's error, the line for the log."""
+    """How a claim is to be settled."""
 
     state: EndState
+    #: Serializes the result or the exception of the body; called for each try.
     dump: Callable[[], Stored | None]
+    #: The exception, for the report.
     error: BaseException | None = None
+    #: What is logged instead of the usual line.
     line: Line | None = None
 
 
-#: The settlement that a transaction wrote itself, with its value.
-COMPLETED = Settlement(State.COMPLETED, lambda: None)
+#: For the report of an end that the body's own transaction wrote: there is nothing to serialize.
+_IN_TRANSACTION = Settlement(State.COMPLETED, lambda: None)
 
 
 class Endings:
@@ -75,12 +74,14 @@ class Endings:
 
     ::
 
-        the body …                          the record is …
-        returned a value                    settled COMPLETED
-        replaced its task by another one    settled COMPLETED, as replaced
-        raised a permanent error            settled FAILED
-        failed for good, from enqueue()     settled FAILED; released if it recorded steps
-        raised anything else                released
+        the body …                            the record is …
+        returned a value                      settled COMPLETED
+        replaced its task by another one      settled COMPLETED, as replaced
+        raised a permanent error              settled FAILED
+        raised Retry, Ignore, Reject, or      released
+        what ends the process
+        raised any other exception            released; settled FAILED if enqueue() sent the message, for its client
+                                              asks for the outcome, and the body recorded no steps
 
     A settle is tried for a whole lease: the effect has happened, and without a record another run would repeat it. A
     release is tried for one second: nothing has happened, and the lease frees the key anyway. Neither can change a
@@ -95,12 +96,12 @@ class Endings:
 
     def end_failed(self, call: Call, claim: Claim, error: BaseException) -> End:
         """End the claim of a body that raised ``error``."""
-        if claim.phase is Phase.RELEASED:
+        if claim.phase is Phase.RELEASED:  # for a retry or a replacement, by the body
             return End.RELEASED
         if claim.replaced:
             return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
-        # A FAILED record loses its steps, and the next run would repeat them. So with steps only a permanent error is
-        # FAILED.
+        # A FAILED record has no steps. The client may send the request again, and the new run would repeat them: so a
+        # run with steps is released. After a permanent error there is no new run.
         final = call.fails(error) and not claim.stepped
         if final or isinstance(error, self.policy.permanent_errors):
             dump = partial(self._codec.dump_error, error)
@@ -121,9 +122,10 @@ class Endings:
         requeue_ms: int | None = None,
         error: BaseException | None = None,
     ) -> End:
-        """Give the key back: RELEASED, or GONE, or LEFT to its lease if the store does not answer in time.
+        """Give the key back: RELEASED, GONE, or LEFT_TO_LEASE if the store does not answer in time.
 
-        Not ``patient``: the process is being ended, and has 0.1 s left (CELERY: a hard limit kills after SIGTERM).
+        ``requeue_ms``: a retry is about to be published, and its message counts as lost after so long. Without
+        ``patient`` there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
         """
         claim.phase = Phase.RELEASED
         identity = claim.record.identity
@@ -141,12 +143,13 @@ class Endings:
             logger.warning(
                 "idempotency: could not release %s, its lease will end it: %s", identity, trouble
             )
-            return End.LEFT
+            return End.LEFT_TO_LEASE
         except BaseException:
+            # A signal handler raised, and the process may be about to end: one last try.
             with suppress(Exception):
                 free()
             raise
-        # The answer of an earlier try may have been lost: that try released the key, and the last one finds nothing.
+        # If the last try found nothing to release, an earlier one may have released the key, and its answer was lost.
         if released or tries > 1:
             state = self._state_after_release(claim, requeue_ms)
             self._report(signals.released, claim.record, claim, state=state, error=error)
@@ -161,15 +164,16 @@ class Endings:
 
     def has_newer_claim(self, call: Call, claim: Claim) -> bool:
         """Ask whether a newer claim has the key; if so, report that the lease is lost."""
-        held = [claim.record, *([claim.old] if claim.old else [])]
+        claimed = [claim.record, *([claim.old] if claim.old else [])]
         try:
-            found = [claim.store.get(record.identity) for record in held]
+            found = [claim.store.get(record.identity) for record in claimed]
         except STORE_ERRORS:
             return False
-        now = [record and record.token for record in found]
-        if all(token in (None, mine.token) for token, mine in zip(now, held, strict=True)):
+        # A record that is gone was released or forgotten: nobody has claimed the key since.
+        pairs = zip(found, claimed, strict=True)
+        if all(now is None or now.token == ours.token for now, ours in pairs):
             return False
-        self._lost(call, claim)
+        self._report_newer_claim(call, claim)
         return True
 
     # -- to settle -----------------------------------------------------------------------------------------------------
@@ -177,20 +181,21 @@ class Endings:
     def settle(
         self, call: Call, claim: Claim, settlement: Settlement, *, at_exit: bool = False
     ) -> End:
-        """Try, for up to one lease, to write the end state: SETTLED, NEWER_CLAIM, or LEFT if every try failed.
+        """Try, for up to one lease, to write the end state: SETTLED, NEWER_CLAIM, or LEFT_TO_LEASE if every try failed.
 
-        ``at_exit`` and in observe mode there is only one try. The end of a run in the caller's transaction is written
-        after that commits; here it counts as SETTLED. A signal handler may raise while the store answers::
+        ``at_exit`` (the process is being ended) and in observe mode there is only one try. The end of a run in the
+        caller's transaction is written after that commits; here it counts as SETTLED. A signal handler may raise at any
+        point of the loop, also in a pause between two tries::
 
             settle ─ [SoftTimeLimitExceeded] ─▶ a failure like the store's: settle again
-            settle ─ [SystemExit] ────────────▶ the process has 0.1 s left: one last try, as with ``at_exit``
+            settle ─ [SystemExit] ────────────▶ the process ends in a moment: one last try, as with ``at_exit``
         """
         if self._defer(call, claim, settlement):
             return End.SETTLED
-        claim.settling = time.monotonic()
+        claim.settling_since = time.monotonic()
         if at_exit:
             return self._last_try(call, claim, settlement)
-        give_up = claim.settling + self.policy.lease_ms / 1000
+        give_up = claim.settling_since + self.policy.lease_ms / 1000
         trouble: Exception | None = None
         failures = faults = 0
         while claim.phase not in REPORTED:
@@ -199,7 +204,6 @@ class Endings:
                     self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
                 ):
                     return self._give_up(call, claim, trouble)
-                # If the value cannot be serialized after several tries, the end is written without a value.
                 value = settlement.dump() if faults < MAX_FAULTS else None
                 return self._settle_once(call, claim, settlement, value)
             except Exception as failure:  # noqa: BLE001, PERF203  of the store, a time limit, the codec
@@ -210,8 +214,8 @@ class Endings:
                 if claim.phase not in REPORTED:
                     self._last_try(call, claim, settlement)
                 raise
-        # A time limit struck while the end was reported.
-        return End.SETTLED if claim.phase is Phase.SETTLED else End.LEFT
+        # A time limit struck while the end was reported: the loop caught it, and there is nothing left to try.
+        return End.SETTLED if claim.phase is Phase.SETTLED else End.LEFT_TO_LEASE
 
     def _last_try(self, call: Call, claim: Claim, settlement: Settlement) -> End:
         try:
@@ -222,16 +226,15 @@ class Endings:
     def _settle_once(
         self, call: Call, claim: Claim, settlement: Settlement, value: Stored | None
     ) -> End:
-        state = settlement.state
         request = SettleRequest(
             record=claim.record,
-            state=state,
+            state=settlement.state,
             value=value,
-            keep_ms=self.policy.keep_ms_of(state),
+            keep_ms=self.policy.keep_ms_of(settlement.state),
             replaced=claim.replaced,
         )
         if not claim.store.settle(request):
-            self._lost(call, claim)
+            self._report_newer_claim(call, claim)
             return End.NEWER_CLAIM
         self.report_settled(call, claim, settlement)
         return End.SETTLED
@@ -245,11 +248,10 @@ class Endings:
         """
         claim.phase = Phase.ENDED
         if self.policy.mode == "observe":
-            identity = call.identity
-            logger.warning("idempotency: observing: could not settle %s: %s", identity, error)
+            logger.warning("idempotency: observing: could not settle %s: %s", call.identity, error)
         else:
             self._report(signals.settle_failed, call, claim, error=error)
-        return End.LEFT
+        return End.LEFT_TO_LEASE
 
     def condemn(self, call: Call, claim: Claim, error: Exception) -> None:
         """Settle a claim FAILED whose body is not to run.
@@ -269,8 +271,9 @@ class Endings:
         value = None
         with suppress(Exception):  # as in a settle: without a value, if it cannot be serialized
             value = settlement.dump()
-        # around=None: this settle must not be deferred again.
+        # Without ``around``: after the commit, the settle is not to be deferred again.
         alone, end = replace(call, around=None), settlement._replace(dump=lambda: value)
+        # For duplicates in the same transaction, which are answered before the store has this.
         seen = replace(claim.record, state=settlement.state, value=value, deadline_ms=None)
         deferred.defer(
             deferred.DeferredEnd(
@@ -289,11 +292,11 @@ class Endings:
     def commit_of(self, call: Call, claim: Claim, *, patient: bool) -> Commit:
         """Ask the database whether the transaction was committed: the answer to its COMMIT was lost.
 
-        The record's row decides: the transaction wrote it, and keeps it locked until it ends::
+        The record's row decides: the transaction has it locked until it ends, and who writes to it waits for that::
 
-            A      claim ─ BEGIN ─ run() ─────────────── settle ─ COMMIT ─✂─ the answer is lost ─ wait for the row
-            sweep           (the lease runs out) ─ interrupt                                        │
-            database                                               (running) ─────── committed ─────┴─ COMPLETED
+            run       claim ─ BEGIN ─ body ─ settle ─ COMMIT ─✂─ no answer ─ wait for the row … COMPLETED: committed
+            sweep                                      (the lease runs out) ─ wait for the row … COMPLETED: no crash
+            database                                  COMMIT is running ─────────────────────── committed
         """
         store = claim.store
         until = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
@@ -308,15 +311,14 @@ class Endings:
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def report_settled(self, call: Call, claim: Claim, end: Settlement = COMPLETED) -> None:
+    def report_settled(self, call: Call, claim: Claim, end: Settlement = _IN_TRANSACTION) -> None:
         """Report that the end state is written. The phase comes first, so that it is reported once."""
         if claim.phase is Phase.SETTLED:
             return
         claim.phase = Phase.SETTLED
-        took = None if claim.settling is None else time.monotonic() - claim.settling
-        state, error, line = end.state, end.error, end.line
-        told = signals.settled
-        self._report(told, call, claim, state=state, error=error, seconds=took, line=line)
+        took = None if claim.settling_since is None else time.monotonic() - claim.settling_since
+        about: Details = {"state": end.state, "error": end.error, "seconds": took, "line": end.line}
+        self._report(signals.settled, call, claim, **about)
         if call.on_settled is not None:
             call.on_settled(claim.token)
 
@@ -324,7 +326,7 @@ class Endings:
         """Report that the store failed, and that the run left nothing behind."""
         self._report(signals.store_failed, call, claim, error=error)
 
-    def _lost(self, call: Call, claim: Claim) -> None:
+    def _report_newer_claim(self, call: Call, claim: Claim) -> None:
         """Report that a newer claim has the key; once, for the end of a run may find that out several times."""
         if claim.superseded:
             return
@@ -332,7 +334,7 @@ class Endings:
         observed = self.policy.mode == "observe"
         self._report(signals.lease_lost, call, claim, observed=observed)
         if claim.old is not None and claim.phase is not Phase.RELEASED:
-            # The newer claim may be one of the old identity alone: release the new one.
+            # Two identities, and the newer claim may have the old one alone: the new one is not to wait for its lease.
             claim.phase = Phase.RELEASED
             with suppress(*STORE_ERRORS):
                 claim.store.release(claim.record.identity, token=claim.token)
@@ -340,7 +342,8 @@ class Endings:
     def _report(
         self, outcome: Signal, about: Call | Record, claim: Claim, **details: Unpack[Details]
     ) -> None:
-        store = claim.store if claim.old is None else None  # that one stands for two records
+        # A claim of two identities has a store that writes both. Counters are for the task's own, which is the default.
+        store = claim.store if claim.old is None else None
         self._reporter.report(
             outcome, about.identity, about.task_id, claim.record, store=store, **details
         )

@@ -8,7 +8,7 @@ is the option ``lease``: the user gives seconds or a timedelta, the field has mi
 options of :class:`SharedOptions`, and each have more of their own::
 
     SharedOptions ─┬─ Policy       a task: its attribute idempotency_<name>, or that setting of the app
-              └─ HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
+                   └─ HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
 
 A reader refuses a value by a ``ValueError`` with the end of a sentence; :func:`read_table` adds the beginning::
 
@@ -34,11 +34,12 @@ Reader = Callable[[object], Any]
 
 
 def option(default: T, read: Callable[[object], T], *, views: str = "idempotent") -> T:
-    """Declare one option.
+    """Declare one option: its default, as the field has it, and the function that reads what the user gives.
 
-    ``views``: the view decorators that take it, ``"idempotent"``, ``"keyed"`` or both, with a space between; tasks
-    ignore it.
+    ``views`` says which decorators of views take it: ``"idempotent"`` is ``@idempotent_view``, ``"keyed"`` is
+    ``@keyed_view``, ``"idempotent keyed"`` is both. Tasks ignore it.
     """
+    # Annotated as the value, not as a Field: so a type checker accepts it as the default of a field of that type.
     line: T = field(default=default, metadata={"read": read, "views": views.split()})
     return line
 
@@ -46,11 +47,11 @@ def option(default: T, read: Callable[[object], T], *, views: str = "idempotent"
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def fitting(fits: Callable[[object], bool], allowed: str) -> Reader:
-    """Return a reader that returns a value as it is if ``fits`` accepts it, and else raises ``ValueError(allowed)``."""
+def accept_if(accepts: Callable[[object], bool], allowed: str) -> Reader:
+    """Return a reader that returns a value unchanged if ``accepts(value)``, and else raises ``ValueError(allowed)``."""
 
     def read(value: object) -> object:
-        if not fits(value):
+        if not accepts(value):
             raise ValueError(allowed)
         return value
 
@@ -60,7 +61,7 @@ def fitting(fits: Callable[[object], bool], allowed: str) -> Reader:
 def one_of(literal: object) -> Reader:
     """Return a reader of one of the words of a ``Literal``."""
     words = get_args(literal)
-    return fitting(lambda value: value in words, f"is one of {', '.join(map(repr, words))}")
+    return accept_if(lambda value: value in words, f"is one of {', '.join(map(repr, words))}")
 
 
 def optional(read: Callable[[object], T]) -> Callable[[object], T | None]:
@@ -80,8 +81,8 @@ def duration(*, at_least_ms: int = 0) -> Callable[[object], int]:
     return read
 
 
-flag = fitting(lambda value: isinstance(value, bool), "is True or False")
-whole_number = fitting(
+flag = accept_if(lambda value: isinstance(value, bool), "is True or False")
+whole_number = accept_if(
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
     "takes a whole number from 0",
 )
@@ -108,33 +109,39 @@ Table = TypeVar("Table", bound=SharedOptions)
 
 def table_of(kind: type) -> dict[str, Field[object]]:
     """Return the fields of a table by the names of their options: the field ``lease_ms`` is the option ``lease``."""
-    return {entry.name.removesuffix("_ms"): entry for entry in fields(kind)}
+    return {each.name.removesuffix("_ms"): each for each in fields(kind)}
 
 
 def read_table(
     kind: type[Table], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
 ) -> Table:
-    """Build a table from ``sources``: pairs of a place, for messages, and the options given there.
+    """Build a table from ``sources``: pairs of a place, for messages, and the options that were given there.
 
-    Later pairs override earlier ones.
+    A later source overrides an earlier one. ``prefix`` stands before the names of options in messages::
 
-    ``prefix`` stands before the names of options in messages.
+        read_table(
+            HttpOptions,
+            [("the setting IDEMPOTENCY_HTTP", {"lease": 60}), ("this view", {"lease": 5})],
+        )
+        # HttpOptions(lease_ms=5_000, …)
 
     Raises:
         InvalidOption: for an unknown name or a bad value, saying where it is and what is allowed.
     """
-    table, values, where = table_of(kind), dict[str, Any](), ""
+    known = table_of(kind)
+    values: dict[str, Any] = {}
+    where = ""
     for where, given in sources:
         for name, value in given.items():
-            if name not in table:
-                raise unknown_option(str(name), table, where=where, prefix=prefix)
-            entry = table[name]
+            if name not in known:
+                raise unknown_option(str(name), known, where=where, prefix=prefix)
+            option_field = known[name]
             try:
-                values[entry.name] = entry.metadata["read"](value)
+                values[option_field.name] = option_field.metadata["read"](value)
             except ValueError as error:
                 raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
     options = kind(**values)
-    # The combination is checked after all sources; the message names the last.
+    # Checked last, for the two may come from different sources; the message names the last one.
     if options.atomic and options.on_store_error == "open":
         raise InvalidOption(
             f"{prefix}atomic of {where} excludes {prefix}on_store_error='open': there is no transaction without the "

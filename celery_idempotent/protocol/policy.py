@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import (
     SharedOptions,
+    accept_if,
     duration,
-    fitting,
     flag,
     one_of,
     option,
@@ -68,7 +68,7 @@ _METHODS: Final = (
 _UNSET: Final = object()
 
 _kombu_name = optional(
-    fitting(lambda value: isinstance(value, str), "takes a name of kombu's registry")
+    accept_if(lambda value: isinstance(value, str), "takes a name of kombu's registry")
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from celery_idempotent.testing.clock import FakeClock
-from celery_idempotent.testing.crashes import CrashReport, Place, crash_matrix, lose_worker
+from celery_idempotent.testing.crashes import CrashReport, KilledAt, crash_matrix, lose_worker
 from celery_idempotent.testing.delivery import (
     Delivery,
     Message,
@@ -28,8 +28,8 @@ __all__ = [
     "Delivery",
     "FakeClock",
     "IsolatedRecords",
+    "KilledAt",
     "Message",
-    "Place",
     "StoreContract",
     "assert_ran_once",
     "crash_matrix",

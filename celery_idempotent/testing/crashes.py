@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from celery_idempotent.records import Selection, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.clock import FakeClock
-from celery_idempotent.testing.delivery import Delivery, publish
+from celery_idempotent.testing.delivery import Delivery, message_of
 from celery_idempotent.testing.isolation import isolated_records
 from celery_idempotent.testing.processes import (
     AFTER_THE_RUN,
     RETURN,
-    Ended,
     Kill,
-    Line,
+    ProcessEnd,
+    WatchedLine,
     body_of,
     code_of,
     run_and_kill,
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.base import Store
 
-__all__ = ["CrashReport", "Place", "crash_matrix", "lose_worker"]
+__all__ = ["CrashReport", "KilledAt", "crash_matrix", "lose_worker"]
 
 #: So many kills at most: a loop over many items is tried with few.
 MAX_KILLS = 500
 
 #: Kills that follow no line.
-_BEFORE: Line = (0, 0)
-_AFTER: Line = (0, -1)
+_BEFORE: WatchedLine = (0, 0)
+_AFTER: WatchedLine = (0, -1)
 
 #: The lease while records are in a database, whose clock is nobody's to move.
 _SHORT_LEASE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KilledAt:
     """What came of a kill after ``line``; 0: before the first line, -1: after the run, before the acknowledgement.
 
     ``function`` is 0 for the task's own, else the place of one of those that were given ``within``. ``effects`` is what
@@ -70,8 +70,8 @@ class CrashReport:
     task: str
     #: The effects of a run that nothing disturbed.
     expected: object
-    places: Sequence[Place]
-    source: Sequence[tuple[Line, str]]
+    places: Sequence[KilledAt]
+    source: Sequence[tuple[WatchedLine, str]]
 
     @property
     def ok(self) -> bool:
@@ -90,7 +90,7 @@ class CrashReport:
         return "\n".join(lines)
 
 
-def _row(places: Sequence[Place], number: str, text: str) -> list[str]:
+def _row(places: Sequence[KilledAt], number: str, text: str) -> list[str]:
     bad = [place for place in places if place.verdict != "ok"]
     verdict = bad[0].verdict.upper() if bad else "ok" if places else ""
     found = f"    <- {bad[0].effects!r}, {bad[0].state}" if bad else ""
@@ -136,7 +136,7 @@ def crash_matrix(
             raise AssertionError(
                 f"{task.name} did not end, though nothing killed it: {first.trouble}"
             )
-        expected = Place(0, 0, undisturbed.effects(), first.delivery.state, "ok")
+        expected = KilledAt(0, 0, undisturbed.effects(), first.delivery.state, "ok")
         # The last event is the return, which is of no line.
         lines = [_BEFORE, *first.lines[:-1], _AFTER]
         if len(lines) > MAX_KILLS:
@@ -181,7 +181,7 @@ def lose_worker(
         "acknowledge": AFTER_THE_RUN,
     }
     with _stage(task) as let_leases_end:
-        message = publish(task, args, kwargs)
+        message = message_of(task, args, kwargs)
         kill = places.get(at, lambda _, line: line == (0, at))
         watched = [body_of(task)]
         if run_and_kill(task, message, watched=watched, kill=kill).delivery is not None:
@@ -207,9 +207,9 @@ class _Operation:
         self._effects = effects
         self._run = partial(run_and_kill, task, watched=watched, timeout_s=timeout_s)
         self._name = str(uuid.uuid4())
-        self._message = publish(task, arguments(self._name), {})
+        self._message = message_of(task, arguments(self._name), {})
 
-    def deliver(self, kill: Kill | None = None, *, redelivered: bool = False) -> Ended:
+    def deliver(self, kill: Kill | None = None, *, redelivered: bool = False) -> ProcessEnd:
         return self._run(self._message, kill=kill, redelivered=redelivered)
 
     def effects(self) -> object:
@@ -251,14 +251,16 @@ def _at(event: int) -> Kill:
     return lambda count, _: count == event
 
 
-def _judge(line: Line, second: Ended, effects_of: Callable[[], object], expected: Place) -> Place:
+def _judge(
+    line: WatchedLine, second: ProcessEnd, effects_of: Callable[[], object], expected: KilledAt
+) -> KilledAt:
     effects = effects_of()
     state = "no end" if second.delivery is None else second.delivery.state
     if effects != expected.effects:
         verdict = _difference(effects, expected.effects)
     else:
         verdict = "ok" if state == expected.state else "failed"
-    return Place(*line, effects, state, verdict)
+    return KilledAt(*line, effects, state, verdict)
 
 
 def _difference(effects: Any, expected: Any) -> str:
@@ -272,6 +274,6 @@ def _difference(effects: Any, expected: Any) -> str:
     return "differs"
 
 
-def _source(number: int, code: CodeType) -> Sequence[tuple[Line, str]]:
+def _source(number: int, code: CodeType) -> Sequence[tuple[WatchedLine, str]]:
     lines, first = inspect.getsourcelines(code)
     return [((number, first + place), line.rstrip("\n")) for place, line in enumerate(lines)]

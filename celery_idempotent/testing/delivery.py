@@ -78,7 +78,7 @@ def _capture(app: Celery) -> Iterator[list[Message]]:
             amqp.send_task_message, app.conf.task_always_eager = sender, eager
 
 
-def publish(task: Task[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Message:
+def message_of(task: Task[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Message:
     """Return the message that a call of the task publishes, also where the app runs tasks eagerly."""
     with _capture(task.app) as found:
         # Without a result, the backend is not asked to listen for one.
@@ -118,12 +118,12 @@ def _trace(
 
 def deliver(task: Task[..., Any], *args: Any, **kwargs: Any) -> Delivery:
     """Call the task and deliver the message once; it goes neither to a broker nor to a worker."""
-    return run(task, publish(task, args, kwargs))
+    return run(task, message_of(task, args, kwargs))
 
 
 def deliver_twice(task: Task[..., Any], *args: Any, **kwargs: Any) -> tuple[Delivery, Delivery]:
     """Call the task once and deliver the message twice, as a broker does when the acknowledgement is lost."""
-    message = publish(task, args, kwargs)
+    message = message_of(task, args, kwargs)
     return run(task, message), run(task, message, redelivered=True)
 
 
@@ -133,7 +133,7 @@ def deliver_at_once(task: Task[..., Any], n: int, *args: Any, **kwargs: Any) -> 
     Which one of them runs is left to chance. The others wait as ``idempotency_on_conflict`` says; by default their
     state is ``RETRY``. Each message is published in the end, so ``published`` of the last delivery has all of them.
     """
-    messages = [publish(task, args, kwargs) for _ in range(n)]
+    messages = [message_of(task, args, kwargs) for _ in range(n)]
     ready = threading.Barrier(n)
     with _capture(task.app) as published, ThreadPoolExecutor(n) as pool:
 

@@ -25,29 +25,38 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.base import Store
 
-__all__ = ["AFTER_THE_RUN", "RETURN", "Ended", "Kill", "Line", "body_of", "code_of", "run_and_kill"]
+__all__ = [
+    "AFTER_THE_RUN",
+    "RETURN",
+    "Kill",
+    "ProcessEnd",
+    "WatchedLine",
+    "body_of",
+    "code_of",
+    "run_and_kill",
+]
 
 #: A function of those that are watched, by its place among them, and the number of a line in it.
-Line = tuple[int, int]
+WatchedLine = tuple[int, int]
 
 #: Decides at each event whether to die there. It gets how many there were before, and the line that is about to be
 #: executed, or `RETURN`.
-Kill = Callable[[int, Line], bool]
+Kill = Callable[[int, WatchedLine], bool]
 
 #: The body returns.
-RETURN: Line = (0, 0)
+RETURN: WatchedLine = (0, 0)
 
 
-def AFTER_THE_RUN(count: int, line: Line) -> bool:  # noqa: N802, ARG001  a constant that happens to be a function
+def AFTER_THE_RUN(count: int, line: WatchedLine) -> bool:  # noqa: N802, ARG001  a constant that happens to be a function
     """Die when the end is stored, and the message is not yet acknowledged."""
     return False
 
 
 @dataclass(slots=True)
-class Ended:
+class ProcessEnd:
     """What is known of a process: the lines that it reached, and how the delivery ended, unless it died."""
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[WatchedLine] = field(default_factory=list)
     delivery: Delivery | None = None
     trouble: str = ""
 
@@ -103,7 +112,7 @@ def run_and_kill(
     kill: Kill | None = None,
     redelivered: bool = False,
     timeout_s: float = 60,
-) -> Ended:
+) -> ProcessEnd:
     """Fork, deliver the message there, and kill the process at the event that ``kill`` chooses.
 
     An event is that a line of a ``watched`` function is about to be executed, or that the first of them, the body,
@@ -128,13 +137,13 @@ def run_and_kill(
         finally:
             os._exit(1)
     there.close()
-    ended = Ended()
+    ended = ProcessEnd()
     try:
         with here, suppress(EOFError, ConnectionResetError, BrokenPipeError):
             while here.poll(timeout_s):
                 kind, said = here.recv()
                 if kind == "verb":
-                    here.send(_answer(store, *said))
+                    here.send(_do_verb(store, *said))
                 elif kind == "line":
                     ended.lines.append(said)
                 elif kind == "ended":
@@ -150,7 +159,7 @@ def run_and_kill(
     return ended
 
 
-def _answer(store: Store, verb: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _do_verb(store: Store, verb: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
     try:
         return True, getattr(store, verb)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  it is raised where the verb was called

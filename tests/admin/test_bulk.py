@@ -359,7 +359,7 @@ def test_all_that_match_takes_a_filter_and_no_more_than_a_form_holds(
         answer = operator.post(f"{BULK}{query}", {"operation": "forget", "every": "1"})
         assert answer.status_code == 302
         assert "Filter the list first." in text(operator.get(LIST))
-    monkeypatch.setattr(bulk, "MOST", 2)
+    monkeypatch.setattr(bulk, "MOST_ASKED", 2)
     page = operator.post(f"{BULK}?state=stale", {"operation": "forget", "every": "1"})
     assert "Forget 2 records ? More match than are asked about at a time" in text(page)
 

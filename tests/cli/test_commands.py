@@ -191,6 +191,22 @@ def test_explain_tells_who_was_refused_and_why(store, run):
     assert "FingerprintMismatch" in told
 
 
+def test_explain_says_that_a_claim_will_not_run_what_crashed_too_often(store, run):
+    for _ in range(4):
+        claim(store, "deadly", lease_ms=-1)
+    assert store.get(identity("deadly")).crashes == 3
+    told = " ".join(run("explain", "deadly").stdout.split())
+    assert "claims it at once, and settles it FAILED (TooManyCrashes) without a run" in told
+
+
+def test_explain_says_of_what_is_no_task_of_this_app_that_it_was_answered(store, run):
+    about = identity("order", namespace="http")
+    settle(store, claim(store, about))
+    told = run("explain", "order", "--task", "http").stdout
+    assert "it was answered" in told
+    assert "If it TOOK EFFECT" in told
+
+
 def test_explain_says_what_it_can_mean_that_there_is_no_such_key(run):
     result = run("explain", "nothing", "--task", TASK)
     assert result.exit_code == 1

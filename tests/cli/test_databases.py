@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -11,27 +11,11 @@ from celery import Celery
 pytest.importorskip("django")
 
 import celery_idempotent
-from tests.cli.running import Ran, run_idempotency
+from tests.cli.projects import TASK, Project, open_project
+from tests.cli.running import Ran
 from tests.sql import databases as own
-from tests.support.servers import need
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
-
-TASK = "testproject.payments.tasks.pay"
-
-
-class Project(NamedTuple):
-    """The test project on a PostgreSQL of its own, known here by ``alias``."""
-
-    alias: str
-    env: dict[str, str]
-    redis_url: str
-
-    def run(self, store: str, *words: str) -> Ran:
-        url = "django://default"
-        if store == "hybrid":
-            url = f"hybrid+{self.redis_url}?truth=default&prefix=cache"
-        return run_idempotency("testproject", {**self.env, "IDEMPOTENCY_STORE": url}, *words)
 
 
 @pytest.fixture(scope="module")
@@ -40,39 +24,15 @@ def project(
 ) -> Iterator[Project]:
     """Payments made by one worker: one done, one refused; a message that nobody sent; a user called alice."""
     directory = tmp_path_factory.mktemp("project")
-    with own.ready(directory):
-        need(own.available("postgresql"), "a server of postgresql")
-        with own.database("postgresql", directory) as settings:
-            alias = own.add_alias("cli_postgresql", settings)
-            own.migrate(alias, ())
-            redis_url = next(databases)
-            env = {
-                "DJANGO_SETTINGS_MODULE": "testproject.settings",
-                "DATABASE_NAME": settings["NAME"],
-                "PGHOST": settings["HOST"],
-                "PGPORT": settings["PORT"],
-                "PGUSER": settings["USER"],
-                "PGPASSWORD": settings["PASSWORD"],
-                "REDIS_URL": redis_url,
-                "IDEMPOTENCY_STORE": "django://default",
-                "BANK_SECONDS": "0",
-                "BANK_MOOD_FILE": str(directory / "mood"),
-            }
-            project = Project(alias, env, redis_url)
-            try:
-                _pay(project, directory)
-                yield project
-            finally:
-                own.drop_alias(alias)
+    with open_project(directory, next(databases)) as project:
+        _pay(project, directory)
+        yield project
 
 
 def _pay(project: Project, directory: Any) -> None:
-    from django.contrib.auth.models import User
-
     from celery_idempotent.django.outbox import rows
     from celery_idempotent.django.outbox.models import OutboxMessage
 
-    payer = User.objects.db_manager(project.alias).create_user("alice").pk
     publisher = Celery("publisher", broker=project.redis_url, set_as_current=False)
     celery_idempotent.install(publisher)
     worker = Worker("testproject", directory=directory, name="payments", env=project.env)
@@ -80,7 +40,9 @@ def _pay(project: Project, directory: Any) -> None:
     try:
         for key, recipient in (("order-1", "acct_1"), ("order-2", "acct_closed")):
             about: dict[str, Any] = {"idempotency_key": key, "idempotency_scope": "acme"}
-            publisher.send_task(TASK, (payer, 100, "EUR", recipient), task_id=f"t-{key}", **about)
+            publisher.send_task(
+                TASK, (project.alice, 100, "EUR", recipient), task_id=f"t-{key}", **about
+            )
         query = "SELECT 1 FROM celery_idempotent_record WHERE state IN ('C', 'F')"
         wait_for(lambda: len(own.rows(project.alias, query)) == 2, 30, "two payments")
     finally:

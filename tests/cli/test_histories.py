@@ -1,36 +1,24 @@
-"""What ``explain`` tells of thirty histories that real workers and operators made: the facts that decide are in it.
-
-With the environment variable ``CELERY_IDEMPOTENT_HISTORIES`` each is written to ``NN.txt`` in the directory that it
-names, to be read by people who do not know what happened; what did is :data:`HISTORIES`.
-"""
+"""What ``explain`` tells of thirty histories that real workers and operators made: the facts that decide are in it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 
 from celery_idempotent import get_store
 from celery_idempotent.records import Identity, Record, State
 from tests.cli import histories_app
+from tests.cli.histories import History, check, write
 from tests.cli.running import Ran, run_idempotency
 from tests.support import sites
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
 pytestmark = [pytest.mark.wide, pytest.mark.redis, pytest.mark.worker]
-
-
-class History(NamedTuple):
-    """What really happened to ``order-NUMBER``, and what of it has to be told."""
-
-    number: int
-    happened: str
-    facts: tuple[str, ...]
 
 
 HISTORIES = [
@@ -272,14 +260,8 @@ def told(
                 mood.unlink()
         for worker in workers:
             worker.stop()
-        _write(site.told)
+        write(site.told)
         yield site.told
-
-
-def _write(told: dict[int, str]) -> None:
-    directory = os.environ.get("CELERY_IDEMPOTENT_HISTORIES")
-    for number, text in told.items() if directory else ():
-        Path(str(directory), f"{number:02}.txt").write_text(text)
 
 
 def _lose_a_worker(site: Site) -> list[sites.Message]:
@@ -405,6 +387,4 @@ def _lose_some(site: Site) -> None:
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda each: str(each.number))
 def test_explain_tells_the_facts_that_decide(told, history):
-    text = " ".join(told[history.number].split())
-    for fact in history.facts:
-        assert fact in text
+    check(history, told)

@@ -95,7 +95,7 @@ def open_note(begun: Begun) -> LogNote | None:
         return None
 
 
-def entries(identity: Identity) -> Sequence[LogEntry]:
+def log_entries(identity: Identity) -> Sequence[LogEntry]:
     """Return what operators did to this key, the last first."""
     found = LogEntry.objects.filter(content_type=_content_type(), object_id=unparse(identity))
     return list(found.select_related("user").order_by("-action_time")[:_SHOWN])

@@ -119,6 +119,6 @@ class Pages(Base):
         context = {
             "title": "No such record",
             "identity": identity,
-            "log": audit.entries(identity) if identity else [],
+            "log": audit.log_entries(identity) if identity else [],
         }
         return self.render(request, "gone", context, status=404)

@@ -15,26 +15,26 @@ from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm, FilterForm
 from celery_idempotent.django.admin.listing import PER_PAGE, looked_through
 from celery_idempotent.django.admin.operating import Mark, OperationPages, PlanLine
-from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
+from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, LineVerdict
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.operations.bulk import Ended, carry_out, collect
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
 #: So many records, each a field of the form, can be asked about: Django takes 1,000 fields.
-MOST = 500
+MOST_ASKED = 500
 
 #: So many records a request operates on, and for so many seconds; what is left is gone on with by a button.
 STEP, _LONGEST_SECONDS = 100, 20.0
 
 #: In which order a question shows verdicts, and a summary: what needs somebody first.
-_ASKED: tuple[Verdict, ...] = ("do", "live", "left")
-_TOLD: tuple[Verdict, ...] = ("failed", "unsent", "refused", "changed", "done", "untried")
+_ASKED: tuple[LineVerdict, ...] = ("do", "live", "left")
+_TOLD: tuple[LineVerdict, ...] = ("failed", "unsent", "refused", "changed", "done", "untried")
 
 _OWNER_WAS_LIVE = "Left alone: its owner was live."
 
 #: The verdicts of the summary, and what it says when it counts them.
-_COUNTED: dict[Verdict, str] = {
+_COUNTED: dict[LineVerdict, str] = {
     "done": "done",
     "unsent": "queued, and not published yet",
     "changed": "left alone, changed since shown",
@@ -67,7 +67,7 @@ class BulkPages(OperationPages):
             if not form.is_valid() or not form.chosen() or form.cleaned_data["key"]:
                 return _back_with(request, back, "Filter the list first. Nothing was done.")
             store = get_store(celery_app())
-            records, more = collect(store, operation, looked_through(store, form), limit=MOST)
+            records, more = collect(store, operation, looked_through(store, form), limit=MOST_ASKED)
             found = [(Mark.of(record), record) for record in records]
         else:
             found = self._now(_read_marks(post.getlist("shown" if post.get("all") else "record")))
@@ -120,8 +120,8 @@ class BulkPages(OperationPages):
         marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
         if not marks and not live:
             return _back_with(request, back, "No record selected. Nothing was done.")
-        if len(marks) + len(live) > MOST:
-            return _back_with(request, back, f"Select {MOST} records at most.")
+        if len(marks) + len(live) > MOST_ASKED:
+            return _back_with(request, back, f"Select {MOST_ASKED} records at most.")
         form = ConfirmForm(post, operation=operation, marks=marks, live=len(live))
         if not form.is_valid():
             return self._question(request, operation, back, self._now([*marks, *live]), form=form)

@@ -131,7 +131,7 @@ class PeriodForm(forms.Form):
     )
 
 
-def _again(completed: int, ran: int, of: int) -> str:
+def _shown_again(completed: int, ran: int, of: int) -> str:
     """Return what has to be known: how many of the records took effect, and how many others may have."""
     perhaps = ran - completed
     if of == 1:
@@ -174,7 +174,9 @@ class ConfirmForm(forms.Form):
         super().__init__(data, initial=initial)
         ran = [mark.state for mark in marks if may_repeat(operation, mark.state)]
         if ran:
-            self.fields["again"].label = _again(ran.count(State.COMPLETED), len(ran), len(marks))
+            self.fields["again"].label = _shown_again(
+                ran.count(State.COMPLETED), len(ran), len(marks)
+            )
             self.fields["reason"].required = True
         else:
             del self.fields["again"]

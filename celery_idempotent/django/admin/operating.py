@@ -25,7 +25,7 @@ from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
-from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, Verdict
+from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, LineVerdict
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.operations.bulk import may_repeat
 from celery_idempotent.operations.bulk import verdict as verdict_on
@@ -68,7 +68,7 @@ class PlanLine:
     """What is to become of a record, or came of it. ``record``: as it is now, where that was looked at."""
 
     mark: Mark
-    verdict: Verdict
+    verdict: LineVerdict
     text: str
     address: str
     record: Record | None = None
@@ -144,7 +144,7 @@ class OperationPages(Pages):
         if not self.may(request, f"{operation}_record"):
             raise PermissionDenied
 
-    def line(self, mark: Mark, verdict: Verdict, text: str) -> PlanLine:
+    def line(self, mark: Mark, verdict: LineVerdict, text: str) -> PlanLine:
         """Return a line about a record that was not looked at."""
         return PlanLine(
             mark=mark, verdict=verdict, text=text, address=self.address_of(mark.identity)
@@ -161,13 +161,13 @@ class OperationPages(Pages):
     ) -> PlanLine:
         """Say what an operation would do to the record that a mark stands for, ``record`` being what is there now."""
         wording = WORDINGS[operation]
-        verdict: Verdict = "left"
+        verdict: LineVerdict = "left"
         if record is None:
             text = "Left alone: there is no such record any more."
         elif Mark.of(record) != mark:
             text = "Left alone: it has changed since the list was shown."
         else:
-            known = _known(operation, record)
+            known = _known_operation(operation, record)
             verdict = verdict_on(operation, record, now_ms, known=known, step=step)
             text = {
                 "left": f"Left alone: {wording.refusal}",
@@ -213,7 +213,7 @@ class OperationPages(Pages):
         )
 
 
-def _known(operation: Operation, record: Record) -> bool:
+def _known_operation(operation: Operation, record: Record) -> bool:
     """May this app's tasks be asked to write a value of the record, where the operation takes one?"""
     if operation != "complete":
         return True

@@ -20,7 +20,7 @@ from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
 from celery_idempotent.django.admin.listing import list_page, search
 from celery_idempotent.django.admin.operating import Mark
 from celery_idempotent.django.admin.results import result_of
-from celery_idempotent.django.admin.values import shown
+from celery_idempotent.django.admin.values import shown_with_responses
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import view_namespaces
@@ -187,11 +187,13 @@ class IdempotencyRecordAdmin(BulkPages):
             "known": definition is not None,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
-            "value": shown(app, record) if may_see and record.state.settled else None,
+            "value": shown_with_responses(app, record)
+            if may_see and record.state.settled
+            else None,
             "buttons": buttons,
             "forget_step_url": self._forget_step_url(request, record),
             "result_url": self.address_of(identity, "result"),
-            "log": audit.entries(identity),
+            "log": audit.log_entries(identity),
             **(extra_context or {}),
         }
         return self.render(request, "record", context)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
 
-def shown(app: Celery, record: Record) -> Shown:
+def shown_with_responses(app: Celery, record: Record) -> Shown:
     """Return what a settled record says: its result, its error, or its view's answer."""
     stored = record.value
     response = stored is not None and stored.content_type == CONTENT_TYPE

@@ -12,7 +12,9 @@ from django.contrib.messages import constants
 from celery_idempotent.celery.operations import Operation, Outcome
 
 #: What is, or was, to become of a record.
-Verdict = Literal["do", "live", "left", "done", "unsent", "changed", "refused", "failed", "untried"]
+LineVerdict = Literal[
+    "do", "live", "left", "done", "unsent", "changed", "refused", "failed", "untried"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ class Ending:
     ``{done}`` stands for the operation, ``{identity}`` for its key.
     """
 
-    verdict: Verdict
+    verdict: LineVerdict
     line: str
     level: int
     message: str

@@ -16,8 +16,8 @@ from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.protocol.options import (
     Reader,
     SharedOptions,
+    accept_if,
     duration,
-    fitting,
     flag,
     one_of,
     option,
@@ -104,12 +104,12 @@ ShowErrors = Literal["none", "permanent", "all"]
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
 
-_a_text = fitting(lambda value: isinstance(value, str), "takes a text")
-_amount = fitting(
+_a_text = accept_if(lambda value: isinstance(value, str), "takes a text")
+_amount = accept_if(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
     "takes a number from 0",
 )
-_namespace_text = fitting(
+_namespace_text = accept_if(
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARS,
     f"is 1 to {MAX_CHARS} printable characters",
 )

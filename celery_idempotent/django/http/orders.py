@@ -87,8 +87,8 @@ class TaskOrder:
         return None if commits_by_hand(connections[alias]) else alias
 
     @property
-    def patience_ms(self) -> int:
-        """For how long the message, sent now, is not taken for lost."""
+    def lost_after_ms(self) -> int:
+        """In how many milliseconds the message, sent now, counts as lost: a minute after its ETA."""
         return lost_after_ms(self.publish)
 
     def message(self, task_id: str) -> bytes | None:

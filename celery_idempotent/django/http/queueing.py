@@ -33,14 +33,7 @@ from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.orders import TaskOrder, read_order
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
-from celery_idempotent.records import (
-    Held,
-    Mismatched,
-    Record,
-    Reserved,
-    Settled,
-    State,
-)
+from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
@@ -87,14 +80,11 @@ def enqueue(
             publish=publish,
             options=options,
         )
-        if order is None:
+        if order is None:  # idempotency_mode="off": the message is sent
             return JsonResponse({"state": State.QUEUED.value}, status=202)
         in_transaction = transaction.get_connection(using).in_atomic_block
-        return _answer(
-            order,
-            _reserve_or_find(order, in_transaction=in_transaction),
-            in_transaction=in_transaction,
-        )
+        found = _reserve_or_find(order, in_transaction=in_transaction)
+        return _answer(order, found, in_transaction=in_transaction)
     except RequestRefused as refusal:
         return refusal.response(options.docs_url)
 
@@ -156,11 +146,11 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
 def _answer(
     order: TaskOrder, found: Reserved | Held | Settled, *, in_transaction: bool
 ) -> HttpResponse:
-    """Queue what was reserved, or answer from the record of the first request."""
+    """Send the message if this request reserved the key, or answer from the record of the first request."""
     match found:
         case Reserved(record):
             reservations.queue_message(order, record, in_transaction=in_transaction)
-            return _status_of(order, record, replayed=False)
+            return _status_response(order, record, replayed=False)
         case Held(record, _) if order.options.on_pending == "refuse":
             raise _in_progress(order, record, "Ask its status resource, or again later.")
         case Settled(record, _) if record.state.raises:
@@ -176,13 +166,13 @@ def _answer(
             )
             answer[REPLAYED] = "true"
             return answer
-        case _:
-            order.report(signals.replayed, found.record)
-            return _status_of(order, found.record, replayed=True)
+        case Held(record, _) | Settled(record, _):
+            order.report(signals.replayed, record)
+            return _status_response(order, record, replayed=True)
 
 
 def _waits_for_commit(order: TaskOrder, record: Record) -> bool:
-    """Does this request wait for the transaction that made this reservation? Not in a TestCase, which never commits."""
+    """Does this request wait until the first one has committed its reservation? Not in a TestCase: it never commits."""
     return (
         order.options.on_pending == "accept"
         and record.uncommitted
@@ -191,8 +181,8 @@ def _waits_for_commit(order: TaskOrder, record: Record) -> bool:
 
 
 def _is_retryable(order: TaskOrder, record: Record) -> bool:
-    failed = record.state.raises
-    return failed and failure_of(record, order.task, order.options).retryable
+    """Did the first request fail, and not for good? Then this one tries again."""
+    return record.state.raises and failure_of(record, order.task, order.options).retryable
 
 
 def _in_progress(order: TaskOrder, record: Record, advice: str) -> RequestRefused:
@@ -204,8 +194,8 @@ def _in_progress(order: TaskOrder, record: Record, advice: str) -> RequestRefuse
     )
 
 
-def _status_of(order: TaskOrder, record: Record, *, replayed: bool) -> HttpResponse:
-    """Return the answer about an operation that did not fail: 200 once it is done, 202 while it is not."""
+def _status_response(order: TaskOrder, record: Record, *, replayed: bool) -> HttpResponse:
+    """Return the answer about an operation that has not failed: 200 once it is done, 202 while it is not."""
     described = describe(record, key=order.key, task=order.task, options=order.options)
     status = 200 if described["settled"] else 202
     body = {**described, "url": order.url}

@@ -1,7 +1,7 @@
 """The reservation of a queued request: made, given back, and turned into a message, now or at the COMMIT.
 
-Until the COMMIT a reservation promises nothing, and its deadline is near. From then on the record, or an outbox, has
-the message, which a sweep sends if this process does not::
+A reservation is *promised* once its message will be sent even if this process dies: the record, or an outbox, has the
+message, and a sweep sends it. Until the COMMIT nothing is promised, and the deadline is near::
 
     no transaction   reserve (60 s, with the message) ─ send ─ 202
     transaction      reserve (10 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The deadline of a reservation whose transaction may still be rolled back: how long others wait for its end.
+#: The deadline of a reservation whose transaction may still be rolled back: if the process dies, the key is free then.
 UNCOMMITTED_MS = 10_000
 
 #: How long a request tries to reach the store, or waits for another request's COMMIT, in seconds.
@@ -51,7 +51,7 @@ _FORGOTTEN = Line(
 
 
 def reserve_key(order: TaskOrder, task_id: str, *, promised: bool) -> Reservation:
-    """Reserve the key; ``promised``: with its message, which a sweep sends should this process die.
+    """Reserve the key; ``promised``: with its message, and until that counts as lost.
 
     Raises:
         RequestRefused: if the store does not answer.
@@ -63,7 +63,7 @@ def reserve_key(order: TaskOrder, task_id: str, *, promised: bool) -> Reservatio
             order.store,
             order.identified,
             task_id=task_id,
-            deadline_ms=order.patience_ms if promised else UNCOMMITTED_MS,
+            deadline_ms=order.lost_after_ms if promised else UNCOMMITTED_MS,
             keep_ms=order.definition.policy.keep_ms,
             message=message,
             uncommitted=not promised,
@@ -166,6 +166,7 @@ class _AtCommit:
 
 
 def _free_key(order: TaskOrder, record: Record) -> None:
+    """Give the key back, so that a repetition of the request is not told that the first is in progress."""
     try:
         key_change.give_back(order.store, order.identified, record)
     except STORE_ERRORS as trouble:

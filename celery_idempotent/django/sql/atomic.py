@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from django.db import Error
 
 from celery_idempotent.django.sql.blocks import RunBlock, refuse_outer
-from celery_idempotent.django.sql.columns import LIVE, PRUNE_SLACK_MS, digest
+from celery_idempotent.django.sql.columns import LIVE_SQL, PRUNE_SLACK_MS, digest
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
 from celery_idempotent.django.sql.elsewhere import Surroundings
@@ -44,7 +44,7 @@ __all__ = ["ClaimTransaction", "abandon", "answer", "transaction"]
 _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
 
 _SAVEPOINT = "celery_idempotent_run"
-_OURS = f" WHERE digest = %s AND token = %s AND {LIVE}"
+_OURS = f" WHERE digest = %s AND token = %s AND {LIVE_SQL}"
 
 #: Bounds one wait of ours, and no statement of the task, nor its COMMIT.
 _PATIENCE = (

@@ -38,7 +38,7 @@ PRUNE_SLACK_MS = 3_600_000
 
 #: The letters of unfinished records, and what selects their rows, and those that have ended.
 LIVE_LETTERS = [letter for state, letter in LETTERS.items() if not state.settled]
-LIVE = f"state IN ({', '.join(map(repr, LIVE_LETTERS))})"
+LIVE_SQL = f"state IN ({', '.join(map(repr, LIVE_LETTERS))})"
 ENDED = (
     f"state IN ({', '.join(repr(letter) for state, letter in LETTERS.items() if state.settled)})"
 )

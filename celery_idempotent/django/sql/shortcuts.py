@@ -13,7 +13,7 @@ from functools import cache
 from celery_idempotent.django.sql.columns import (
     ENDED,
     LEASE,
-    LIVE,
+    LIVE_SQL,
     PRUNE_SLACK_MS,
     RECORD,
     RELEASED,
@@ -112,7 +112,7 @@ def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
         " reserved = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
         " prune_ms = least(prune_ms, us / 1000 + %s), version = record.version + 1"
         " FROM t, celery_idempotent_lease AS lease"
-        f" WHERE record.digest = %s AND record.token = %s AND record.{LIVE}"
+        f" WHERE record.digest = %s AND record.token = %s AND record.{LIVE_SQL}"
         " AND lease.digest = record.digest AND lease.token = record.token"
         " AND lease.expires_ms > us / 1000 RETURNING record.digest"
         "), l AS (DELETE FROM celery_idempotent_lease USING r"

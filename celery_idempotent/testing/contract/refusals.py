@@ -153,7 +153,10 @@ class RefusalContract(ContractBase):
         assert self.refused(store) == [("conflict", "another")]
 
     @pytest.mark.parametrize("given_back", ["released", "forgotten", "forgotten when settled"])
-    def test_refusals_go_with_their_record(self, store: Store, given_back: str) -> None:
+    @pytest.mark.parametrize("later_ms", [0, 10])
+    def test_refusals_go_with_their_record(
+        self, store: Store, advance: Advance, given_back: str, later_ms: int
+    ) -> None:
         record = self.claim(store)
         self.conflict(store)
         if given_back == "released":
@@ -163,6 +166,7 @@ class RefusalContract(ContractBase):
                 self.settle(store, record)
             assert store.forget(KEY)
         assert store.get(KEY) is None
+        advance(later_ms)
         self.claim(store)
         assert self.refused(store) == []
         self.conflict(store, "third")
