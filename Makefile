@@ -107,11 +107,11 @@ $(VENV)/.created:
 	    echo "$(PYTHON) cannot make virtual environments: it lacks ensurepip or venv." >&2; \
 	    echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) install --quiet --upgrade pip 'setuptools>=77'
+	@$(PIP) install --quiet --upgrade 'pip>=25.1' 'setuptools>=77'
 	@touch $@
 
 # The stamps: a second run installs nothing, a changed requirement does. A file is compiled when it is imported: most never are.
 $(VENV)/.dev $(VENV)/.demo: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
 	$(build-wheel)
-	$(PIP) install --quiet --no-compile "$$(echo dist/*.whl)[$*]"
+	$(PIP) install --quiet --no-compile "$$(echo dist/*.whl)[hiredis,opentelemetry,prometheus,rest]" --group $*
 	@touch $@

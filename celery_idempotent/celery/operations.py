@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_idempotent.celery.carrying_out import Operation, Operator, Outcome
 from celery_idempotent.errors import IdempotencyError, InProgress
@@ -110,7 +110,7 @@ def offered(
 
 
 def operate(
-    app: Celery,
+    app: Celery[Any],
     identity: Identity,
     operation: Operation,
     *,

@@ -84,7 +84,7 @@ class Filter:
         """Has every key to be looked at, since COMPLETED records have no index?"""
         return State.COMPLETED in self.selection.wanted
 
-    def includes(self, app: Celery, store: Store, record: Record) -> bool:
+    def includes(self, app: Celery[Any], store: Store, record: Record) -> bool:
         """Is this one of them? Only for an error's name the store is asked again."""
         return (
             (not self.scopes or record.identity.scope in self.scopes)
@@ -99,7 +99,7 @@ class Filter:
         return whole is not None and error_name(app, whole) == self.error
 
 
-def pages(app: Celery, store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
+def pages(app: Celery[Any], store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
     """Yield page after page of the records that a filter means; pages may be empty, and the last has no cursor."""
     if wanted.error and State.FAILED not in wanted.states:
         return
@@ -138,7 +138,9 @@ def find_key(
     return [record for record in map(store.get, dict.fromkeys(every)) if record is not None]
 
 
-def find_task_id(app: Celery, store: Store, task_id: str, *, namespace: str | None = None) -> Found:
+def find_task_id(
+    app: Celery[Any], store: Store, task_id: str, *, namespace: str | None = None
+) -> Found:
     """Return the record that the task of this id claimed last, or those that have it as their key in any scope.
 
     Unfinished and failed records are found through the store's indexes. A completed one is found if the result backend

@@ -105,7 +105,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
     return store
 
 
-def get_store(app: Celery) -> Store:
+def get_store(app: Celery[Any]) -> Store:
     """Return the app's store.
 
     It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [name for name in ("rich", "django") if importlib.util.find_spec(name) is None]
     if missing:
         need = " and ".join(missing)
-        return _fail(f"The demo needs {need}: pip install 'celery-idempotent[demo]'", 2)
+        return _fail(f"The demo needs {need}: make demo", 2)
     from testproject.demo.events import load
     from testproject.demo.performance import perform
     from testproject.demo.processes import DemoError

@@ -233,3 +233,60 @@ def run(program, *arguments, cwd):
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+#: What users may install beside the library, each with what only it makes possible.
+DJANGO = """
+import django
+from django.conf import settings
+apps = ["django.contrib.contenttypes", "celery_idempotent.django"]
+settings.configure(INSTALLED_APPS=apps, SECRET_KEY="k", USE_TZ=True)
+django.setup()
+from celery_idempotent.django import http, store
+"""
+EXTRAS = {
+    "": "from celery_idempotent import *; import celery_idempotent.cli.listing",
+    "django": DJANGO,
+    "rest": f"{DJANGO}import celery_idempotent.django.http.openapi, rest_framework",
+    "hiredis": "from redis.utils import HIREDIS_AVAILABLE; assert HIREDIS_AVAILABLE",
+    "prometheus": "import celery_idempotent.metrics",
+    "opentelemetry": "import celery_idempotent.tracing",
+}
+
+
+def test_extras_are_those_for_users():
+    need_wheel()
+    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra")
+    assert {*extras} == {*EXTRAS} - {""}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build the wheel anew: what is installed is no file any more."""
+    directory = tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, directory)
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(SOURCE, directory / SOURCE.name, ignore=ignore)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", directory)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, directory], check=True, timeout=120
+    )
+    (found,) = directory.glob("*.whl")
+    return found
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_each_extra_is_enough_for_what_it_is_for(wheel, tmp_path, extra):
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
+    python = tmp_path / "venv" / "bin" / "python"
+    wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+    install = (python, "-m", "pip", "install", "--quiet", wanted)
+    subprocess.run(install, check=True, timeout=200)
+    subprocess.run([python, "-c", EXTRAS[extra]], cwd=tmp_path, check=True, timeout=60)
+    if extra != "":
+        return
+    for other, program in EXTRAS.items():
+        done = subprocess.run([python, "-c", program], cwd=tmp_path, check=False, timeout=60)
+        assert bool(done.returncode) is bool(other), f"{other} is no extra"

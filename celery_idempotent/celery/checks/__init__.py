@@ -32,12 +32,12 @@ _OF_SETTINGS = (
 )
 
 
-def check(app: Celery) -> list[Finding]:
+def check(app: Celery[Any]) -> list[Finding]:
     """Return all findings about an app: it imports its tasks, and asks the store and the workers that are up."""
     return [*check_settings(app), *check_store(app), *check_workers(app)]
 
 
-def check_settings(app: Celery) -> list[Finding]:
+def check_settings(app: Celery[Any]) -> list[Finding]:
     """Return what can be found without asking any server, once all of the app's tasks are imported."""
     try:
         load_tasks(app)
@@ -74,7 +74,7 @@ def check_settings(app: Celery) -> list[Finding]:
     return _heard(found, silenced)
 
 
-def check_store(app: Celery) -> list[Finding]:
+def check_store(app: Celery[Any]) -> list[Finding]:
     """Return what the store and its servers answer."""
     try:
         load_tasks(app)
@@ -87,7 +87,7 @@ def check_store(app: Celery) -> list[Finding]:
     return _heard(servers.answers(store), silenced)
 
 
-def check_workers(app: Celery) -> list[Finding]:
+def check_workers(app: Celery[Any]) -> list[Finding]:
     """Return what the workers that are up answer, within a second or two; nothing where none is up."""
     try:
         load_tasks(app)
