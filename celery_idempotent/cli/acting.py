@@ -254,14 +254,14 @@ def _complete_one(
     record = find_one(session, key, task=given["task"], scope=given["scope"])
     if _why_not(session, order, record) is None:
         try:
-            stored = value_from_json(session.app, record.identity, value or _read(value_file))
+            stored = value_from_json(session.app, record.identity, value or _read_value(value_file))
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         order = replace(order, value=stored)
     _act_on_one(session, order, record)
 
 
-def _read(path: str | None) -> bytes:
+def _read_value(path: str | None) -> bytes:
     """Return what a file has, or the beginning of one that is too long for a value."""
     if path is None:
         return b""

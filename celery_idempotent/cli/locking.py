@@ -29,7 +29,7 @@ def tell_keys(
 ) -> None:
     """Tell how the app's tasks differ from the file, write what may be written, and end with the exit code."""
     now = lock_of(loaded_app(ctx))
-    was = _read(path, now if write else None)
+    was = _read_file(path, now if write else None)
     for name in accepted:
         if name not in was and name not in now:
             raise click.UsageError(f"--accept: neither the app nor the file has a task {name}.")
@@ -39,11 +39,11 @@ def tell_keys(
         _write(path, lock_text(lock))
         found = compare(lock, now)
         note(f"Written: {path}, with {len(lock):,} tasks.")
-    _tell(found, as_json=as_json)
+    _tell_difference(found, as_json=as_json)
     ctx.exit(FOUND if found.differences else 0)
 
 
-def _tell(found: Comparison, *, as_json: bool) -> None:
+def _tell_difference(found: Comparison, *, as_json: bool) -> None:
     for said in found.covered:
         note(said)
     for each in found.differences:
@@ -56,7 +56,7 @@ def _tell(found: Comparison, *, as_json: bool) -> None:
         note("No key changes.")
 
 
-def _read(path: Path, missing: Lock | None) -> Lock:
+def _read_file(path: Path, missing: Lock | None) -> Lock:
     """Return what the file says, or ``missing`` if there is none."""
     try:
         with path.open("rb") as file:

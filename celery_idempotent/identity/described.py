@@ -30,7 +30,7 @@ def described(rule: ArgumentRule) -> Described:
         case AllArguments():
             return repr(rule)
         case CallRule(function):
-            return _function(function)
+            return _describe_function(function)
     return None
 
 
@@ -59,10 +59,10 @@ def _parameter(name: str, parameters: Parameters, forms: dict[str, str | None]) 
     if name not in parameters.defaults:
         return "required"
     form = forms.get(name)
-    return "default" if form is None else f"default {_digest(form)}"
+    return "default" if form is None else f"default {_digest_of(form)}"
 
 
-def _function(function: object) -> dict[str, str]:
+def _describe_function(function: object) -> dict[str, str]:
     """Return the name of a function and the digest of its text without white space, if it has one.
 
     The text, since bytecode differs between Python versions. Of a lambda it is that of its lines.
@@ -76,8 +76,8 @@ def _function(function: object) -> dict[str, str]:
         text = inspect.getsource(function)  # type: ignore[arg-type]  # raises TypeError for what has none
     except (OSError, TypeError):
         return found
-    return {**found, "text": _digest("".join(text.split()))}
+    return {**found, "text": _digest_of("".join(text.split()))}
 
 
-def _digest(text: str) -> str:
+def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

@@ -54,7 +54,7 @@ def choices_of(record: Record, *, known: bool, live: bool) -> Iterator[Choice]:
 
 def _cost(record: Record, operation: Operation, *, known: bool) -> str:
     if operation == "complete":
-        return "Callers believe it: ask where the effect was to be, before you say what came of it."
+        return "Check the outside system first: callers get what you say."
     if operation == "fail":
         return "If it took effect before, callers do not learn its result."
     cost = _cost_of_another_run(record, known=known)

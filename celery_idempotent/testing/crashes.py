@@ -30,8 +30,7 @@ from celery_idempotent.testing.processes import (
 )
 
 if TYPE_CHECKING:
-    from celery import Task
-
+    from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
 __all__ = ["CrashReport", "KilledAt", "crash_matrix", "lose_worker"]
@@ -98,7 +97,7 @@ def _row(places: Sequence[KilledAt], number: str, text: str) -> list[str]:
 
 
 def crash_matrix(
-    task: Task[..., Any],
+    task: AnyTask,
     *,
     arguments: Callable[[str], Sequence[Any]],
     effects: Callable[[str], object],
@@ -166,7 +165,7 @@ def crash_matrix(
 
 
 def lose_worker(
-    task: Task[..., Any],
+    task: AnyTask,
     *args: Any,
     at: int | Literal["start", "end", "acknowledge"] = "end",
     **kwargs: Any,
@@ -203,7 +202,7 @@ class _Operation:
 
     def __init__(
         self,
-        task: Task[..., Any],
+        task: AnyTask,
         watched: Sequence[CodeType],
         arguments: Callable[[str], Sequence[Any]],
         effects: Callable[[str], object],
@@ -222,7 +221,7 @@ class _Operation:
 
 
 @contextmanager
-def _stage(task: Task[..., Any]) -> Iterator[Callable[[], None]]:
+def _stage(task: AnyTask) -> Iterator[Callable[[], None]]:
     """Give the task records of its own, and a function that lets the leases of dead owners end."""
     clock = FakeClock()
     with isolated_records(task.app, clock=clock) as store:

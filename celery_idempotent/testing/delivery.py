@@ -19,7 +19,9 @@ from celery_idempotent import signals
 from celery_idempotent.signals import Event
 
 if TYPE_CHECKING:
-    from celery import Celery, Task
+    from celery import Celery
+
+    from celery_idempotent.celery.typed import AnyTask
 
 __all__ = ["Delivery", "Message", "assert_ran_once", "deliver", "deliver_at_once", "deliver_twice"]
 
@@ -78,7 +80,7 @@ def _capture(app: Celery) -> Iterator[list[Message]]:
             amqp.send_task_message, app.conf.task_always_eager = sender, eager
 
 
-def message_of(task: Task[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Message:
+def message_of(task: AnyTask, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Message:
     """Return the message that a call of the task publishes, also where the app runs tasks eagerly."""
     with _capture(task.app) as found:
         # Without a result, the backend is not asked to listen for one.
@@ -89,14 +91,14 @@ def message_of(task: Task[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     return found[-1]
 
 
-def run(task: Task[..., Any], message: Message, *, redelivered: bool = False) -> Delivery:
+def run(task: AnyTask, message: Message, *, redelivered: bool = False) -> Delivery:
     """Run a message as a worker's child does."""
     with _capture(task.app) as published:
         return _trace(task, message, redelivered, published)
 
 
 def _trace(
-    task: Task[..., Any], message: Message, redelivered: bool, published: list[Message]
+    task: AnyTask, message: Message, redelivered: bool, published: list[Message]
 ) -> Delivery:
     request = {
         **message.headers,
@@ -116,18 +118,18 @@ def _trace(
     return Delivery(info.state, info.retval, tuple(published))
 
 
-def deliver(task: Task[..., Any], *args: Any, **kwargs: Any) -> Delivery:
+def deliver(task: AnyTask, *args: Any, **kwargs: Any) -> Delivery:
     """Call the task and deliver the message once; it goes neither to a broker nor to a worker."""
     return run(task, message_of(task, args, kwargs))
 
 
-def deliver_twice(task: Task[..., Any], *args: Any, **kwargs: Any) -> tuple[Delivery, Delivery]:
+def deliver_twice(task: AnyTask, *args: Any, **kwargs: Any) -> tuple[Delivery, Delivery]:
     """Call the task once and deliver the message twice, as a broker does when the acknowledgement is lost."""
     message = message_of(task, args, kwargs)
     return run(task, message), run(task, message, redelivered=True)
 
 
-def deliver_at_once(task: Task[..., Any], n: int, *args: Any, **kwargs: Any) -> list[Delivery]:
+def deliver_at_once(task: AnyTask, n: int, *args: Any, **kwargs: Any) -> list[Delivery]:
     """Call the task ``n`` times and deliver the messages at the same time, each in a thread.
 
     Which one of them runs is left to chance. The others wait as ``idempotency_on_conflict`` says; by default their
@@ -145,7 +147,7 @@ def deliver_at_once(task: Task[..., Any], n: int, *args: Any, **kwargs: Any) -> 
 
 
 @contextmanager
-def assert_ran_once(task: Task[..., Any]) -> Iterator[None]:
+def assert_ran_once(task: AnyTask) -> Iterator[None]:
     """Fail unless the body of the task runs exactly once in the block, in any thread of this process."""
     runs: list[Event] = []
     name = f"celery-idempotent-{uuid.uuid4().hex}"

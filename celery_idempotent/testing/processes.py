@@ -21,8 +21,7 @@ from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.testing.delivery import Delivery, Message, run
 
 if TYPE_CHECKING:
-    from celery import Task
-
+    from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
 __all__ = [
@@ -84,7 +83,7 @@ class _Link:
         return call
 
 
-def body_of(task: Task[..., Any]) -> CodeType:
+def body_of(task: AnyTask) -> CodeType:
     """Return the code of the function that was written as a task."""
     return code_of(task.run, task.name)
 
@@ -105,7 +104,7 @@ def code_of(function: Any, name: str) -> CodeType:
 
 
 def run_and_kill(
-    task: Task[..., Any],
+    task: AnyTask,
     message: Message,
     *,
     watched: Sequence[CodeType],
@@ -167,7 +166,7 @@ def _do_verb(store: Store, verb: str, args: Any, kwargs: Any) -> tuple[bool, Any
 
 
 def _be_a_child(
-    task: Task[..., Any],
+    task: AnyTask,
     message: Message,
     store: Store,
     link: _Link,

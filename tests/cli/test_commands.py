@@ -283,7 +283,7 @@ def test_fail_settles_for_good(every, run, store):
 def test_complete_gives_callers_the_value_and_the_record_who_and_why(every, run, store, tmp_path):
     asked = run("complete", "stale", "--value", '"ch_17"', said="n\n")
     assert asked.exit_code == 1
-    assert "callers get that value. Callers believe it" in asked.stderr
+    assert "callers get that value. Check the outside system first" in asked.stderr
     words = ("--who", "alice", "--reason", "the bank has it")
     assert run("complete", "stale", "--value", '"ch_17"', *words, said="y\n").exit_code == 0
     file = tmp_path / "value.json"

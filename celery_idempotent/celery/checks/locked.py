@@ -133,13 +133,13 @@ def read_lock(text: bytes) -> dict[str, Locked]:
         found = json.loads(text)
         version = found["version"]
         if version == _VERSION:
-            return {name: _read(entry) for name, entry in found["tasks"].items()}
+            return {name: _parse_file(entry) for name, entry in found["tasks"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError("it is no file of keys, or was edited") from None
     raise ValueError("another version of celery-idempotent wrote it")
 
 
-def _read(entry: dict[str, object]) -> Locked:
+def _parse_file(entry: dict[str, object]) -> Locked:
     """Return one task, every part of which has its type.
 
     Raises:
@@ -204,7 +204,7 @@ def _changes(name: str, was: Locked, now: Locked, covered: list[str]) -> Iterato
         found = now.identity if now.before is None else now.before
         for what, old, new in zip(_IDENTITY, was.identity, found, strict=True):
             if old != new:
-                gone = what != "namespace" and _gone(old, now)
+                gone = what != "namespace" and _removed_task(old, now)
                 said = transitions.changed(name, what, old, new, gone=gone)
                 yield Difference(task=name, what=what, was=old, now=new, **said)
     elif was.before is not None and was.before not in now.identities:
@@ -254,7 +254,7 @@ def _roots(rule: Described) -> set[str]:
     return {path.split(".")[0] for path in paths}
 
 
-def _gone(was: Described, now: Locked) -> bool:
+def _removed_task(was: Described, now: Locked) -> bool:
     """Did a rule read a parameter that the task has no more? Where every argument counts, that shows."""
     if now.fingerprint != "ALL_ARGUMENTS" or "any number" in now.parameters.values():
         return False

@@ -54,7 +54,7 @@ def changed(name: str, what: str, was: Described, now: Described, *, gone: bool)
     if gone:
         hint = "Keep the parameter, or if it was renamed and has the same values, accept it. "
     return Said(
-        problem=f"The {what} of {name} changes from {_shown(was)} to {_shown(now)}{_same_name(was, now)}. {effect}, "
+        problem=f"The {what} of {name} changes from {_said(was)} to {_said(now)}{_same_name(was, now)}. {effect}, "
         "and the operation runs again.",
         hint=hint + _ACCEPT.format(name),
     )
@@ -131,7 +131,7 @@ def _option(rule: Described) -> str:
     return repr(rule)
 
 
-def _shown(rule: Described) -> str:
+def _said(rule: Described) -> str:
     return f"the function {rule['function']}" if isinstance(rule, dict) else _option(rule)
 
 
