@@ -90,7 +90,10 @@ def test_a_pool_that_grows_and_shrinks_leaves_nothing_undone(
 ):
     site = open_site(idempotency_lease=2)
     worker = site.worker(
-        "prefork", arguments=["--autoscale=5,1"], env={"AUTOSCALE_KEEPALIVE": "0.5"}
+        "prefork",
+        arguments=["--autoscale=5,1"],
+        env={"AUTOSCALE_KEEPALIVE": "0.5"},
+        fresh=True,  # it is read when Celery is imported
     )
     keys = [f"{key}-{number}" for number in range(5)]
     sent = [site.send("work", each, gate) for each in keys]
