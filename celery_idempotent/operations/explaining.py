@@ -97,45 +97,51 @@ class _Teller:
         self.kind = "task" if self.definition else "task or request"
 
     def headline(self) -> str:
-        record, now_ms = self.record, self.now_ms
+        record = self.record
         identity = record.identity
         scope = f" in scope {scope_in_words(identity.scope)}" if identity.scope else ""
         subject = f"{identity.key} of {task_name(self.app, identity)}{scope}"
+        return f"{subject} is {self._end() if record.state.settled else self._stage()}"
+
+    def _stage(self) -> str:
+        record = self.record
         match record.state:
-            case State.QUEUED if record.deadline_ms is not None and record.deadline_ms <= now_ms:
-                return f"{subject} is QUEUED, and its message should have started by now."
+            case State.QUEUED if (record.deadline_ms or self.now_ms + 1) <= self.now_ms:
+                return "QUEUED, and its message should have started by now."
             case State.QUEUED if record.attempts:
-                return f"{subject} is QUEUED again: its message was published once more, and no worker has it yet."
+                return "QUEUED again: its message was published once more, and no worker has it."
             case State.QUEUED:
-                return f"{subject} is QUEUED: its message is on its way, and no worker has it yet."
+                return "QUEUED: its message is on its way, and no worker has it yet."
             case State.PROCESSING if self.live:
-                return f"{subject} is PROCESSING: {holder(record, self.kind)}, is at work."
+                return f"PROCESSING: {holder(record, self.kind)}, is at work."
             case State.PROCESSING:
-                return f"{subject} is stuck PROCESSING: the lease of {holder(record, self.kind)}, ran out."
+                return f"stuck PROCESSING: the lease of {holder(record, self.kind)}, ran out."
             case State.INTERRUPTED if record.crashes:
-                return f"{subject} is INTERRUPTED: its worker was lost, and nothing runs it now."
-            case State.INTERRUPTED:
-                return f"{subject} is INTERRUPTED: its run failed after some steps, and nothing runs it now."
+                return "INTERRUPTED: its worker was lost, and nothing runs it now."
+            case _:
+                return "INTERRUPTED: its run failed after some steps, and nothing runs it now."
+
+    def _end(self) -> str:
+        record = self.record
+        match record.state:
             case State.COMPLETED if record.replaced:
-                return f"{subject} is COMPLETED: another task (self.replace) took over its task id."
+                return "COMPLETED: another task (self.replace) took over its task id."
             case State.COMPLETED if record.settled_by:
-                return f"{subject} is COMPLETED: {record.settled_by.who} completed it with a value, and it is not run."
+                return f"COMPLETED: {record.settled_by.who} completed it with a value, and it is not run."
             case State.COMPLETED:
                 done = "it took effect" if self.definition else "it was answered"
-                return f"{subject} is COMPLETED: {done}, and is not run again."
+                return f"COMPLETED: {done}, and is not run again."
             case State.FAILED if record.settled_by:
-                return f"{subject} is FAILED for good: {record.settled_by.who} failed it, and it is not run again."
-            case State.FAILED:
+                return f"FAILED for good: {record.settled_by.who} failed it; it is not run again."
+            case _:
                 error = f" with {self.error}" if self.error else ""
-                return f"{subject} is FAILED for good{error}: it is not run again."
+                return f"FAILED for good{error}: it is not run again."
 
     def past(self) -> Iterator[str]:
         record = self.record
-        first = (
-            "Reserved, before its message was published," if record.reserved else "First claimed"
-        )
-        if record.state.settled:
-            first = "First claimed or reserved"
+        first = "First claimed or reserved" if record.state.settled else "First claimed"
+        if record.reserved and not record.state.settled:
+            first = "Reserved, before its message was published,"
         if record.updated_ms - record.created_ms > 1000:
             yield f"{first} {self._at(record.created_ms)}."
         if record.attempts > 1 or record.crashes:
