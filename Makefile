@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
 # The tests mostly wait for processes that they started: more of them at a time than there are cores. 0: in this process.
-JOBS   ?= 6
+JOBS   ?= 7
 # A test that needs a second chance has a fault, which RERUNS=0 shows. Such tests are listed at the end of a run.
 RERUNS ?= 1
 PORT   ?= 8000
@@ -30,7 +30,7 @@ help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PYTHON=python3.12     the interpreter for $(VENV) (python3)"
-	@echo "  JOBS=6                so many test files at a time; 0 for one process, as pdb needs it"
+	@echo "  JOBS=7                so many test files at a time; 0 for one process, as pdb needs it"
 	@echo "  RERUNS=0              no second chance for a test that fails"
 	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
 	@echo "  EVENTS=path           for the demo: the file to take its events from"

@@ -47,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.wide)
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a test process more files of the folders whose fixtures it has."""
+    from tests.support.scheduling import ByFolder
+
+    return ByFolder(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Any:
     """Leave what is collected, which lives to the end, out of every later garbage collection.
