@@ -36,11 +36,11 @@ help:  ## say what there is
 	@echo "  EVENTS=path           for the demo: the file to take its events from"
 	@echo "  STORE=django          for the demo: where the records are, redis (or nothing), django or hybrid"
 
-# mypy needs one core for fifteen seconds: it runs beside the tests, and speaks after them.
-test: lint contracts links  ## lint, import contracts, links of the docs, then types and the tests against the built wheel
-	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
+# Types and links need one core for twenty seconds: they are looked at beside the tests, and reported after them.
+test: lint contracts  ## lint and import contracts, then the tests against the built wheel, and beside them types and the docs' links
+	@{ $(BIN)/mypy && $(MAKE) --no-print-directory links; } > $(VENV)/beside.log 2>&1 & beside=$$!; \
 	$(MAKE) --no-print-directory pytest; tests=$$?; \
-	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests || types))
+	wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((tests || beside))
 
 test-all: export MARKED = -m "wide or not wide"
 test-all: export CELERY_IDEMPOTENT_THOROUGH = 1
