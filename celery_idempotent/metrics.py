@@ -59,7 +59,7 @@ RUN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 3
 #: Of what the store takes, and of waits for another run, in seconds.
 STORE_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
-#: What is timed by whoever reports it: the name of the metric, what it means, and the outcomes that say it.
+#: What the reporting code times: the name of the metric, what it means, and the outcomes that say it.
 _TIMED: Final = (
     (
         "claim",

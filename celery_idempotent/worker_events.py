@@ -100,5 +100,5 @@ class _Sender:
                     while self._waiting:
                         name, fields = self._waiting.popleft()
                         dispatcher.send(name, retry=False, **fields)
-            except Exception as error:  # noqa: BLE001  each broker fails in its own way, and nobody waits for these
+            except Exception as error:  # noqa: BLE001  each broker fails in its own way, and no run waits for these
                 logger.debug("idempotency: events were not sent: %r", error)

@@ -79,7 +79,7 @@ def collect(
 ) -> tuple[list[Record], bool]:
     """Return the records of these pages, each once, up to a limit, and whether there are more."""
     found: dict[Identity, Record] = {}
-    cut = False  # by whoever looks for them
+    cut = False  # did the search end before all records were looked at?
     for page in pages:
         cut = bool(page.cursor)
         for each in page.records:

@@ -42,7 +42,7 @@ MAX_KILLS = 500
 _BEFORE: WatchedLine = (0, 0)
 _AFTER: WatchedLine = (0, -1)
 
-#: The lease while records are in a database, whose clock is nobody's to move.
+#: The lease while records are in a database, whose clock a test cannot move.
 _SHORT_LEASE_S = 1.0
 
 

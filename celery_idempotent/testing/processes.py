@@ -131,7 +131,7 @@ def run_and_kill(
             link = _Link(there)
             try:
                 _be_a_child(task, message, store, link, watched, kill, redelivered)
-            except BaseException as error:  # noqa: BLE001  it is told there
+            except BaseException as error:  # noqa: BLE001  the parent reports it
                 link.tell("trouble", repr(error))
         finally:
             os._exit(1)
