@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from celery_idempotent.testing import (
     isolated_records,
     lose_worker,
 )
-from tests.support.workers import child_environment
+from tests.support.programs import python
 
 
 class Bank:
@@ -251,18 +249,6 @@ class TestLostWorkers:
             lose_worker(app.register_task(Length()), "o1")
 
 
-def run_suite(directory: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", *arguments],
-        cwd=directory,
-        env=child_environment() | {"PYTHONPATH": str(directory)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.stdout + done.stderr
-
-
 SHOP = """
 from celery import Celery
 from celery_idempotent import IdempotentTask
@@ -322,6 +308,7 @@ class Payments(IsolatedRecords, unittest.TestCase):
 def test_each_test_of_a_suite_begins_without_records(tmp_path, suite, arguments, passed):
     (tmp_path / "shop.py").write_text(SHOP)
     (tmp_path / "test_shop.py").write_text(suite)
-    said = run_suite(tmp_path, *arguments)
+    done = python(tmp_path, "-m", *arguments)
+    said = done.stdout + done.stderr
     assert passed in said, said
     assert "FAILED" not in said
