@@ -16,6 +16,7 @@ import pytest
 
 import celery_idempotent
 from tests.support.paths import ROOT
+from tests.support.programs import build_wheel
 from tests.support.workers import child_environment
 
 SOURCE = ROOT / "celery_idempotent"
@@ -263,17 +264,7 @@ def test_extras_are_those_for_users():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Build the wheel anew: what is installed is no file any more."""
-    directory = tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, directory)
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(SOURCE, directory / SOURCE.name, ignore=ignore)
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", directory)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, directory], check=True, timeout=120
-    )
-    (found,) = directory.glob("*.whl")
-    return found
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.wide
