@@ -244,8 +244,8 @@ def _complete_one(
 
     Use this if the task took effect and its result was not recorded. Check the outside system first,
     then give what the run, or the step, would have returned. It asks before it writes, and does
-    nothing to a record that has changed since, or whose owner is live (unless forced), or that is COMPLETED. Exit code 1 if
-    it was left alone.
+    nothing to a record that has changed since, or whose owner is live (unless forced), or that is COMPLETED. Exit
+    code 1 if it was left alone.
     """
     order = order_of("complete", given)
     if (value is None) is (value_file is None):
