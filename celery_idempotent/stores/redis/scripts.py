@@ -16,6 +16,7 @@ VERBS = (
     "amend",
     "checkpoint",
     "claim",
+    "due",
     "forget",
     "index",
     "interrupt",
