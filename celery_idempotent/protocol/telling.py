@@ -80,7 +80,7 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "interrupted",
         Line(
             logging.WARNING,
-            "%(identity)s was stale and is interrupted: %(owner)s did not come back (crash %(crashes)s)",
+            "the lease of %(owner)s on %(identity)s ran out: the record is INTERRUPTED (crash %(crashes)s)",
         ),
     ),
     signals.lease_lost: (
@@ -92,7 +92,10 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
     ),
     signals.requeued: (
         "requeued",
-        Line(logging.WARNING, "%(identity)s was stale and is queued again (crash %(crashes)s)"),
+        Line(
+            logging.WARNING,
+            "%(identity)s did not run or did not end in time, and is queued again (crash %(crashes)s)",
+        ),
     ),
     signals.amended: ("amended", Line(logging.WARNING, "%(who)s amended %(identity)s%(why)s")),
     signals.forgotten: ("forgotten", Line(logging.WARNING, "%(who)s forgot %(identity)s%(why)s")),
@@ -101,13 +104,13 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "settle_failed",
         Line(
             logging.CRITICAL,
-            "task %(task_id)s of %(identity)s took effect, but its end could not be recorded within a lease "
+            "task %(task_id)s of %(identity)s took effect, but its result could not be stored within a lease "
             "(%(error)s): after the lease a duplicate runs again",
         ),
     ),
     signals.store_failed: (
         "store_failed",
-        Line(logging.WARNING, "the store failed %(task)s[%(task_id)s]: %(error)s"),
+        Line(logging.WARNING, "store error in %(task)s[%(task_id)s]: %(error)s"),
     ),
 }
 
@@ -125,7 +128,7 @@ _OBSERVED = (
 )
 #: What ``idempotency_mode="observe"`` writes instead.
 _WOULD_HAVE: Final[Mapping[Signal, Line]] = {
-    signals.conflicted: Line(logging.WARNING, _OBSERVED.format("waited for")),
+    signals.conflicted: Line(logging.WARNING, _OBSERVED.format("been in conflict with")),
     signals.replayed: Line(logging.WARNING, _OBSERVED.format("been answered by")),
     signals.mismatched: Line(logging.WARNING, _OBSERVED.format("been refused because of")),
     signals.lease_lost: Line(

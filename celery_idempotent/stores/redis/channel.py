@@ -72,6 +72,8 @@ class Link(Protocol):
     """The way to a server, or to all servers of a cluster."""
 
     where: str
+    #: May one script touch keys of several buckets?
+    spans: bool
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command: a ``ResponseError`` where the server refused it."""
@@ -142,6 +144,7 @@ class Server:
 
     def __init__(self, connect: Callable[[], Connection], *, where: str) -> None:
         self.where = where
+        self.spans = True
         self._channel = Channel(connect)
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:

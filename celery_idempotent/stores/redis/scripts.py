@@ -17,6 +17,7 @@ VERBS = (
     "amend",
     "checkpoint",
     "claim",
+    "due",
     "forget",
     "index",
     "interrupt",
