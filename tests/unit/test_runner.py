@@ -1115,7 +1115,7 @@ def start(heartbeat: lease.Heartbeat) -> None:
     store = MemoryStore()
     record = claim(store)
     asked = ClaimAttempt(Claimed(record), b"", time.monotonic(), store)
-    other = Claiming(Policy(), TextCodec(), lambda: store).hold(record, asked)
+    other = Claiming(Policy(), TextCodec(), lambda: store).hold(record, asked)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)
 
