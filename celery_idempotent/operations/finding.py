@@ -18,6 +18,7 @@ from celery_idempotent.records import Identity, Page, Record, Selection, State
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 __all__ = [
@@ -84,7 +85,7 @@ class Filter:
         """Has every key to be looked at, since COMPLETED records have no index?"""
         return State.COMPLETED in self.selection.wanted
 
-    def includes(self, app: Celery[Any], store: Store, record: Record) -> bool:
+    def includes(self, app: AnyCelery, store: Store, record: Record) -> bool:
         """Is this one of them? Only for an error's name the store is asked again."""
         return (
             (not self.scopes or record.identity.scope in self.scopes)
@@ -99,7 +100,7 @@ class Filter:
         return whole is not None and error_name(app, whole) == self.error
 
 
-def pages(app: Celery[Any], store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
+def pages(app: AnyCelery, store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
     """Yield page after page of the records that a filter means; pages may be empty, and the last has no cursor."""
     if wanted.error and State.FAILED not in wanted.states:
         return
@@ -139,7 +140,7 @@ def find_key(
 
 
 def find_task_id(
-    app: Celery[Any], store: Store, task_id: str, *, namespace: str | None = None
+    app: AnyCelery, store: Store, task_id: str, *, namespace: str | None = None
 ) -> Found:
     """Return the record that the task of this id claimed last, or those that have it as their key in any scope.
 

@@ -16,6 +16,8 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.celery.typed import AnyCelery
+
 __all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store", "swap_store"]
 
 logger = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
     return store
 
 
-def get_store(app: Celery[Any]) -> Store:
+def get_store(app: AnyCelery) -> Store:
     """Return the app's store.
 
     It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.
@@ -202,10 +204,10 @@ def _store_of(app: Celery) -> Store | None:
     )
 
 
-def _resolve(path: str, extra: str | None) -> Callable[..., Any]:
+def _resolve(path: str, extra: str | None) -> Callable[..., Store]:
     module, _, name = path.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        found: Callable[..., Store] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if extra is None or error.name != extra:
             raise

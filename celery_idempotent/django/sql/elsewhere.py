@@ -70,7 +70,7 @@ def watch() -> None:
 
 
 def _guard(connection: BaseDatabaseWrapper, **_: object) -> None:
-    wrappers: list[Any] = connection.execute_wrappers
+    wrappers = connection.execute_wrappers
     if _refuse_elsewhere not in wrappers:
         # First in the list: Django's execute_wrapper() removes the last one when its block ends.
         wrappers.insert(0, _refuse_elsewhere)
