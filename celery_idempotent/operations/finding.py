@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
 from celery_idempotent.errors import InvalidKey
@@ -173,7 +173,7 @@ def _whole(store: Store, records: Iterable[Record]) -> list[Record]:
 
 def _by_result_backend(app: Celery, store: Store, task_id: str) -> Record | None:
     try:
-        meta: dict[str, Any] = app.backend.get_task_meta(task_id)
+        meta = app.backend.get_task_meta(task_id)
         task = app.tasks.get(str(meta.get("name")))
         definition = None if task is None else definition_of(app, _namespace(app, str(task.name)))
         if definition is None:

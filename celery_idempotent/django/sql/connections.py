@@ -268,7 +268,7 @@ def is_idle(own: BaseDatabaseWrapper) -> bool:
 
 def transaction_begun(own: BaseDatabaseWrapper, *, if_unknown: bool = True) -> bool:
     """Has a transaction begun on the thread's connection, which is open?"""
-    raw: Any = own.connection
+    raw = own.connection
     if own.vendor == "postgresql":
         return int(raw.info.transaction_status) != 0
     if own.vendor == "mysql":
