@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from celery import Celery
+    from celery.app.utils import Settings
 
 __all__ = ["Snapshot", "loaded", "milliseconds"]
 
@@ -44,7 +45,7 @@ class Snapshot:
         return [(key, changes[key]) for key in self._keys if key in changes]
 
 
-def loaded(app: Celery) -> Any:
+def loaded(app: Celery) -> Settings:
     """Return the app's settings, loaded: until one is read, ``app.conf`` is an empty placeholder."""
     app.conf.get("task_acks_late")
     return app.conf

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import Snapshot
@@ -157,10 +157,10 @@ def _all_is_here(app: Celery) -> bool:
     """Does all of it happen in this very process: the run at work, or every run of this app?"""
     from celery._state import get_current_task
 
-    task: Any = get_current_task()
-    if app.conf.task_always_eager or (task is not None and task.request.is_eager):
+    request = getattr(get_current_task(), "request", None)
+    if app.conf.task_always_eager or getattr(request, "is_eager", False):
         return True
-    broker: Any = app.conf.broker_url
+    broker: object = app.conf.broker_url
     first = broker[0] if isinstance(broker, (list, tuple)) and broker else broker
     return str(first).startswith("memory://")
 

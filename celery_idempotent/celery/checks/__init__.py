@@ -6,7 +6,7 @@ Each finding has an id that never changes, the problem, and a hint what to set.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks import broker, formats, servers
 from celery_idempotent.celery.checks.finding import Finding, Tasks
