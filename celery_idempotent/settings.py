@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.app.utils import Settings
 
 __all__ = ["Snapshot", "loaded", "milliseconds"]
 
@@ -45,7 +44,7 @@ class Snapshot:
         return [(key, changes[key]) for key in self._keys if key in changes]
 
 
-def loaded(app: Celery) -> Settings:
+def loaded(app: Celery) -> Any:
     """Return the app's settings, loaded: until one is read, ``app.conf`` is an empty placeholder."""
     app.conf.get("task_acks_late")
     return app.conf

@@ -83,7 +83,7 @@ def show_command(
     for name in ("created", "updated", "deadline"):
         ms = getattr(record, f"{name}_ms")
         about[name] = "" if ms is None else moment(ms, now_ms)
-    about["steps"] = ", ".join(about["steps"])
+    about["steps"] = ", ".join(name for name, _ in record.steps)
     about["refusals"] = "; ".join(
         f"{each.kind} of task {each.task_id}, {moment(each.at_ms, now_ms)}"
         for each in record.refusals

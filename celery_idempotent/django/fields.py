@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django.db import models
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.schema import BaseDatabaseSchemaEditor
     from django.db.backends.ddl_references import Statement
 
-    BinaryField = models.BinaryField[bytes | bytearray | memoryview, bytes]
+    BinaryField = models.BinaryField[Any, Any]
 else:
     BinaryField = models.BinaryField
 
