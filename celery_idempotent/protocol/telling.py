@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from celery_idempotent import signals
@@ -191,8 +190,10 @@ class Reporter:
         """
         counter, usual = OUTCOMES[outcome]
         if store is None:
-            with suppress(*STORE_ERRORS):  # or there is none that could count
+            try:  # noqa: SIM105  what a with costs is paid by each run
                 store = self._store()
+            except STORE_ERRORS:
+                pass  # there is none that could count
         if store is not None:
             counters.add(store, self.task, counter)
             if state is State.FAILED and outcome is signals.settled:
