@@ -24,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test test-all pytest matrix lint format types contracts docs links linkcheck wheel demo serve bench clean
+.PHONY: help test test-all pytest matrix lint format types contracts docs links linkcheck recording wheel demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,10 @@ links: $(VENV)/.dev  ## as docs, and write nothing: three seconds
 
 linkcheck: $(VENV)/.dev  ## ask every address that the documentation links to: needs the network
 	@$(BIN)/sphinx-build --quiet --nitpicky -b linkcheck docs docs/_build/linkcheck
+
+# A demo that fails is not recorded.
+recording: $(VENV)/.dev $(VENV)/.demo  ## run the demo and record its terminal: the picture of the README
+	@$(BIN)/python docs/recording.py docs/_static/demo.svg make demo
 
 wheel: $(VENV)/.dev  ## build the wheel of what changed and install it in .venv: it is what the tests test
 	@{ [ -e $(VENV)/.wheel ] && [ -z "$$(find $(PACKAGED) -newer $(VENV)/.wheel)" ]; } || { \

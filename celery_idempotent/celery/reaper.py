@@ -263,7 +263,7 @@ def sweep_interval(app: Celery) -> float | None:
             f"idempotency_sweep_interval {error}, or None to switch it off."
         ) from None
     if interval < 100:
-        raise InvalidOption("idempotency_sweep_interval takes at least 0.1 seconds, or None.")
+        raise InvalidOption("idempotency_sweep_interval must be at least 0.1 seconds, or None.")
     return interval / 1000
 
 

@@ -93,7 +93,7 @@ def show_command(
     )
     del about["stale"]
     for name, each in about.items():
-        text = ("yes" if each else "no") if isinstance(each, bool) else str(each)
+        text = ("yes" if each else "") if isinstance(each, bool) else str(each)
         if text:
             paragraph(text, indent=f"{name:<13} ")
 

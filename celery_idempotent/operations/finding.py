@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -187,8 +188,11 @@ def _by_result_backend(app: Celery, store: Store, task_id: str) -> Record | None
 
 
 def spellings(text: str, *, what: str = "key") -> list[str]:
-    """Return the canonical forms that somebody who types this may mean: as it is, as a str, as a task id."""
+    """Return the canonical forms that somebody who types this may mean: as it is, as a str, a tuple, a task id."""
     found = [text]
+    with contextlib.suppress(InvalidKey, ValueError, RecursionError):
+        if isinstance(parts := json.loads(text), list):
+            found.append(canonical(tuple(parts), what=what, task="search"))
     with contextlib.suppress(InvalidKey):
         found.append(canonical(text, what=what, task="search"))
     if what == "key":

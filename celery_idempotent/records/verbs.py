@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import cast
 
+from celery_idempotent.records.frozen import frozen
 from celery_idempotent.records.record import (
     EndState,
     Identity,
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
     """What a worker asks a store for: the key, for whom, and for how long.
 
@@ -54,7 +55,7 @@ class ClaimRequest:
     unanswered: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
     """What a publisher asks a store for: the key, for a message that it is about to publish.
 
@@ -72,7 +73,7 @@ class ReserveRequest:
     uncommitted: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
@@ -102,7 +103,7 @@ class SettleRequest:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Renewal:
     """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
 
@@ -112,14 +113,14 @@ class Renewal:
     keep_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Claimed:
     """The caller has the key now: run."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Held:
     """Another live claim holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
 
@@ -127,7 +128,7 @@ class Held:
     left_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Settled:
     """The operation is done: replay. ``age_ms`` says for how long, by the store's clock."""
 
@@ -135,7 +136,7 @@ class Settled:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Retained:
     """A committed end: settled ``age_ms`` ago, and kept for ``left_ms`` more, by the store's clock."""
 
@@ -144,14 +145,14 @@ class Retained:
     left_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Mismatched:
     """The key belongs to a call with another fingerprint: refuse."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Reserved:
     """The key waits for the message that we are about to publish, under the record's task id."""
 

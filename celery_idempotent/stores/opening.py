@@ -62,14 +62,14 @@ def replication(app: Celery) -> dict[str, int]:
     """
     replicas = app.conf.get("idempotency_replicas", 0)
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
-        raise InvalidOption("idempotency_replicas takes a whole number from 0.")
+        raise InvalidOption("idempotency_replicas must be a whole number from 0.")
     try:
         timeout_ms = milliseconds(app.conf.get("idempotency_replica_timeout", 1))
     except ValueError as error:
         raise InvalidOption(f"idempotency_replica_timeout {error}.") from None
     if not timeout_ms:
         # To Redis that would be for ever.
-        raise InvalidOption("idempotency_replica_timeout takes more than 0 seconds.")
+        raise InvalidOption("idempotency_replica_timeout must be more than 0 seconds.")
     return {"replicas": replicas, "replica_timeout_ms": timeout_ms} if replicas else {}
 
 

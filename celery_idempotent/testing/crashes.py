@@ -126,6 +126,7 @@ def crash_matrix(
         AssertionError: if a kill doubled, lost or changed an effect; its text is the report.
         IdempotencyError: on a system without fork, or where a fork would not see what the test wrote.
     """
+    __tracebackhide__ = True  # pytest shows the test, and the report
     watched = [body_of(task), *(code_of(function, repr(function)) for function in within)]
     operate = partial(_Operation, task, watched, arguments, effects, timeout_s)
     with _stage(task) as let_leases_end:

@@ -89,9 +89,13 @@ def test_the_page_on_the_package_index_leads_to_files_that_are_there():
     urls = dict(each.split(", ", 1) for each in about.get_all("Project-URL"))
     assert {"Documentation", "Source", "Issues", "Changelog"} <= set(urls)
     files = f"{urls['Source']}/blob/v{about['Version']}/"
+    pictures = files.replace("/blob/", "/raw/")
     page = about["Description"] or about.get_payload()
     links = re.findall(r"\]\(([^)\s]+)\)", page)
     assert len(links) > 12
+    shown = re.findall(r"!\[[^]]+\]\(([^)\s]+)\)", page)
+    assert shown == [f"{pictures}docs/_static/demo.svg"]
+    links = [each.replace(pictures, files) for each in links]
     dead = [
         link
         for link in links
@@ -103,7 +107,10 @@ def test_the_page_on_the_package_index_leads_to_files_that_are_there():
     ]
     assert dead == []
     # As it is in the README, word by word.
-    assert page.replace(files, "").split() == (ROOT / "README.md").read_text().split()
+    assert (
+        page.replace(files, "").replace(pictures, "").split()
+        == (ROOT / "README.md").read_text().split()
+    )
 
 
 @pytest.mark.wide

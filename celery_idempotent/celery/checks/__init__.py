@@ -150,7 +150,7 @@ def _silenced(app: Celery) -> Collection[str]:
     """
     given = app.conf.get("idempotency_silenced_checks") or ()
     if isinstance(given, str) or not all(isinstance(each, str) for each in given):
-        raise InvalidOption("idempotency_silenced_checks takes a list of ids, such as ['W009'].")
+        raise InvalidOption("idempotency_silenced_checks must be a list of ids, such as ['W009'].")
     return frozenset(given)
 
 

@@ -99,9 +99,14 @@ class Channel:
     def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Reply]:
         """Send the packed commands at once and read as many answers."""
         connection = self._connect() if fresh else self._take()
+        answers: list[Reply] = []
         try:
             connection.send_packed_command([b"".join(packed)])
-            answers = [_read_reply(connection) for _ in packed]
+            for _ in packed:
+                try:
+                    answers.append(connection.read_response())
+                except exceptions.ResponseError as error:  # noqa: PERF203  one answer is an error, not all
+                    answers.append(error)
         except BaseException:
             connection.disconnect()
             raise
@@ -153,7 +158,7 @@ class Server:
             # The server had closed an idle connection, or there was a failover. Every verb may be sent twice: a claim
             # names its attempt, and all others a token.
             return self._again(packed)
-        if any(passing(answer) == "READONLY" for answer in answers):
+        if "READONLY" in [passing(refusal) for refusal in _refusals(answers)]:
             # A replica answered: it is no longer the master.
             return self._again(packed)
         return answers
@@ -178,6 +183,8 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
     """
     try:
         answers = link.exchange(commands)
+        if not _refusals(answers):
+            return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
             # The WAIT after such a script had nothing to wait for, so it is repeated as well.
@@ -188,10 +195,13 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
                 answers[n] = answer
     except (exceptions.RedisError, OSError) as error:
         raise trouble(error, link.where) from error
-    for answer in answers:
-        if isinstance(answer, exceptions.RedisError):
-            raise trouble(answer, link.where) from answer
+    for refusal in _refusals(answers):
+        raise trouble(refusal, link.where) from refusal
     return answers
+
+
+def _refusals(answers: Sequence[Reply]) -> list[exceptions.RedisError]:
+    return [answer for answer in answers if isinstance(answer, exceptions.RedisError)]
 
 
 def passing(answer: object) -> str:
@@ -228,10 +238,3 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
 
 def _sentence(error: Exception) -> str:
     return str(error).rstrip(".")
-
-
-def _read_reply(connection: Connection) -> Reply:
-    try:
-        return connection.read_response()
-    except exceptions.ResponseError as error:
-        return error
