@@ -44,7 +44,8 @@ WORDINGS: Mapping[Operation, Wording] = MappingProxyType(
             button="Requeue",
             effect="The message that the record keeps is published again, under the same task id.",
             done="Requeued",
-            refusal="only an interrupted or a processing record whose message is stored can be requeued.",
+            refusal="only an interrupted or a processing record whose message is stored"
+            ' (idempotency_on_stale="requeue") can be requeued. Calling the task again has the same effect.',
         ),
         "complete": Wording(
             button="Complete",
