@@ -7,8 +7,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
 # The tests mostly wait for processes that they started: more of them at a time than there are cores. 0: in this process.
 JOBS   ?= 7
-# A test that needs a second chance has a fault, which RERUNS=0 shows. Such tests are listed at the end of a run.
-RERUNS ?= 1
+# A test that needs a second chance has a fault. RERUNS=1 gives one, and names such tests at the end of the run.
+RERUNS ?= 0
 PORT   ?= 8000
 
 # Another interpreter than that of $(VENV) is asked for: then it is made anew.
@@ -24,14 +24,14 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test test-all pytest matrix lint format types contracts docs links linkcheck wheel demo serve bench clean
+.PHONY: help test test-all pytest matrix lint format types contracts docs links linkcheck recording wheel demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PYTHON=python3.12     the interpreter for $(VENV) (python3)"
 	@echo "  JOBS=7                so many test files at a time; 0 for one process, as pdb needs it"
-	@echo "  RERUNS=0              no second chance for a test that fails"
+	@echo "  RERUNS=1              a second chance for a test that fails"
 	@echo "  ARGS='-k claim'       more arguments for pytest, the demo or the benchmark"
 	@echo "  EVENTS=path           for the demo: the file to take its events from"
 	@echo "  STORE=django          for the demo: where the records are, redis (or nothing), django or hybrid"
@@ -46,8 +46,7 @@ test-all: export MARKED = -m "wide or not wide"
 test-all: export CELERY_IDEMPOTENT_THOROUGH = 1
 test-all: test  ## as test, with what it leaves out: isolation levels, the whole contract on every server, soak: half an hour
 
-# With compiled files each test process finds the tests in 4 seconds rather than 13; `make clean` removes them.
-pytest: wheel  ## the tests alone: make pytest ARGS='tests/unit -k claim'
+pytest: wheel $(VENV)/.compiled  ## the tests alone: make pytest ARGS='tests/unit -k claim'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(JOBS) --reruns $(RERUNS) -r aR $(MARKED) $(ARGS)
 
 # tox looks for interpreters on the PATH: pyenv's are put there.
@@ -78,9 +77,13 @@ links: $(VENV)/.dev  ## as docs, and write nothing: three seconds
 linkcheck: $(VENV)/.dev  ## ask every address that the documentation links to: needs the network
 	@$(BIN)/sphinx-build --quiet --nitpicky -b linkcheck docs docs/_build/linkcheck
 
-wheel: $(VENV)/.dev  ## build the wheel and install it in .venv: it is what the tests test
-	$(build-wheel)
-	@$(PIP) install --quiet --no-deps --force-reinstall dist/*.whl
+# A demo that fails is not recorded.
+recording: $(VENV)/.dev $(VENV)/.demo  ## run the demo and record its terminal: the picture of the README
+	@$(BIN)/python docs/recording.py docs/_static/demo.svg make demo
+
+wheel: $(VENV)/.dev  ## build the wheel of what changed and install it in .venv: it is what the tests test
+	@{ [ -e $(VENV)/.wheel ] && [ -z "$$(find $(PACKAGED) -newer $(VENV)/.wheel)" ]; } || { \
+	    $(build-wheel) && $(PIP) install --quiet --no-deps --force-reinstall dist/*.whl && touch $(VENV)/.wheel; }
 
 demo: $(VENV)/.demo  ## the demonstration: make demo STORE=django EVENTS=path
 	@$(if $(EVENTS),EVENTS="$(EVENTS)") $(if $(STORE),STORE="$(STORE)") $(BIN)/python -m testproject.demo $(ARGS)
@@ -96,11 +99,17 @@ clean:  ## remove .venv and whatever was built
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What a build left behind would find its way into the next wheel: start clean, leave clean.
-define build-wheel
-@rm -rf build dist *.egg-info
-@$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-@rm -rf build *.egg-info
-endef
+build-wheel = rm -rf build dist *.egg-info \
+    && $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . \
+    && rm -rf build *.egg-info
+
+# Seven test processes would each compile what they all import: one does it before them, beside the type checker.
+$(VENV)/.compiled: $(VENV)/.dev
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -qq > /dev/null || true
+	@touch $@
+
+# What the wheel is made of. A folder is newer once a file was removed from it.
+PACKAGED := celery_idempotent setup.cfg setup.py pyproject.toml MANIFEST.in README.md LICENSE
 
 $(VENV)/.created:
 	@command -v $(PYTHON) >/dev/null 2>&1 || { \
@@ -116,6 +125,6 @@ $(VENV)/.created:
 
 # The stamps: a second run installs nothing, a changed requirement does. A file is compiled when it is imported: most never are.
 $(VENV)/.dev $(VENV)/.demo: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
-	$(build-wheel)
+	@$(build-wheel) && $(PIP) uninstall -qqq --yes celery-idempotent && touch $(VENV)/.wheel
 	$(PIP) install --quiet --no-compile "$$(echo dist/*.whl)[hiredis,opentelemetry,prometheus,rest]" --group $*
 	@touch $@

@@ -1,4 +1,4 @@
-"""The long description, for the package index: the README, whose links within the repository lead there."""
+"""The long description, for the package index: the README, with links and pictures that lead to the repository."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _HERE = Path(__file__).parent
 def _long_description() -> str:
     about = ConfigParser()
     about.read(_HERE / "setup.cfg", encoding="utf-8")
-    files = f"{about['metadata']['url']}/blob/v{about['metadata']['version']}"
+    place, version = about["metadata"]["url"], about["metadata"]["version"]
+    files, pictures = f"{place}/blob/v{version}", f"{place}/raw/v{version}"
     text = (_HERE / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\])\((?![a-z]+:)", rf"\1({pictures}/", text)
     return re.sub(r"\]\((?![a-z]+:|#)", f"]({files}/", text)
 
 

@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with Progress(*columns, console=console, transient=True) as progress:
             bar = progress.add_task("starting")
-            session = Session(options.quick, random.Random(options.seed), progress, bar)
+            session = Session(
+                options.quick, options.keys, random.Random(options.seed), progress, bar
+            )
             about = machine(session)
             console.print(
                 " · ".join(f"{name} {value}" for name, value in about.items()), style="dim"
@@ -107,6 +109,12 @@ def _parser() -> argparse.ArgumentParser:
         " without --quick, sql and prune only with a PostgreSQL",
     )
     parser.add_argument("--quick", action="store_true", help="a look, in less than two minutes")
+    parser.add_argument(
+        "--keys",
+        type=int,
+        default=1_000_000,
+        help="among how many completed keys sweep is measured, about 350 bytes each (default 1000000)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; tables go to stderr")
     parser.add_argument(
         "--seed",

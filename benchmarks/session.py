@@ -46,6 +46,8 @@ class Session:
     """One run of the benchmarks."""
 
     quick: bool
+    #: Among how many keys `sweep` and `scale` measure.
+    keys: int
     random: random.Random
     progress: Progress
     bar: TaskID

@@ -25,6 +25,7 @@ _TABLE = (
 _INSERT = (
     "INSERT INTO bare VALUES (%s, %s, 'P', %s) ON CONFLICT (digest) DO NOTHING RETURNING token"
 )
+_LOCK = "SELECT state FROM bare WHERE digest = %s FOR UPDATE"
 _UPDATE = "UPDATE bare SET state = 'C', value = %s WHERE digest = %s AND token = %s"
 
 
@@ -38,6 +39,8 @@ def main(rounds: int, calls: int, seed: int) -> None:
         numbers = itertools.count()
         operations = {
             "bare INSERT and UPDATE": functools.partial(_bare, numbers),
+            "SELECT … FOR UPDATE held around both": functools.partial(_held, numbers),
+            "SELECT … FOR UPDATE in a transaction each": functools.partial(_locked, numbers),
             "claim and settle": functools.partial(_pair, store, numbers),
             "in the task's own transaction": functools.partial(_atomic, store, numbers),
             "claim of a completed key (replay)": functools.partial(_replay, store, numbers),
@@ -65,6 +68,42 @@ def _bare(numbers: Iterator[int], calls: int) -> Iterator[Call]:
         def pair(key: str = key, digest: bytes = digest) -> None:
             execute(_INSERT, (digest, 17, key))
             execute(_UPDATE, (RESULT.body, digest, 17))
+
+        yield pair
+
+
+def _held(numbers: Iterator[int], calls: int) -> Iterator[Call]:
+    """What people write by hand: look at the row, hold it while the task works, and store the end."""
+    from django.db import transaction
+
+    for _ in range(calls):
+        key = f"order-{next(numbers):020}"
+        digest = hashlib.sha256(key.encode()).digest()[:16]
+
+        def pair(key: str = key, digest: bytes = digest) -> None:
+            with transaction.atomic():
+                execute(_LOCK, (digest,))
+                execute(_INSERT, (digest, 17, key))
+                execute(_UPDATE, (RESULT.body, digest, 17))
+
+        yield pair
+
+
+def _locked(numbers: Iterator[int], calls: int) -> Iterator[Call]:
+    """The same in two transactions, so that others see that the task runs, and nothing is held meanwhile."""
+    from django.db import transaction
+
+    for _ in range(calls):
+        key = f"order-{next(numbers):020}"
+        digest = hashlib.sha256(key.encode()).digest()[:16]
+
+        def pair(key: str = key, digest: bytes = digest) -> None:
+            with transaction.atomic():
+                execute(_LOCK, (digest,))
+                execute(_INSERT, (digest, 17, key))
+            with transaction.atomic():
+                execute(_LOCK, (digest,))
+                execute(_UPDATE, (RESULT.body, digest, 17))
 
         yield pair
 

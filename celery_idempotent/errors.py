@@ -57,7 +57,7 @@ class InvalidOption(IdempotencyError):
 
 
 class InvalidKey(IdempotencyError):
-    """An idempotency key is 1 to 255 printable characters of a str, int or UUID."""
+    """An idempotency key is 1 to 255 printable characters of a str, int or UUID, or of a tuple of these."""
 
 
 class KeyMissing(InvalidKey):

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from celery import signals as celery_signals
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.records import Identity
     from celery_idempotent.signals import Event
 
@@ -167,7 +168,7 @@ class _Question(threading.Thread):
 class StoreCollector(Collector):
     """Gauges of an app's store, asked for with each scrape: a few round trips, however many records there are."""
 
-    def __init__(self, app: Celery[Any]) -> None:
+    def __init__(self, app: AnyCelery) -> None:
         self._app = app
         self._question: _Question | None = None
 
@@ -227,7 +228,7 @@ _receivers: dict[CollectorRegistry, _Receiver] = {}
 
 
 def install(
-    app: Celery[Any], *, port: int | None = None, registry: CollectorRegistry = REGISTRY
+    app: AnyCelery, *, port: int | None = None, registry: CollectorRegistry = REGISTRY
 ) -> None:
     """Count outcomes and time runs in this process and those that it forks; call it where the app is made.
 

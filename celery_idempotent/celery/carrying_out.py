@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from celery_idempotent import signals
 from celery_idempotent.celery import reaper
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Operation", "Operator", "Outcome"]
 
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
+
+#: What the log says that an operator did.
+_DONE: Final[Mapping[Operation, str]] = {
+    "release": "released",
+    "requeue": "requeued",
+    "complete": "completed",
+    "fail": "failed",
+    "forget": "forgot",
+}
 
 
 class Outcome(enum.Enum):
@@ -64,7 +74,7 @@ class Operator:
     ) -> Operator:
         """Return who is to do an operation: this process, if nobody is named."""
         of_step = "" if step is None else f" step {step!r} of".replace("%", "%%")
-        line = Line(logging.WARNING, f"%(who)s chose to {operation}{of_step} %(identity)s%(why)s")
+        line = Line(logging.WARNING, f"%(who)s {_DONE[operation]}{of_step} %(identity)s%(why)s")
         return cls(app, store, operation, who or worker_name(os.getpid()), reason, line)
 
     def carry_out(self, record: Record, step: str | None, value: Stored | None) -> Outcome:

@@ -109,7 +109,7 @@ class TaskCodec:
         stored = self._messages.dump(dict(signature), max_bytes=None)
         if isinstance(stored, NotStored):
             logger.warning(
-                "idempotency: the message of %s cannot be stored (%s), and a stale claim of it is not requeued",
+                "idempotency: the message of %s cannot be stored (%s), so it is not requeued after a crash",
                 self._task,
                 stored.reason,
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,14 +73,19 @@ class Replaced(Ignore):
         self.free = free
 
 
-def has_callbacks(request: Context) -> bool:
-    """Does this request have anything to send when it is done, or did it, and came back for it?"""
+def has_callbacks(request: Context, said: Mapping[str, object] | None = None) -> bool:
+    """Does this request have anything to send when it is done, or did it, and came back for it?
+
+    ``said`` is its stamp, where that is read already.
+    """
+    if said is None:
+        said = read_stamp(as_mapping(request.headers), request.id)
     return bool(
         request.callbacks
         or request.errbacks
         or request.chain
         or request.chord
-        or UNDELIVERED in read_stamp(as_mapping(request.headers), request.id)
+        or UNDELIVERED in said
     )
 
 

@@ -15,8 +15,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
+from typing import TYPE_CHECKING
 
 from celery.exceptions import SoftTimeLimitExceeded
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
 
 #: On a request: its delivery is under a claim already. Celery copies it with the request.
 _MARK = "idempotency_entry"
@@ -25,13 +29,15 @@ _MARK = "idempotency_entry"
 class Entry:
     """A delivery that has entered the task and has not reached the end of ``run``.
 
-    ``arrived``: all bases are passed, what follows are calls by the body.
+    ``arrived``: all bases are passed, what follows are calls by the body. ``overridden``: see :class:`.Definition`.
     """
 
-    __slots__ = ("_before", "_marks", "arrived")
+    __slots__ = ("_before", "_marks", "arrived", "overridden", "request")
 
-    def __init__(self, request: object) -> None:
+    def __init__(self, request: Context, *, overridden: bool) -> None:
         self.arrived = False
+        self.overridden = overridden
+        self.request = request
         self._marks = vars(request)
         self._before: Entry | None = None
 

@@ -75,7 +75,8 @@ class OperableTask(TaskBase):
     ) -> bool:
         """End the claim of a key of this task: the next delivery or call runs. ``False`` if nothing is queued or runs.
 
-        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
+        the same.
         """
         return self._operate("release", key, scope, reason=reason, who=who, force=force)
 
@@ -108,9 +109,10 @@ class OperableTask(TaskBase):
     ) -> bool:
         """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``. ``False`` if there is none.
 
-        For what took effect although no run could say so: ``value`` is what it would have returned. With ``step`` it
-        is the result of that step of an unfinished run, and the next run does not do it. The record keeps who and why.
-        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
+        Use this if the task took effect and its result was not recorded: ``value`` is what it would have
+        returned. With ``step`` it is the result of that step of an unfinished run, and the next run does not do it. The
+        record stores who and why. It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
+        the same.
 
         Raises:
             ValueError: if the value cannot be written as the task writes its results, or is too large.

@@ -139,7 +139,7 @@ def stamp_call(
         identified = definition.identify(
             args,
             kwargs,
-            task_id=uuid() if eager else stamp.message_id(headers, task_id),
+            task_id=uuid() if eager else stamp.message_id(in_headers, task_id),
             nesting=options.get("replaced_task_nesting") or 0,
             key=key,
             scope=scope,

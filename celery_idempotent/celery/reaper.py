@@ -263,7 +263,7 @@ def sweep_interval(app: Celery) -> float | None:
             f"idempotency_sweep_interval {error}, or None to switch it off."
         ) from None
     if interval < 100:
-        raise InvalidOption("idempotency_sweep_interval takes at least 0.1 seconds, or None.")
+        raise InvalidOption("idempotency_sweep_interval must be at least 0.1 seconds, or None.")
     return interval / 1000
 
 
@@ -284,7 +284,7 @@ def _register(app: Celery, interval: float | None) -> None:
     app.conf.beat_schedule = schedule
     if SWEEP not in app.conf.beat_schedule:
         # Before 5.7, Celery looks for the name with its namespace in all settings first.
-        conf: Any = app.conf
+        conf = app.conf
         conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
 
 
@@ -293,7 +293,7 @@ def mend_row(sender: Service, **_: object) -> None:
 
     Beat copies our entry to a row when it starts, without ``expires``, and never deletes that row.
     """
-    module: Any = sys.modules.get("django_celery_beat.schedulers")
+    module = sys.modules.get("django_celery_beat.schedulers")
     scheduler = sender.scheduler
     app = real_app(sender.app)
     if module is None or not isinstance(scheduler, module.DatabaseScheduler):

@@ -75,7 +75,7 @@ def conflict(
     same = record.task_id == request.id
     left = left_ms / 1000
     error = InProgress(
-        f"{record.identity} is held by {record.owner}, whose lease runs {left:.1f} s more unless "
+        f"{record.identity} is held by {record.owner}, whose lease ends in {left:.1f} s unless "
         "it is renewed.",
         record.task_id,
         left,
@@ -131,7 +131,7 @@ def after_store_failure(
         known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
     count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
     logger.error(
-        "idempotency: %s[%s] did not run, its store failed (%d times now), and is republished with a countdown of "
+        "idempotency: %s[%s] did not run: store error (%d so far). It is republished with a countdown of "
         "%.1f s: %s",
         task.name,
         request.id,
@@ -156,7 +156,7 @@ def undelivered(
     count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None}, {})
     logger.log(
         logging.ERROR if trouble else logging.INFO,
-        "idempotency: %s[%s] is done, what follows it is not sent yet (%s, %d times now), and it comes back "
+        "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s, %d so far), and it comes back "
         "in %.1f s",
         task.name,
         request.id,

@@ -91,7 +91,11 @@ def reserve_and_send(
                 try:
                     key_change.give_back(store, identified, record)
                 except IdempotencyError as error:
-                    logger.warning("idempotency: a reservation is left to its deadline: %s", error)
+                    logger.warning(
+                        "idempotency: could not release the reservation of %s, its deadline will end it: %s",
+                        identity,
+                        error,
+                    )
                 raise
             report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
             return sent

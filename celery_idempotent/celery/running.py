@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Words of a stamp that a publisher set in headers of its own.
+_OF_THIS_MESSAGE = frozenset({stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE})
+
 
 def run_once(  # noqa: RET503  a conflict always raises
     task: IdempotentTask,
@@ -75,9 +78,12 @@ def call_of(
     task_id = str(request.id or _id_of_direct_call(task, request))
     headers = as_mapping(request.headers)
     said = stamp.read_stamp(headers, task_id)
-    identified = identify_delivery(
+    policy = definition.policy
+    identified = _identify(
         definition,
-        {**as_mapping(request.stamps), **headers},
+        # A canvas may stamp the key on its tasks; then it is no header of ours that has it.
+        {**as_mapping(request.stamps), **headers} if request.stamps else headers,
+        None if request.stamps else said,
         args,
         kwargs,
         task_id=task_id,
@@ -85,19 +91,20 @@ def call_of(
         eager=bool(request.is_eager),
     )
     identity = identified.identity
-    if {stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE} & said.keys():
+    if not _OF_THIS_MESSAGE.isdisjoint(said):
         # From here on they are this message's alone: the body may hand its headers to other calls.
         request.headers = stamp.with_stamp(headers, task_id, identified)
     on_settled = None
-    if definition.policy.mode == "enforce" and delivery.has_callbacks(request):
+    if policy.mode == "enforce" and delivery.has_callbacks(request, said):
         on_settled = partial(_note_due, task, request, identity)
+    waits = policy.on_conflict == "wait"
     return Call(
         identity=identity,
         fingerprint=identified.fingerprint,
         before=identified.before,
         task_id=task_id,
         worker=worker_name(os.getpid()),
-        longest_wait_ms=republish.longest_wait_ms(task, request),
+        longest_wait_ms=republish.longest_wait_ms(task, request) if waits else None,
         on_settled=on_settled,
         make_result=partial(RequestResult, task, request) if definition.fuses else None,
         message=_message(task, definition, request),
@@ -116,27 +123,45 @@ def identify_delivery(
     *,
     task_id: str,
     nesting: int = 0,
-    eager: bool = False,
 ) -> Identified:
     """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
-
-    An eager call without a key gets a key of its own: Celery gives all steps of an eager chain one task id.
 
     Raises:
         InvalidKey: if the stamp is malformed, or the key cannot be used.
     """
-    own_id = uuid() if eager else stamp.message_id(headers, task_id)
-    try:
-        stamped = definition.identifier.stamped(
-            stamp.stamp_of(headers, task_id), args, kwargs, task_id=own_id, nesting=nesting
-        )
-    except InvalidKey as error:
-        if definition.policy.mode != "observe":
-            raise
-        return definition.observed(error, task_id)
-    if stamped is not None:
-        return stamped
-    said = stamp.read_stamp(headers, task_id)
+    return _identify(definition, headers, None, args, kwargs, task_id=task_id, nesting=nesting)
+
+
+def _identify(
+    definition: Definition,
+    headers: Mapping[str, object],
+    said: Mapping[str, object] | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    task_id: str,
+    nesting: int,
+    eager: bool = False,
+) -> Identified:
+    """Do what :func:`identify_delivery` does; ``said`` is what the headers say, where they are read already.
+
+    An eager call without a key gets a key of its own: Celery gives all steps of an eager chain one task id.
+    """
+    if said is None:
+        said = stamp.read_stamp(headers, task_id)
+    own_id = uuid() if eager else stamp.message_id(said, task_id)
+    header = stamp.stamp_of(headers, task_id)
+    if header is not None:
+        try:
+            stamped = definition.identifier.stamped(
+                header, args, kwargs, task_id=own_id, nesting=nesting
+            )
+        except InvalidKey as error:
+            if definition.policy.mode != "observe":
+                raise
+            return definition.observed(error, task_id)
+        if stamped is not None:
+            return stamped
     return definition.identify(
         args,
         kwargs,

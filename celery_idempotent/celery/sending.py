@@ -103,7 +103,7 @@ def _deliver(
         _forget_published(request)
         if trouble is not None and (hopeless(trouble) or left_ms <= 0):
             logger.critical(
-                "idempotency: %s[%s] is done, but what follows it cannot be sent: %s",
+                "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s",
                 task.name,
                 request.id,
                 type(trouble).__name__,

@@ -86,7 +86,8 @@ class IdempotentTask(OperableTask):
         Nor does it where settings are others by now.
         """
         definition = self._definition
-        if definition is None or not definition.settings.holds(self.app):
+        # Not self.app, which asks whether the task is bound: it is, or it had no definition.
+        if definition is None or not definition.settings.holds(self._app):  # type: ignore[attr-defined]  # Celery has it
             if is_celerys_own(self):
                 return None
             self.bind(self.app)
@@ -181,9 +182,10 @@ class IdempotentTask(OperableTask):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run once: in a worker (and ``apply``) by the protocol; called as a function, as a function."""
-        entry = entry_of(self.request)
+        request = self.request
+        entry = entry_of(request)
         if entry is None:
-            return self._enter(None, args, kwargs)
+            return self._enter(None, args, kwargs, request)
         # After the bases in front of this one; or the body calls its own task.
         way = super().__call__ if entry.arrived else self._last_step(entry)
         return way(*args, **kwargs)
@@ -193,13 +195,15 @@ class IdempotentTask(OperableTask):
         way: Callable[..., object] | None,
         args: Sequence[object],
         kwargs: Mapping[str, object],
+        request: Context | None = None,
     ) -> object:
         """Go ``way`` to ``run`` (``None``: no base is in front of this one), under a claim if this is a delivery."""
-        request: Context = self.request
+        if request is None:
+            request = self.request
         definition = self.idempotency_definition()
         if definition is None or request.called_directly or entry_of(request):
             return (way or super().__call__)(*args, **kwargs)
-        with Entry(request) as entry:
+        with Entry(request, overridden=definition.overridden) as entry:
             made = repeatable if definition.policy.atomic else partial
             body = made(way or self._last_step(entry), *args, **kwargs)
             while True:
@@ -213,10 +217,10 @@ class IdempotentTask(OperableTask):
     def _last_step(self, entry: Entry) -> Callable[..., object]:
         """Return what is behind this class: ``run``, or another base on the way to it."""
         entry.arrived = True
-        if self._ours().overridden:
+        if entry.overridden:
             return super().__call__
         # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
-        self.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
+        entry.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
         return self.run
 
     @property

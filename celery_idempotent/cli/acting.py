@@ -54,8 +54,8 @@ _WHY_NOT: dict[Operation, str] = {
     "forget": "there is no record.",
 }
 _NO_STEPS = (
-    "only of a QUEUED, PROCESSING or INTERRUPTED record a step can be completed, if it is a task's of this app, or"
-    " forgotten, if it has it."
+    "a step can be completed (of a task of this app) or forgotten (if it is stored) only while the record is QUEUED,"
+    " PROCESSING or INTERRUPTED."
 )
 
 _step_option = click.option(
@@ -242,9 +242,10 @@ def _complete_one(
 ) -> None:
     """Settle KEY, or one step of it, with its true result: callers get it, and nothing runs.
 
-    For what took effect although its run could not say so. Ask where the effect was to be, then give what the run, or
-    the step, would have returned. It asks first, and does nothing to a record that has changed since, or whose owner
-    is live (unless forced), or that is COMPLETED. Exit code 1 if it was left alone.
+    Use this if the task took effect and its result was not recorded. Check the outside system first,
+    then give what the run, or the step, would have returned. It asks before it writes, and does
+    nothing to a record that has changed since, or whose owner is live (unless forced), or that is COMPLETED. Exit
+    code 1 if it was left alone.
     """
     order = order_of("complete", given)
     if (value is None) is (value_file is None):

@@ -117,7 +117,10 @@ class DjangoStore(DecidingStore):
 
         def work(session: Session) -> Record | Held | Settled | Mismatched:
             taken = shortcuts.claim(session, asked)
-            return taken or self._take("claim", read(session, digest(identity), identity), asked)
+            if isinstance(taken, Record):
+                return taken
+            look = taken or read(session, digest(identity), identity)
+            return self._take("claim", look, asked)
 
         answer = self.lines.run(work)
         return Claimed(answer) if isinstance(answer, Record) else answer

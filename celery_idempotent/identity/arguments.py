@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.records.frozen import frozen
 
 
 class AllArguments:
@@ -79,7 +80,7 @@ class Parameters:
         return Bound(self, given) if given.keys() >= self.required else None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Bound:
     """The arguments of one call, by parameter: those given, without the defaults."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Final, TypeGuard
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
+from celery_idempotent.records.frozen import frozen
 
 #: The longest canonical key, scope or namespace, in characters.
 MAX_CHARS: Final = 255
@@ -16,7 +16,7 @@ MAX_CHARS: Final = 255
 _FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Identified:
     """The identity of one call and its fingerprint, which is None where it is off.
 
@@ -64,7 +64,7 @@ class Identified:
         """
         if header is None:
             return None
-        if not isinstance(header, Mapping):
+        if not isinstance(header, (dict, Mapping)):
             raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
         if "id" in header and not header.keys() & cls.WORDS:
             return None

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import Operation, offered
 from celery_idempotent.records import Record, State
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.definition import Definition
 
 __all__ = ["EFFECTS", "STEP_EFFECTS", "Choice", "choices_of"]
 
@@ -41,38 +45,40 @@ _LIVE: dict[Operation, str] = {
 _LIVE_BY_DEFAULT = "Its owner is not stopped by that: what it does outside may be done twice."
 
 
-def choices_of(record: Record, *, known: bool, live: bool) -> Iterator[Choice]:
-    """Yield what can be done; ``known``: a task of this app has its namespace, ``live``: its owner is at work."""
-    for operation in offered(record, known=known):
+def choices_of(record: Record, definition: Definition | None, *, live: bool) -> Iterator[Choice]:
+    """Yield what can be done; ``definition``: of the record's task, ``live``: its owner is at work."""
+    for operation in offered(record, known=definition is not None):
         cost = (
-            _LIVE.get(operation, _LIVE_BY_DEFAULT)
-            if live
-            else _cost(record, operation, known=known)
+            _LIVE.get(operation, _LIVE_BY_DEFAULT) if live else _cost(record, operation, definition)
         )
         yield Choice(operation=operation, effect=EFFECTS[operation], cost=cost)
 
 
-def _cost(record: Record, operation: Operation, *, known: bool) -> str:
+def _cost(record: Record, operation: Operation, definition: Definition | None) -> str:
     if operation == "complete":
         return "Check the outside system first: callers get what you say."
     if operation == "fail":
         return "If it took effect before, callers do not learn its result."
-    cost = _cost_of_another_run(record, known=known)
+    cost = _cost_of_another_run(record, definition)
     if operation == "forget" and record.steps:
         names = ", ".join(name for name, _ in record.steps)
         cost += f" Its steps are done again as well: {names}."
     return cost
 
 
-def _cost_of_another_run(record: Record, *, known: bool) -> str:
+def _cost_of_another_run(record: Record, definition: Definition | None) -> str:
     match record.state:
         case State.COMPLETED if record.settled_by:
             return f"If it TOOK EFFECT, as {record.settled_by.who} says, the next call does it a second time."
-        case State.COMPLETED if not known:
+        case State.COMPLETED if definition is None:
             # An answer of a view may be a refusal, too.
             return "If it TOOK EFFECT, as its answer says (show --value), the next call does it a second time."
         case State.COMPLETED:
             return "It TOOK EFFECT: the next call does it a second time."
+        case State.FAILED | State.INTERRUPTED if (
+            definition is not None and definition.policy.atomic
+        ):
+            return _ROLLED_BACK
         case State.FAILED:
             return "What was done before it failed may be done twice: look there first."
         case State.QUEUED if record.crashes:
@@ -84,6 +90,10 @@ def _cost_of_another_run(record: Record, *, known: bool) -> str:
         case _:
             return _MAYBE
 
+
+_ROLLED_BACK = (
+    "What it wrote to the database was rolled back. What it did elsewhere may be done twice."
+)
 
 _MAYBE = (
     "It may have taken effect before its worker was lost: look there first, or it is done twice."

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import is_live
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.operations.choosing import Choice, choices_of
 from celery_idempotent.operations.finding import scope_in_words, task_name
-from celery_idempotent.operations.health import sweeps
+from celery_idempotent.operations.health import redelivery, sweeps
 from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import (
     holder,
     intervention_in_words,
     moment,
     time_in_words,
+    times,
 )
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Record, Refusal, State
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_idempotent.celery.definition import Definition
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 __all__ = ["Story", "story_of", "story_of_nothing"]
@@ -45,7 +47,7 @@ class Story:
     choices: Sequence[Choice] = ()
 
 
-def story_of(app: Celery[Any], store: Store, record: Record, *, errors: bool = True) -> Story:
+def story_of(app: AnyCelery, store: Store, record: Record, *, errors: bool = True) -> Story:
     """Tell the story of a record as :meth:`Store.get` returns it; the store is asked three questions at most.
 
     ``errors``: may the name of a FAILED record's exception be told?
@@ -56,11 +58,11 @@ def story_of(app: Celery[Any], store: Store, record: Record, *, errors: bool = T
         past=tuple(teller.past()),
         future=tuple(teller.future()),
         live=teller.live,
-        choices=tuple(choices_of(record, known=teller.definition is not None, live=teller.live)),
+        choices=tuple(choices_of(record, teller.definition, live=teller.live)),
     )
 
 
-def story_of_nothing(app: Celery[Any], what: str, namespace: str | None) -> Story:
+def story_of_nothing(app: AnyCelery, what: str, namespace: str | None) -> Story:
     """Tell what it can mean that there is no such record."""
     definition = None if namespace is None else definition_of(app, namespace)
     policy = Policy() if definition is None else definition.policy
@@ -113,7 +115,7 @@ class _Teller:
             case State.QUEUED:
                 return "QUEUED: its message is on its way, and no worker has it yet."
             case State.PROCESSING if self.live:
-                return f"PROCESSING: {holder(record, self.kind)}, is at work."
+                return f"PROCESSING: {holder(record, self.kind)}, is at work, or died within the last lease."
             case State.PROCESSING:
                 return f"stuck PROCESSING: the lease of {holder(record, self.kind)}, ran out."
             case State.INTERRUPTED if record.crashes:
@@ -145,8 +147,8 @@ class _Teller:
         if record.updated_ms - record.created_ms > 1000:
             yield f"{first} {self._at(record.created_ms)}."
         if record.attempts > 1 or record.crashes:
-            crashes = f"; its worker was lost {_times(record.crashes)}" if record.crashes else ""
-            yield f"Claimed {_times(record.attempts)}{crashes}."
+            crashes = f"; its worker was lost {times(record.crashes)}" if record.crashes else ""
+            yield f"Claimed {times(record.attempts)}{crashes}."
         if record.crashes and record.state is State.COMPLETED and not record.settled_by:
             yield "What a lost run did outside, the run after it may have done again."
         yield from self._present()
@@ -168,11 +170,12 @@ class _Teller:
         said = f"{who}, {self._at(refusal.at_ms)}"
         if refusal.kind == "mismatch":
             return f"{said}: its arguments are not those of the first call (FingerprintMismatch), and it did not run"
-        said += ": another call held the key"
+        # A redelivery may be the broker's only copy: it is published again, whatever the policy.
+        again = bool(refusal.task_id) and refusal.task_id == self.record.task_id
+        said += ": its own message came again, while a run" if again else ": another call"
+        said += " held the key"
         if self.definition is None or not refusal.task_id:
             return said
-        # A redelivery may be the broker's only copy: it is published again, whatever the policy.
-        again = refusal.task_id == self.record.task_id
         return f"{said}, and {_REFUSED['retry' if again else self.policy.on_conflict]}"
 
     def _present(self) -> Iterator[str]:
@@ -231,13 +234,15 @@ class _Teller:
                 yield f"Its lease ran out {self._at(record.deadline_ms or 0)}: {_LOST}"
                 yield f"{self._sweep()} {_SWEPT[record.on_stale]}"
                 yield f"A delivery or call before that claims it at once, and {self._claimed(record.crashes + 1)}."
+                if self.definition is not None:
+                    yield redelivery(self.app)
             case State.INTERRUPTED:
                 claimed = f"That claims it, and {self._claimed(record.crashes)}."
                 if self.definition is None:
                     yield f"It waits for another delivery, call or request. {claimed}"
                 else:
                     yield f"It waits for the broker to deliver its message again, or for another call. {claimed}"
-                    yield "Redis as a broker redelivers after its visibility_timeout, RabbitMQ at once."
+                    yield redelivery(self.app)
                     kept = time_in_words(self.policy.keep_ms)
                     yield f"Kept for {kept} after the end of its lease: then a call runs as if it were the first."
             case State.COMPLETED:
@@ -343,8 +348,3 @@ _MEANWHILE = {
     "ignore": "A duplicate under another task id is dropped meanwhile.",
     "raise": "A duplicate under another task id fails with InProgress meanwhile.",
 }
-
-
-def _times(count: int) -> str:
-    # Redis counts in one byte.
-    return {1: "once", 2: "twice", 255: "255 times or more"}.get(count, f"{count} times")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
 from celery_idempotent.errors import InvalidKey
@@ -18,6 +19,7 @@ from celery_idempotent.records import Identity, Page, Record, Selection, State
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 __all__ = [
@@ -84,7 +86,7 @@ class Filter:
         """Has every key to be looked at, since COMPLETED records have no index?"""
         return State.COMPLETED in self.selection.wanted
 
-    def includes(self, app: Celery[Any], store: Store, record: Record) -> bool:
+    def includes(self, app: AnyCelery, store: Store, record: Record) -> bool:
         """Is this one of them? Only for an error's name the store is asked again."""
         return (
             (not self.scopes or record.identity.scope in self.scopes)
@@ -99,7 +101,7 @@ class Filter:
         return whole is not None and error_name(app, whole) == self.error
 
 
-def pages(app: Celery[Any], store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
+def pages(app: AnyCelery, store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
     """Yield page after page of the records that a filter means; pages may be empty, and the last has no cursor."""
     if wanted.error and State.FAILED not in wanted.states:
         return
@@ -139,7 +141,7 @@ def find_key(
 
 
 def find_task_id(
-    app: Celery[Any], store: Store, task_id: str, *, namespace: str | None = None
+    app: AnyCelery, store: Store, task_id: str, *, namespace: str | None = None
 ) -> Found:
     """Return the record that the task of this id claimed last, or those that have it as their key in any scope.
 
@@ -172,7 +174,7 @@ def _whole(store: Store, records: Iterable[Record]) -> list[Record]:
 
 def _by_result_backend(app: Celery, store: Store, task_id: str) -> Record | None:
     try:
-        meta: dict[str, Any] = app.backend.get_task_meta(task_id)
+        meta = app.backend.get_task_meta(task_id)
         task = app.tasks.get(str(meta.get("name")))
         definition = None if task is None else definition_of(app, _namespace(app, str(task.name)))
         if definition is None:
@@ -186,8 +188,11 @@ def _by_result_backend(app: Celery, store: Store, task_id: str) -> Record | None
 
 
 def spellings(text: str, *, what: str = "key") -> list[str]:
-    """Return the canonical forms that somebody who types this may mean: as it is, as a str, as a task id."""
+    """Return the canonical forms that somebody who types this may mean: as it is, as a str, a tuple, a task id."""
     found = [text]
+    with contextlib.suppress(InvalidKey, ValueError, RecursionError):
+        if isinstance(parts := json.loads(text), list):
+            found.append(canonical(tuple(parts), what=what, task="search"))
     with contextlib.suppress(InvalidKey):
         found.append(canonical(text, what=what, task="search"))
     if what == "key":

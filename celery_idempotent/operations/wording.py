@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 from celery_idempotent.records import Intervention, Record
 
-__all__ = ["ago", "holder", "intervention_in_words", "iso", "moment", "time_in_words"]
+__all__ = ["ago", "holder", "intervention_in_words", "iso", "moment", "time_in_words", "times"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -39,6 +39,11 @@ def moment(ms: int, now_ms: int) -> str:
     """Return a time, and how far away it is."""
     at = _EPOCH + timedelta(milliseconds=ms)
     return f"{at:%Y-%m-%d %H:%M:%S} UTC ({ago(ms, now_ms)})"
+
+
+def times(count: int) -> str:
+    """Return how often something was; Redis counts in one byte."""
+    return {1: "once", 2: "twice", 255: "255 times or more"}.get(count, f"{count} times")
 
 
 def holder(record: Record, kind: str = "task") -> str:

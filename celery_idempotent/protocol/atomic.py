@@ -165,7 +165,7 @@ class AtomicRun:
             raise
         if not done:
             self._stage = Stage.REFUSED
-            raise LeaseLost("its transaction is rolled back")
+            raise LeaseLost("a newer claim has the key: the transaction is rolled back")
         self._stage = Stage.COMMITTING
 
     def undone(self, error: BaseException) -> Result | End:

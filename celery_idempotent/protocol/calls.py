@@ -6,12 +6,13 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import StepCodec
 from celery_idempotent.records import EndState, Identity, Record, ResultWrite, Stored
+from celery_idempotent.records.frozen import frozen
 
 if TYPE_CHECKING:
     from celery_idempotent.identity.identified import Identified
@@ -48,7 +49,7 @@ class OutcomeResult(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Call:
     """One delivery of one call: what it is about, and who works on it."""
 
@@ -134,14 +135,14 @@ class BodyOutcome(defaultdict[None, T]):
         return self[None]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Ran:
     """The body ran, and its result is recorded (or could not be: that was reported)."""
 
     value: object
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Replay:
     """The record answers; it was settled ``age_ms`` ago."""
 
@@ -149,7 +150,7 @@ class Replay:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Conflict:
     """Another run holds the key, for ``left_ms`` more unless it renews its lease.
 
@@ -161,7 +162,7 @@ class Conflict:
     other: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class StoreFailed:
     """The store could not be asked, or cannot be used: nothing ran.
 

@@ -82,6 +82,22 @@ class Claim:
     #: thread calls, relies on that.
     phase = Phase.RUNNING
 
+    #: While a deploy changes keys: the record under the operation's old identity, claimed together with this one.
+    old: Record | None = None
+    #: It was reported that a newer claim has the key.
+    superseded = False
+    #: When the settle began (``time.monotonic``), for the duration in its report; ``None`` before, and for a claim
+    #: that is settled without a run.
+    settling_since: float | None = None
+    #: The body replaced its task by another one (``self.replace``), which has its task id.
+    replaced = False
+    #: The message of the replacement, where it is published after this record has it.
+    replacement: Stored | None = None
+    #: The transaction that the body is running in (``idempotency_atomic``).
+    transaction: Transaction | None = None
+    #: Called after its rollback: it releases the key, then publishes the retry.
+    after_rollback: Callable[[], object] | None = None
+
     def __init__(
         self, store: Store, record: Record, lease: Renewal, codec: StepCodec, *, sent: float
     ) -> None:
@@ -96,21 +112,6 @@ class Claim:
         #: When the claim, or its last renewal, was sent (``time.monotonic``): the store got it later, so the claim
         #: surely lives for one lease from here.
         self.renewed_at = sent
-        #: While a deploy changes keys: the record under the operation's old identity, claimed together with this one.
-        self.old: Record | None = None
-        #: It was reported that a newer claim has the key.
-        self.superseded = False
-        #: When the settle began (``time.monotonic``), for the duration in its report; ``None`` before, and for a claim
-        #: that is settled without a run.
-        self.settling_since: float | None = None
-        #: The body replaced its task by another one (``self.replace``), which has its task id.
-        self.replaced = False
-        #: The message of the replacement, where it is published after this record has it.
-        self.replacement: Stored | None = None
-        #: The transaction that the body is running in (``idempotency_atomic``).
-        self.transaction: Transaction | None = None
-        #: Called after its rollback: it releases the key, then publishes the retry.
-        self.after_rollback: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         return f"<Claim of {self.record.identity}, token {self.token}>"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,9 +24,7 @@ from celery_idempotent.records import (
     Answer,
     Claimed,
     ClaimRequest,
-    Identity,
     Mismatched,
-    OnStale,
     Record,
     Renewal,
     Settled,
@@ -42,14 +41,15 @@ CLAIM_PATIENCE = 3.0
 class ClaimAttempt(NamedTuple):
     """The answer to an attempt to claim, and when that was sent (``time.monotonic``).
 
-    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`). ``old``: the record under the
-    identity of before a deploy, if that was claimed as well.
+    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`), ``store`` who answered.
+    ``old``: the record under the identity of before a deploy, if that was claimed as well.
     """
 
     answer: Answer
     attempt: bytes
     sent: float
-    old: Record | None
+    store: Store
+    old: Record | None = None
 
 
 class Claiming:
@@ -59,6 +59,7 @@ class Claiming:
         self._policy = policy
         self._codec = codec
         self._store = store
+        self._keep_ms = policy.keep_ms
 
     def ask(self, call: Call, attempt: bytes) -> ClaimAttempt:
         """Claim, and try again for a few seconds while the store is away.
@@ -80,51 +81,46 @@ class Claiming:
 
     def ask_once(self, call: Call, attempt: bytes) -> ClaimAttempt:
         """Claim the identity of a call, and the one that it had before a deploy as well."""
-        claim = partial(self._claim, call, attempt)
-        answer, sent = claim(
-            call.identity, call.fingerprint, on_stale=self._policy.on_stale, message=call.message
-        )
-        before, old = call.before, None
-        if before is not None:
-            answer, old = key_change.claim_both(
-                answer,
-                lambda: claim(before.identity, before.fingerprint)[0],
-                settle=self._settle_as,
-                store=self._store(),
-            )
-        return ClaimAttempt(answer, attempt, sent, old)
-
-    def _claim(
-        self,
-        call: Call,
-        attempt: bytes,
-        identity: Identity,
-        fingerprint: bytes | None,
-        *,
-        on_stale: OnStale = "interrupt",
-        message: bytes | None = None,
-    ) -> tuple[Answer, float]:
-        """Claim one identity; return the answer, and when the request was sent (``time.monotonic``)."""
         store = self._store()
         request = ClaimRequest(
-            identity=identity,
+            identity=call.identity,
             attempt=attempt,
             lease_ms=self._policy.lease_ms,
-            keep_ms=self._policy.keep_ms,
-            fingerprint=fingerprint,
+            keep_ms=self._keep_ms,
+            fingerprint=call.fingerprint,
             task_id=call.task_id,
             worker=call.worker,
+            on_stale=self._policy.on_stale,
+            message=call.message,
             unanswered=call.unanswered,
-            on_stale=on_stale,
-            message=message,
         )
+        answer, sent = self._claim(store, request)
+        before, old = call.before, None
+        if before is not None:
+            of_before = replace(
+                request,
+                identity=before.identity,
+                fingerprint=before.fingerprint,
+                on_stale="interrupt",
+                message=None,
+            )
+            answer, old = key_change.claim_both(
+                answer,
+                lambda: self._claim(store, of_before)[0],
+                settle=self._settle_as,
+                store=store,
+            )
+        return ClaimAttempt(answer, attempt, sent, store, old)
+
+    def _claim(self, store: Store, request: ClaimRequest) -> tuple[Answer, float]:
+        """Claim one identity; return the answer, and when the request was sent (``time.monotonic``)."""
         sent = time.monotonic()
         while isinstance(answer := store.claim(request), (Settled, Mismatched)):
             record = answer.record
-            if record.task_id == call.task_id or not self._policy.forgets(record):
+            if record.task_id == request.task_id or not self._policy.forgets(record):
                 break
             # With a retention of 0 a settled record is a mark for redeliveries of its own message, and this is another.
-            store.forget_mark(identity, token=record.token)
+            store.forget_mark(request.identity, token=record.token)
             sent = time.monotonic()
         return answer, sent
 
@@ -146,11 +142,12 @@ class Claiming:
     def hold(self, record: Record, asked: ClaimAttempt) -> Claim:
         """Return the claim of a run whose attempt was answered with :class:`Claimed`."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
-        store, old = self._store(), asked.old
+        store, old = asked.store, asked.old
         if old is not None:
             store = key_change.both(store, old)
         claim = kind(store, record, self._renewal(record), self._codec, sent=asked.sent)
-        claim.old = old
+        if old is not None:
+            claim.old = old
         return claim
 
     def unguarded(self, call: Call) -> Claim:
@@ -176,5 +173,5 @@ class Claiming:
             identity=record.identity,
             token=record.token,
             lease_ms=self._policy.lease_ms,
-            keep_ms=self._policy.keep_ms,
+            keep_ms=self._keep_ms,
         )

@@ -12,7 +12,7 @@ options of :class:`SharedOptions`, and each have more of their own::
 
 A reader refuses a value by a ``ValueError`` with the end of a sentence; :func:`read_table` adds the beginning::
 
-    "takes at least 0.1 seconds"   →   idempotency_lease of task shop.charge takes at least 0.1 seconds.
+    "must be at least 0.1 seconds"   →   idempotency_lease of task shop.charge must be at least 0.1 seconds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def accept_if(accepts: Callable[[object], bool], allowed: str) -> Reader:
 def one_of(literal: object) -> Reader:
     """Return a reader of one of the words of a ``Literal``."""
     words = get_args(literal)
-    return accept_if(lambda value: value in words, f"is one of {', '.join(map(repr, words))}")
+    return accept_if(lambda value: value in words, f"must be one of {', '.join(map(repr, words))}")
 
 
 def optional(read: Callable[[object], T]) -> Callable[[object], T | None]:
@@ -75,16 +75,16 @@ def duration(*, at_least_ms: int = 0) -> Callable[[object], int]:
     def read(value: object) -> int:
         found = milliseconds(value)
         if found < at_least_ms:
-            raise ValueError(f"takes at least {at_least_ms / 1000} seconds")
+            raise ValueError(f"must be at least {at_least_ms / 1000} seconds")
         return found
 
     return read
 
 
-flag = accept_if(lambda value: isinstance(value, bool), "is True or False")
+flag = accept_if(lambda value: isinstance(value, bool), "must be True or False")
 whole_number = accept_if(
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
-    "takes a whole number from 0",
+    "must be a whole number from 0",
 )
 
 

@@ -68,14 +68,14 @@ _METHODS: Final = (
 _UNSET: Final = object()
 
 _kombu_name = optional(
-    accept_if(lambda value: isinstance(value, str), "takes a name of kombu's registry")
+    accept_if(lambda value: isinstance(value, str), "must be a name of kombu's registry")
 )
 
 
 def _exceptions(value: object) -> tuple[type[Exception], ...]:
     types = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not all(isinstance(each, type) and issubclass(each, Exception) for each in types):
-        raise ValueError("takes a tuple of exception types")
+        raise ValueError("must be a tuple of exception types")
     return types
 
 

@@ -107,8 +107,8 @@ class Runner:
             deferred.release_rolled_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
-        looks, wait_until, repeats = 0, self._wait_until(call), 0
-        came = time.monotonic()
+        looks, repeats, came = 0, 0, time.monotonic()
+        wait_until = self._wait_until(call) if self.policy.on_conflict == "wait" else 0.0
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
@@ -153,8 +153,6 @@ class Runner:
 
     def _wait_until(self, call: Call) -> float:
         """Return until when a duplicate may hold its worker (``time.monotonic``)."""
-        if self.policy.on_conflict != "wait":
-            return 0.0
         wait_ms, longest = self.policy.wait_ms, call.longest_wait_ms
         if longest is not None:
             wait_ms = min(wait_ms, longest)

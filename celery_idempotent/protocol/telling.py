@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 from celery_idempotent import signals
@@ -81,7 +80,7 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "interrupted",
         Line(
             logging.WARNING,
-            "%(identity)s was stale and is interrupted: %(owner)s did not come back (crash %(crashes)s)",
+            "the lease of %(owner)s on %(identity)s ran out: the record is INTERRUPTED (crash %(crashes)s)",
         ),
     ),
     signals.lease_lost: (
@@ -93,7 +92,10 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
     ),
     signals.requeued: (
         "requeued",
-        Line(logging.WARNING, "%(identity)s was stale and is queued again (crash %(crashes)s)"),
+        Line(
+            logging.WARNING,
+            "%(identity)s did not run or did not end in time, and is queued again (crash %(crashes)s)",
+        ),
     ),
     signals.amended: ("amended", Line(logging.WARNING, "%(who)s amended %(identity)s%(why)s")),
     signals.forgotten: ("forgotten", Line(logging.WARNING, "%(who)s forgot %(identity)s%(why)s")),
@@ -102,13 +104,13 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
         "settle_failed",
         Line(
             logging.CRITICAL,
-            "task %(task_id)s of %(identity)s took effect, but its end could not be recorded within a lease "
+            "task %(task_id)s of %(identity)s took effect, but its result could not be stored within a lease "
             "(%(error)s): after the lease a duplicate runs again",
         ),
     ),
     signals.store_failed: (
         "store_failed",
-        Line(logging.WARNING, "the store failed %(task)s[%(task_id)s]: %(error)s"),
+        Line(logging.WARNING, "store error in %(task)s[%(task_id)s]: %(error)s"),
     ),
 }
 
@@ -126,7 +128,7 @@ _OBSERVED = (
 )
 #: What ``idempotency_mode="observe"`` writes instead.
 _WOULD_HAVE: Final[Mapping[Signal, Line]] = {
-    signals.conflicted: Line(logging.WARNING, _OBSERVED.format("waited for")),
+    signals.conflicted: Line(logging.WARNING, _OBSERVED.format("been in conflict with")),
     signals.replayed: Line(logging.WARNING, _OBSERVED.format("been answered by")),
     signals.mismatched: Line(logging.WARNING, _OBSERVED.format("been refused because of")),
     signals.lease_lost: Line(
@@ -188,8 +190,10 @@ class Reporter:
         """
         counter, usual = OUTCOMES[outcome]
         if store is None:
-            with suppress(*STORE_ERRORS):  # or there is none that could count
+            try:  # noqa: SIM105  what a with costs is paid by each run
                 store = self._store()
+            except STORE_ERRORS:
+                pass  # there is none that could count
         if store is not None:
             counters.add(store, self.task, counter)
             if state is State.FAILED and outcome is signals.settled:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime, timedelta, timezone
 from typing import Literal, get_args
+
+from celery_idempotent.records.frozen import frozen
 
 __all__ = [
     "EPOCH",
@@ -43,6 +45,9 @@ def _when(ms: int) -> datetime:
 class State(enum.Enum):
     """Where a key is in its life; a key without a record is unclaimed."""
 
+    # By identity, as members are compared: Enum's own is written in Python, and asked several times a run.
+    __hash__ = object.__hash__
+
     QUEUED = "QUEUED"
     PROCESSING = "PROCESSING"
     INTERRUPTED = "INTERRUPTED"
@@ -62,10 +67,10 @@ class State(enum.Enum):
 
 #: The states that a run settles its record in.
 EndState = Literal[State.COMPLETED, State.FAILED]
-_ENDS = frozenset(get_args(EndState))
+_ENDS = get_args(EndState)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Identity:
     """What a record is about: one key, in one scope, in one namespace, all in canonical form (see :mod:`.keys`)."""
 
@@ -78,7 +83,7 @@ class Identity:
         return f"{self.namespace} key {self.key}{scope}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A serialized value or exception, as kombu's registry wrote it.
 
@@ -92,7 +97,7 @@ class Stored:
     compression: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """A call that could not have a key: when, by the store's clock, and under which task id, cut to 100 bytes.
 
@@ -109,7 +114,7 @@ class Refusal:
         return _when(self.at_ms)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Intervention:
     """What an operator did to a record that stays: who, when by the store's clock, and why.
 
@@ -129,7 +134,7 @@ class Intervention:
         return _when(self.at_ms)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Record:
     """What the store has about one key.
 

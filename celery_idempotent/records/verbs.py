@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from typing import cast
 
+from celery_idempotent.records.frozen import frozen
 from celery_idempotent.records.record import (
     EndState,
     Identity,
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:
     """What a worker asks a store for: the key, for whom, and for how long.
 
@@ -57,7 +58,7 @@ class ClaimRequest:
     unanswered: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class ReserveRequest:
     """What a publisher asks a store for: the key, for a message that it is about to publish.
 
@@ -75,7 +76,7 @@ class ReserveRequest:
     uncommitted: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
@@ -105,7 +106,7 @@ class SettleRequest:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class ResultWrite:
     """What a result backend in Redis writes for a finished task: to ``key``, and to the channel of the same name.
 
@@ -125,7 +126,7 @@ class SettledWith(Enum):
     RESULT = "the end state is written, and the result is stored and published"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Renewal:
     """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
 
@@ -135,14 +136,14 @@ class Renewal:
     keep_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Claimed:
     """The caller has the key now: run."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Held:
     """Another live claim holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
 
@@ -150,7 +151,7 @@ class Held:
     left_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Settled:
     """The operation is done: replay. ``age_ms`` says for how long, by the store's clock."""
 
@@ -158,7 +159,7 @@ class Settled:
     age_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Retained:
     """A committed end: settled ``age_ms`` ago, and kept for ``left_ms`` more, by the store's clock."""
 
@@ -167,14 +168,14 @@ class Retained:
     left_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Mismatched:
     """The key belongs to a call with another fingerprint: refuse."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Reserved:
     """The key waits for the message that we are about to publish, under the record's task id."""
 

@@ -123,8 +123,8 @@ class Play:
         )
 
     def _tell(self, show: Show) -> None:
-        entered = figures.ledger(Kind.IDEMPOTENT).distinct
-        show.update(accepted=self._traffic.accepted, entered=entered)
+        plain, idempotent = figures.ledgers()
+        show.update(accepted=self._traffic.accepted, plain=plain, idempotent=idempotent)
 
     def _strike_when_due(self, show: Show) -> None:
         if not self._strikes:

@@ -13,6 +13,7 @@ from rich.table import Table
 from testproject import counters
 from testproject.demo.chaos import PLACES, Strike, Target
 from testproject.demo.scene import Scene
+from testproject.demo.show import judged
 from testproject.webhooks.models import Kind, LedgerEntry, Run
 from testproject.webhooks.tasks import record_delivery
 
@@ -189,4 +190,4 @@ def _number(value: int | None) -> str:
 def _judged(name: str, value: int) -> str:
     if name == "ledger rows":
         return f"[bold]{value:,}[/]"
-    return f"[red]{value:,}[/]" if value else "[green]0[/]"
+    return judged(value)

@@ -1,4 +1,4 @@
-"""What is to be seen while the demo works: a progress bar on a terminal, else a line now and then."""
+"""What is to be seen while the demo works: both ledgers side by side on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich import box
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Show", "show_on"]
+    from testproject.webhooks.figures import Ledger
+
+__all__ = ["Show", "judged", "show_on"]
 
 _LINE_EVERY_S = 2.0
 
@@ -31,42 +37,57 @@ class Show(Protocol):
     def say(self, text: str) -> None:
         """Something happened."""
 
-    def update(self, *, accepted: int, entered: int) -> None:
-        """So many requests were accepted, so many deliveries are in the idempotent ledger."""
+    def update(self, *, accepted: int, plain: Ledger, idempotent: Ledger) -> None:
+        """So many requests were accepted, and this is in the ledgers."""
 
 
 def show_on(console: Console, *, requests: int, deliveries: int) -> Show:
     """Choose by what the console is."""
-    kind = _Bars if console.is_terminal else _Lines
+    kind = _Table if console.is_terminal else _Lines
     return kind(console, requests=requests, deliveries=deliveries)
 
 
-class _Bars:
+def judged(count: int) -> str:
+    """Mark a count that should be 0."""
+    return f"[red]{count:,}[/]" if count else "[green]0[/]"
+
+
+class _Table:
     def __init__(self, console: Console, *, requests: int, deliveries: int) -> None:
+        self._deliveries = deliveries
+        self._begin = time.monotonic()
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            expand=True,
+            TextColumn(" requests accepted"), BarColumn(), MofNCompleteColumn()
         )
-        self._accepted = self._progress.add_task("requests accepted", total=requests)
-        self._entered = self._progress.add_task("deliveries in the ledger", total=deliveries)
+        self._accepted = self._progress.add_task("", total=requests)
+        # The report takes its place.
+        self._live = Live(self._progress, console=console, transient=True)
 
     def __enter__(self) -> Show:
-        self._progress.start()
+        self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._live.stop()
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, style="dim", highlight=False)
+        self._live.console.print(text, style="dim", highlight=False)
 
-    def update(self, *, accepted: int, entered: int) -> None:
+    def update(self, *, accepted: int, plain: Ledger, idempotent: Ledger) -> None:
         self._progress.update(self._accepted, completed=accepted)
-        self._progress.update(self._entered, completed=entered)
+        since = time.monotonic() - self._begin
+        title = f"After {since:.0f} s, of {self._deliveries} deliveries"
+        table = Table("", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for name in ("celery.Task", "IdempotentTask"):
+            table.add_column(name, justify="right")
+        both = plain, idempotent
+        table.add_row("runs started", *(f"{each.runs:,}" for each in both))
+        table.add_row("effects (ledger rows)", *(f"[bold]{each.rows:,}[/]" for each in both))
+        table.add_row("  too many", *(judged(each.duplicates) for each in both))
+        table.add_row(
+            "  not there yet", *(f"{self._deliveries - each.distinct:,}" for each in both)
+        )
+        self._live.update(Group(table, self._progress))
 
 
 class _Lines:
@@ -86,12 +107,16 @@ class _Lines:
         since = time.monotonic() - self._begin
         self._console.print(f"{since:5.1f} s  {text}", highlight=False, soft_wrap=True)
 
-    def update(self, *, accepted: int, entered: int) -> None:
+    def update(self, *, accepted: int, plain: Ledger, idempotent: Ledger) -> None:
         now = time.monotonic()
         if now - self._last >= _LINE_EVERY_S:
             self._last = now
             requests, deliveries = self._of
             self.say(
-                f"{accepted} of {requests} requests accepted, "
-                f"{entered} of {deliveries} deliveries in the ledger"
+                f"{accepted} of {requests} requests accepted. Entered of {deliveries} deliveries:"
+                f" celery.Task {_told(plain)}, IdempotentTask {_told(idempotent)}"
             )
+
+
+def _told(ledger: Ledger) -> str:
+    return f"{ledger.distinct} ({ledger.duplicates} rows too many)"

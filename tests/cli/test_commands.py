@@ -152,7 +152,7 @@ def test_show_has_every_field_and_the_result_only_if_asked_for(every, run):
     plain = run("show", "done").stdout
     assert "4711" not in plain
     assert re.search(r"^crashes +0$", plain, re.MULTILINE)
-    assert re.search(r"^delivered +no$", plain, re.MULTILINE)
+    assert not re.search(r"^delivered", plain, re.MULTILINE), "as if something were left to send"
     assert "receipt 4711" in run("show", "done", "--value").stdout
 
 
@@ -189,6 +189,38 @@ def test_explain_tells_who_was_refused_and_why(store, run):
     assert "another call held the key" in told
     assert "task the-third" in told
     assert "FingerprintMismatch" in told
+
+
+def test_explain_says_that_a_refused_redelivery_is_the_messages_own(store, run):
+    claim(store, "busy")
+    with pytest.raises(AssertionError):
+        claim(store, "busy")
+    told = run("explain", "busy").stdout
+    assert "its own message came again, while a run held the key" in told
+    assert "another call" not in told
+
+
+@pytest.mark.parametrize("typed", ['["order-17",2]', '["order-17", 2]'])
+def test_a_tuple_is_typed_as_a_json_list(store, run, typed):
+    claim(store, '["order-17",2]')
+    assert run("show", typed).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("atomic", "said"),
+    [
+        (False, "It may have taken effect before its worker was lost"),
+        (True, "What it wrote to the database was rolled back."),
+    ],
+)
+def test_explain_knows_that_an_atomic_run_leaves_no_rows(atomic, said):
+    store = MemoryStore()
+    store.interrupt(identity("lost"), token=claim(store, "lost").token)
+    app = make_app(store, idempotency_atomic=atomic)
+    result = CliRunner().invoke(idempotency, ["explain", "lost"], obj=SimpleNamespace(app=app))
+    told = " ".join(result.stdout.split())
+    assert said in told
+    assert "The broker delivers its message again once the connection" in told
 
 
 def test_explain_says_that_a_claim_will_not_run_what_crashed_too_often(store, run):

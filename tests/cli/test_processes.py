@@ -115,7 +115,7 @@ def test_a_killed_worker_is_told_of_swept_and_released(histories):
     assert "its worker was lost" in site.run("explain", "lost").text
     forgotten = site.run("forget", "lost", "--reason", "a test", "--who", "alice", "--yes")
     assert forgotten.code == 0, forgotten.text
-    assert "alice chose to forget keyed key lost: a test" in forgotten.text
+    assert "alice forgot keyed key lost: a test" in forgotten.text
     assert store.get(identity) is None
 
 
@@ -126,7 +126,7 @@ def test_what_a_killed_worker_did_is_completed_and_its_redelivery_gets_the_value
     never = gate.with_name("never at all")
     message = site.message("keyed", "charged", 0.0, str(never), task_id="t-charged")
     site.deliver(message)
-    wait_for(lambda: site.state("keyed", "charged") is State.PROCESSING, 30, "a run")
+    wait_for(lambda: site.ledger.count("start", "charged") == 1, 30, "a run")
     for worker in sites.SHARED_WORKERS:
         worker.kill()
     store, identity = get_store(site.app), Identity(namespace="keyed", key="charged")
@@ -135,7 +135,7 @@ def test_what_a_killed_worker_did_is_completed_and_its_redelivery_gets_the_value
     words = ("--task", "keyed", "--who", "alice", "--reason", "the bank has it", "--yes")
     done = site.run("complete", "charged", "--value", '{"charge": "ch_17"}', *words)
     assert done.code == 0, done.text
-    assert "alice chose to complete keyed key charged: the bank has it" in done.text
+    assert "alice completed keyed key charged: the bank has it" in done.text
 
     redelivered, settled = site.deliver(message), store.get(identity)
     site.worker(concurrency=1)

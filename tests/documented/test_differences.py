@@ -85,7 +85,7 @@ def sends_what_was_refused(side: Side) -> bool:
     with redis.Redis.from_url(side.app.conf.broker_url) as broker:
         broker.set(queue, "no list")
         result: Any = chain(show.si(), show.si().set(queue=queue)).apply_async().parent
-        told = "is done, what follows it is not sent yet"
+        told = "is done, its callbacks are not all sent yet"
         wait_for(lambda: result.ready() or told in side.worker.log, PATIENCE, "the refusal")
         broker.delete(queue)
         result.get(timeout=PATIENCE, propagate=False)

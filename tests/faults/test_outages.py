@@ -136,9 +136,9 @@ class TestOfTheRights:
                 stage = set_stage(store=address._replace(netloc=f"u:p@{address.netloc}").geturl())
                 worker = stage.worker()
                 result = stage.send("work", "k")
-                stage.says(worker, "its store failed (1 times now)", "Give the user the rights")
+                stage.says(worker, "store error (1 so far)", "Give the user the rights")
                 first = time.monotonic()
-                stage.says(worker, "its store failed (3 times now)")
+                stage.says(worker, "store error (3 so far)")
                 # Countdowns of at least a half of 1 s and of 2 s, less what it took to see the first.
                 assert time.monotonic() - first > 1.3
                 assert stage.starts("k") == 0

@@ -140,7 +140,7 @@ def test_a_follower_that_the_broker_refuses_is_sent_when_it_is_taken(stand, acks
     with stand.refused() as queue:
         sent = Canvases(stand, acks, queue).all()
         for name, each in sent.items():
-            stand.says(f"[{each.sender.id}] is done, what follows it is not sent yet", since)
+            stand.says(f"[{each.sender.id}] is done, its callbacks are not all sent yet", since)
             assert stand.effects(each.first) == {each.first: 1}, name
             assert each.sender.state == "FAILURE" if each.state == "FAILURE" else "STARTED", name
             assert stand.failures(each.sender) == 0, name
@@ -162,8 +162,8 @@ def test_what_was_sent_is_not_sent_again_with_what_was_refused(stand):
         )
         first.link(stand.step(f"{key}/e", queue=queue))
         result = first.apply_async()
-        stand.says(f"[{result.id}] is done, what follows it is not sent yet", since)
-        stand.says("2 times now", since)
+        stand.says(f"[{result.id}] is done, its callbacks are not all sent yet", since)
+        stand.says("2 so far", since)
     assert len(stand.arrived(queue)) == 1
     assert result.get(timeout=PATIENCE) == "a"
     stand.takes_effect(*(f"{key}/{each}" for each in "abcd"))
@@ -174,7 +174,7 @@ def test_a_replacement_that_the_broker_refuses_is_sent_without_a_second_run(stan
     since = len(stand.worker.log)
     with stand.refused() as queue:
         each = Canvases(stand, acks, queue).replacement()
-        stand.says(f"[{each.sender.id}] is done, what follows it is not sent yet", since)
+        stand.says(f"[{each.sender.id}] is done, its callbacks are not all sent yet", since)
     assert stand.arrived(queue) == [each.sender.id]
     assert stand.effects(each.first) == {each.first: 1}
     assert stand.failures(each.sender) == 0
@@ -220,8 +220,10 @@ def test_a_follower_that_can_never_be_sent_ends_the_task_as_a_failure_that_is_to
     stand.takes_effect(f"{key}/a", f"{key}/c")
     record = stand.record(result)
     assert (record.state, record.delivered) == (State.COMPLETED, False)
-    stand.says(f"[{result.id}] is done, but what follows it cannot be sent", since)
-    assert f"[{result.id}] is done, what follows it is not sent yet" not in stand.worker.log[since:]
+    stand.says(f"[{result.id}] is done, but its callbacks cannot be sent", since)
+    assert (
+        f"[{result.id}] is done, its callbacks are not all sent yet" not in stand.worker.log[since:]
+    )
 
 
 def test_a_follower_that_is_refused_for_too_long_ends_the_task_as_a_failure_that_is_told(stand):
@@ -234,8 +236,8 @@ def test_a_follower_that_is_refused_for_too_long_ends_the_task_as_a_failure_that
         ).apply_async()
         first = stand.parent(result)
         wait_for(lambda: first.state == "FAILURE", PATIENCE, lambda: first.state)
-    stand.says(f"[{first.id}] is done, what follows it is not sent yet", since)
-    stand.says(f"[{first.id}] is done, but what follows it cannot be sent", since)
+    stand.says(f"[{first.id}] is done, its callbacks are not all sent yet", since)
+    stand.says(f"[{first.id}] is done, but its callbacks cannot be sent", since)
     assert stand.effects(key) == {f"{key}/a": 1}
 
 

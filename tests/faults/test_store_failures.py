@@ -31,7 +31,7 @@ def test_down_before_the_claim_nothing_runs_until_it_is_back(
     redis_proxy.refuse()
     sent = {name: stage.send(name, name) for name in ("work", "early", "never_retried")}
     for name, result in sent.items():
-        stage.says(worker, f"{name}[{result.id}] did not run, its store failed (2 times now)")
+        stage.says(worker, f"{name}[{result.id}] did not run: store error (2 so far)")
         assert result.state == "PENDING"
     assert stage.ledger.count("start") == 0
     redis_proxy.heal()

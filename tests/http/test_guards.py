@@ -279,8 +279,8 @@ def test_what_collided_after_its_view_ran_does_not_run_again_on_the_same_request
     monkeypatch.setattr(Runner, "execute", lambda _, __, body: (body(), Ran(body()))[1])
     site, note = Site(options), new_key()
     answer = site.ask(f"/plain?note={note}", new_key())
-    assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
-    assert answer.json()["detail"].startswith("It was undone")
+    assert (answer.status_code, answer.json()["code"]) == (503, "rolled_back")
+    assert answer.json()["detail"].startswith("The database rolled it back")
     assert written(note) == 1
 
 

@@ -43,7 +43,7 @@ def view(_request: Any) -> None:
         ({"lease": "long"}, "seconds or a timedelta"),
         ({"lease": 0}, "at least 0.1 seconds"),
         ({"required": "yes"}, "True or False"),
-        ({"anonymous": "everybody"}, "is one of"),
+        ({"anonymous": "everybody"}, "must be one of"),
         ({"methods": ["GET"]}, "never guarded"),
         ({"methods": "POST"}, "sequence"),
         ({"headers": ["Set-Cookie"]}, "none of"),

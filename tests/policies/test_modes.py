@@ -96,7 +96,7 @@ class TestObserve:
         on_redis.noted("observed conflicted", task_id=second.id)
         gate.open()
         assert first.get(timeout=PATIENCE) != second.get(timeout=PATIENCE)
-        assert "waited for" in self.said(on_redis, second.id)
+        assert "been in conflict with" in self.said(on_redis, second.id)
         on_redis.idle(key)
         assert len(on_redis.receipts(key)) == 2
 

@@ -69,7 +69,7 @@ class CountingLink:
     """Counts the exchanges, each a round trip."""
 
     def __init__(self, link: Link) -> None:
-        self.where = link.where
+        self.where, self.spans = link.where, link.spans
         self.trips = 0
         self._link = link
 
@@ -88,7 +88,7 @@ class BadLink:
     """A server that can be away, lose answers, or execute what it was sent only much later."""
 
     def __init__(self, link: Link) -> None:
-        self.where = link.where
+        self.where, self.spans = link.where, link.spans
         self.mode = "well"
         self.late: list[Sequence[Command]] = []
         self._link = link
@@ -121,7 +121,7 @@ class DatedLink:
     """Makes the scripts believe in another history than the server's: as if a replica had taken over."""
 
     def __init__(self, link: Link) -> None:
-        self.where = link.where
+        self.where, self.spans = link.where, link.spans
         self.history = 1
         self._link = link
 

@@ -19,7 +19,7 @@ class ShiftedLink:
     """Adds the offset to every TIME that passes, in scripts and in answers."""
 
     def __init__(self, link: Link) -> None:
-        self.where = link.where
+        self.where, self.spans = link.where, link.spans
         self.offset_us = 0
         self._link = link
 
@@ -82,7 +82,7 @@ class FixedLink:
     """Stops a server's clock: scripts read the time from a list in Redis, which the test moves."""
 
     def __init__(self, link: Link, client: redis.Redis, name: str) -> None:
-        self.where = link.where
+        self.where, self.spans = link.where, link.spans
         self.now_us = 0
         self._link = link
         self._client = client

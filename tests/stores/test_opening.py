@@ -227,12 +227,12 @@ class TestApps:
     @pytest.mark.parametrize(
         ("settings", "hint"),
         [
-            ({"idempotency_replicas": -1}, "idempotency_replicas takes a whole number from 0"),
-            ({"idempotency_replicas": "1"}, "idempotency_replicas takes a whole number from 0"),
-            ({"idempotency_replicas": True}, "idempotency_replicas takes a whole number from 0"),
-            ({"idempotency_replica_timeout": 0}, "idempotency_replica_timeout takes more than 0"),
-            ({"idempotency_replica_timeout": -1}, "idempotency_replica_timeout takes a time"),
-            ({"idempotency_replica_timeout": "1"}, "idempotency_replica_timeout takes seconds"),
+            ({"idempotency_replicas": -1}, "idempotency_replicas must be a whole number from 0"),
+            ({"idempotency_replicas": "1"}, "idempotency_replicas must be a whole number from 0"),
+            ({"idempotency_replicas": True}, "idempotency_replicas must be a whole number from 0"),
+            ({"idempotency_replica_timeout": 0}, "idempotency_replica_timeout must be more than 0"),
+            ({"idempotency_replica_timeout": -1}, "idempotency_replica_timeout must be a time"),
+            ({"idempotency_replica_timeout": "1"}, "idempotency_replica_timeout must be seconds"),
         ],
     )
     def test_a_bad_number_or_time_is_told_what_is_allowed(self, settings, hint):

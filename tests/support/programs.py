@@ -1,14 +1,16 @@
-"""Running a user's program or test suite in a directory of its own."""
+"""What users run: a program or test suite of theirs in a directory of its own, and the wheel that they install."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.paths import ROOT
 from tests.support.workers import child_environment
 
-__all__ = ["python"]
+__all__ = ["build_wheel", "python"]
 
 
 def python(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,3 +25,17 @@ def python(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def build_wheel(directory: Path) -> Path:
+    """Build the wheel there, from a copy of the source, and return its path."""
+    source = directory / "source"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "celery_idempotent", source / "celery_idempotent", ignore=ignore)
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", directory)
+    command = (sys.executable, "-m", "pip", "wheel", *options, source)
+    subprocess.run(command, check=True, timeout=120)
+    (found,) = directory.glob("*.whl")
+    return found

@@ -358,8 +358,8 @@ def test_formats_that_cannot_be_written_or_read_are_found(
         ({"accept_content": ["json", "toml"]}, "accept_content names 'toml'"),
         ({"idempotency_leese": 3}, "did you mean idempotency_lease?"),
         ({"idempotency_sweep_interval": 0}, "at least 0.1 seconds"),
-        ({"idempotency_silenced_checks": "W009"}, "takes a list of ids"),
-        ({"idempotency_silenced_checks": [9]}, "takes a list of ids"),
+        ({"idempotency_silenced_checks": "W009"}, "must be a list of ids"),
+        ({"idempotency_silenced_checks": [9]}, "must be a list of ids"),
     ],
 )
 def test_an_option_that_is_bad_is_found_and_found_again(

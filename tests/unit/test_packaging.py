@@ -16,6 +16,7 @@ import pytest
 
 import celery_idempotent
 from tests.support.paths import ROOT
+from tests.support.programs import build_wheel
 from tests.support.workers import child_environment
 
 SOURCE = ROOT / "celery_idempotent"
@@ -88,9 +89,13 @@ def test_the_page_on_the_package_index_leads_to_files_that_are_there():
     urls = dict(each.split(", ", 1) for each in about.get_all("Project-URL"))
     assert {"Documentation", "Source", "Issues", "Changelog"} <= set(urls)
     files = f"{urls['Source']}/blob/v{about['Version']}/"
+    pictures = files.replace("/blob/", "/raw/")
     page = about["Description"] or about.get_payload()
     links = re.findall(r"\]\(([^)\s]+)\)", page)
     assert len(links) > 12
+    shown = re.findall(r"!\[[^]]+\]\(([^)\s]+)\)", page)
+    assert shown == [f"{pictures}docs/_static/demo.svg"]
+    links = [each.replace(pictures, files) for each in links]
     dead = [
         link
         for link in links
@@ -102,7 +107,10 @@ def test_the_page_on_the_package_index_leads_to_files_that_are_there():
     ]
     assert dead == []
     # As it is in the README, word by word.
-    assert page.replace(files, "").split() == (ROOT / "README.md").read_text().split()
+    assert (
+        page.replace(files, "").replace(pictures, "").split()
+        == (ROOT / "README.md").read_text().split()
+    )
 
 
 @pytest.mark.wide
@@ -263,17 +271,7 @@ def test_extras_are_those_for_users():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Build the wheel anew: what is installed is no file any more."""
-    directory = tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, directory)
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(SOURCE, directory / SOURCE.name, ignore=ignore)
-    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", directory)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, directory], check=True, timeout=120
-    )
-    (found,) = directory.glob("*.whl")
-    return found
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.wide

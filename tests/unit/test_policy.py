@@ -192,7 +192,7 @@ class TestValues:
         assert name in str(caught.value)
 
     def test_a_task_is_named_with_its_bad_value(self):
-        with pytest.raises(InvalidOption, match=r"idempotency_lease of task shop\.charge takes"):
+        with pytest.raises(InvalidOption, match=r"idempotency_lease of task shop\.charge must be"):
             define(idempotency_lease="long")
 
     @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ class TestSweep:
         assert store.get(stale).state is State.INTERRUPTED
         assert store.get(alive).state is State.PROCESSING
         assert (
-            "work key stale was stale and is interrupted: t@host:1 did not come back (crash 1)"
+            "the lease of t@host:1 on work key stale ran out: the record is INTERRUPTED (crash 1)"
             in (caplog.text)
         )
 

@@ -1112,9 +1112,10 @@ class Rescue:
 
 def start(heartbeat: lease.Heartbeat) -> None:
     """Have the thread started, as the first claim of a process does."""
-    record = claim(MemoryStore())
-    asked = ClaimAttempt(Claimed(record), b"", time.monotonic(), None)
-    other = Claiming(Policy(), TextCodec(), MemoryStore).hold(record, asked)  # type: ignore[arg-type]
+    store = MemoryStore()
+    record = claim(store)
+    asked = ClaimAttempt(Claimed(record), b"", time.monotonic(), store)
+    other = Claiming(Policy(), TextCodec(), lambda: store).hold(record, asked)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)
 

@@ -648,8 +648,10 @@ class TestDelivery:
         (event,) = told
         assert (event.who, event.reason) == ("ada", "its host is gone")
         assert (event.identity, event.record) == (claimed.record.identity, claimed.record)
-        (line,) = [each.getMessage() for each in caplog.records if "chose" in each.getMessage()]
-        assert line == "idempotency: ada chose to forget shop.charge key o-1: its host is gone"
+        (line,) = [
+            each.getMessage() for each in caplog.records if "ada forgot" in each.getMessage()
+        ]
+        assert line == "idempotency: ada forgot shop.charge key o-1: its host is gone"
 
     def test_a_stale_or_settled_record_is_forgotten_without_force(self, charge, store, caplog):
         identity = Identity(namespace="shop.charge", key="o-1")
@@ -662,7 +664,7 @@ class TestDelivery:
         )
         assert charge.idempotency_forget("o-1") is True
         # Nobody is named: it was this process.
-        assert caplog.text.count(f"{worker_name(os.getpid())} chose to forget") == 2
+        assert caplog.text.count(f"{worker_name(os.getpid())} forgot") == 2
 
     def test_a_key_that_is_claimed_while_it_is_forgotten_keeps_its_live_claim(
         self, charge, store, monkeypatch

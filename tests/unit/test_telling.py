@@ -354,29 +354,29 @@ class TestSweep:
 
 class TestOperator:
     @pytest.mark.parametrize(
-        ("operation", "expected"),
+        ("operation", "done", "expected"),
         [
-            ("release", "released"),
-            ("forget", "forgotten"),
-            ("fail", "settled FAILED"),
-            ("requeue", "requeued QUEUED"),
+            ("release", "released", "released"),
+            ("forget", "forgot", "forgotten"),
+            ("fail", "failed", "settled FAILED"),
+            ("requeue", "requeued", "requeued QUEUED"),
         ],
     )
-    def test_an_operation(self, heard, operation, expected):
+    def test_an_operation(self, heard, operation, done, expected):
         place = make_place(heard)
         place.operate(operation, place.claim(message=place.message()))
         told(place, expected, who="ada")
         assert heard.events[0][2].reason == "it is\nstuck"
         line = heard.lines[0].getMessage()
-        assert line == f"idempotency: ada chose to {operation} billing key o: it is stuck"
+        assert line == f"idempotency: ada {done} billing key o: it is stuck"
         if operation == "fail":
             assert isinstance(heard.events[0][2].error, FailedByOperator)
 
     @pytest.mark.parametrize(
         ("step", "expected", "what"),
         [
-            (None, "settled COMPLETED", "complete"),
-            ("100%", "amended INTERRUPTED", "complete step '100%' of"),
+            (None, "settled COMPLETED", "completed"),
+            ("100%", "amended INTERRUPTED", "completed step '100%' of"),
         ],
     )
     def test_completing(self, heard, step, expected, what):
@@ -385,7 +385,7 @@ class TestOperator:
         place.operate("complete", place.claim(), step=step, value=value)
         told(place, expected, who="ada")
         line = heard.lines[0].getMessage()
-        assert line == f"idempotency: ada chose to {what} billing key o: it is stuck"
+        assert line == f"idempotency: ada {what} billing key o: it is stuck"
 
     def test_an_operation_that_came_too_late(self, heard, monkeypatch):
         """The owner completed between the look and the write."""

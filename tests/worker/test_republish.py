@@ -107,7 +107,7 @@ def test_no_message_is_lost_in_an_outage_of_the_store(cut, key):
     keys = [f"{key}/{n}" for n in range(8)]
     sent = [cut.publish("guarded" if n % 2 else "early", each) for n, each in enumerate(keys)]
     for result in sent:
-        said = f"[{result.id}] did not run, its store failed ({rounds} times now)"
+        said = f"[{result.id}] did not run: store error ({rounds} so far)"
         wait_for(lambda said=said: said in cut.only.log, 60 * rounds, said)
     cut.proxy.heal()
     for each in keys:

@@ -59,8 +59,8 @@ def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
     if longer:
         yield Finding(
             id="W004",
-            problem=f"The broker delivers again after {broker.seconds:g} s ({broker.option}), before the lease of a"
-            f" dead worker is over: until then the message is republished each time. Tasks: {named(longer)}.",
+            problem=f"The {broker.option} ({broker.seconds:g} s) is not longer than the lease: after a crash the"
+            f" message is delivered again and republished until the lease ends. Tasks: {named(longer)}.",
             hint=f"Set idempotency_lease below the {broker.option}, or that in broker_transport_options higher.",
         )
 
@@ -83,7 +83,7 @@ def waits(app: Celery, tasks: Tasks) -> Iterator[Finding]:
         yield Finding(
             id="W019",
             problem=f"A message that waits for longer than {broker.held:g} s ({broker.option}) is delivered again each"
-            f" time that these pass: it runs once, but is many by then. So waits: {named(found)}.",
+            f" time that these pass: it runs once, but copies of it pile up. Affected: {named(found)}.",
             hint=f"Let them wait for less, or set the {broker.option} in broker_transport_options higher.",
         )
 

@@ -35,7 +35,7 @@ def known(app: Celery, tasks: Tasks) -> Iterator[Finding]:
     if unknown:
         yield Finding(
             id="E014",
-            problem=f"Nothing can be written with what is not installed: {named(unknown)}.",
+            problem=f"A serializer or compression is not installed: {named(unknown)}.",
             hint="Install its package, or name another one of kombu's registry, such as json or gzip.",
         )
 

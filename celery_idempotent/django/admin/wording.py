@@ -44,13 +44,14 @@ WORDINGS: Mapping[Operation, Wording] = MappingProxyType(
             button="Requeue",
             effect="The message that the record keeps is published again, under the same task id.",
             done="Requeued",
-            refusal="only an interrupted or a processing record whose message is stored can be requeued.",
+            refusal="only an interrupted or a processing record whose message is stored"
+            ' (idempotency_on_stale="requeue") can be requeued. Calling the task again has the same effect.',
         ),
         "complete": Wording(
             button="Complete",
-            effect="For what took effect although no run could say so. The key is settled as completed with the value"
-            " that you give: nothing runs for it, and whoever asks gets that value, as if a run had returned it. Ask"
-            " where the effect was to be, before you say what came of it.",
+            effect="Use this if the task took effect and its result was not recorded. The key is settled as completed"
+            " with the value that you give: nothing runs for it, and each call gets that value, as if a run returned"
+            " it. Check the outside system first.",
             done="Completed",
             refusal="only a record that is not completed, of a task of this app, can be completed; of the steps"
             " those of an unfinished one.",
@@ -58,7 +59,7 @@ WORDINGS: Mapping[Operation, Wording] = MappingProxyType(
         ),
         "fail": Wording(
             button="Fail",
-            effect="The key is settled as failed: until its retention ends nothing runs for it, and whoever asks"
+            effect="The key is settled as failed: until its retention ends nothing runs for it, and each call"
             " gets the error FailedByOperator.",
             done="Failed",
             refusal="only an unfinished record can be failed.",

@@ -175,8 +175,9 @@ class Guard:
         if getattr(request, "idempotency_guarded", False):
             # Rolled back at its end. The request is not what it was: its files are read, its user may have changed.
             raise RequestRefused(
-                "store_unavailable",
-                "It was undone, for it collided with others. Send the same request with the same key again.",
+                "rolled_back",
+                "The database rolled it back: a deadlock or a serialization failure. Send the same request with"
+                " the same key again.",
                 retry_after=self.options.retry_after,
             )
         with atomic_requests(guarded.non_atomic):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
@@ -92,7 +92,7 @@ NEVER_KEPT: Final = frozenset(
 )
 
 #: A function of the request: Django's own, or that of Django REST framework.
-OfRequest = Callable[[Any], object]
+OfRequest = Callable[..., object]
 
 #: Runs before the key is looked up: an answer that it returns is sent, and not stored.
 Check = Callable[..., "HttpResponseBase | None"]
@@ -104,10 +104,10 @@ ShowErrors = Literal["none", "permanent", "all"]
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
 
-_a_text = accept_if(lambda value: isinstance(value, str), "takes a text")
+_a_text = accept_if(lambda value: isinstance(value, str), "must be a text")
 _amount = accept_if(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
-    "takes a number from 0",
+    "must be a number from 0",
 )
 _namespace_text = accept_if(
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARS,
@@ -122,7 +122,7 @@ def _imported(value: object) -> object:
 def _callable(value: object) -> OfRequest:
     found = _imported(value)
     if not callable(found) or iscoroutinefunction(found):
-        raise ValueError("takes a function of the request, no coroutine, or its dotted path")
+        raise ValueError("must be a function of the request, no coroutine, or its dotted path")
     return found
 
 
@@ -135,7 +135,7 @@ def _items(
 
     def read_all(value: object) -> tuple[object, ...]:
         if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError("takes a sequence")
+            raise ValueError("must be a sequence")
         found = tuple(map(read, value))
         if not all(map(fits, found)):
             raise ValueError(allowed)
@@ -146,27 +146,27 @@ def _items(
 
 _unsafe_methods = _items(
     lambda item: isinstance(item, str) and item not in _SAFE,
-    f"takes methods other than {', '.join(_SAFE)}, which are never guarded",
+    f"must be methods other than {', '.join(_SAFE)}, which are never guarded",
     read=lambda item: item.upper() if isinstance(item, str) else item,
 )
 _checks = _items(
     lambda item: callable(item) and not iscoroutinefunction(item),
-    "takes functions of the request, none of them a coroutine",
+    "must be functions of the request, none of them a coroutine",
     read=_imported,
 )
 _headers = _items(
     lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
-    f"takes names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
+    f"must be names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
 )
 _attribute_names = _items(
     lambda item: (
         isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
     ),
-    "takes names of attributes that are not a response's own",
+    "must be names of attributes that are not a response's own",
 )
 _task_names = _items(
     lambda item: isinstance(item, str),
-    "takes names of tasks, or what else is their idempotency_namespace",
+    "must be names of tasks, or what else is their idempotency_namespace",
 )
 _statuses = _items(
     lambda item: isinstance(item, int) and 100 <= item < 500,

@@ -25,6 +25,7 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
     "task_failed": (500, "The task failed", False),
     "too_many_crashes": (500, "The request took its process down too often", False),
     "store_unavailable": (503, "It cannot be checked whether this is a repetition", True),
+    "rolled_back": (503, "The transaction was rolled back", True),
     "result_unavailable": (503, "The result cannot be fetched", True),
     "not_queued": (503, "The task could not be queued", True),
     "timed_out": (504, "The task never came back", False),

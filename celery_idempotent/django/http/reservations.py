@@ -170,4 +170,8 @@ def _free_key(order: TaskOrder, record: Record) -> None:
     try:
         key_change.give_back(order.store, order.identified, record)
     except STORE_ERRORS as trouble:
-        logger.warning("idempotency: a reservation is left to its deadline: %s", trouble)
+        logger.warning(
+            "idempotency: could not release the reservation of %s, its deadline will end it: %s",
+            record.identity,
+            trouble,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import models
 
@@ -71,7 +71,9 @@ class NowMs(models.Func):
     output_field = models.BigIntegerField()
     arity = 0
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: object, **__: Any) -> Any:
+    def as_sql(
+        self, compiler: object, connection: BaseDatabaseWrapper, *_: object, **__: object
+    ) -> _Sql:
         """Ask this machine's clock, for a database whose own is not known here."""
         del compiler, connection
         return "%s", [int(time.time() * 1000)]

@@ -26,6 +26,7 @@ from django.db import Error, connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
+from celery_idempotent.django.sql.columns import Row
 from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect, error_code, kind
 from celery_idempotent.django.sql.forking import unforked
 from celery_idempotent.django.sql.spare_connections import SpareConnections, is_inherited
@@ -60,17 +61,18 @@ class Session:
         self.words = words
         #: Is this the thread's own transaction?
         self.inside = inside
-        self._begun = inside
+        #: Is the next statement part of a transaction?
+        self.begun = inside
         self._savepoints = 0
 
-    def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
+    def execute(self, sql: str, params: Row = ()) -> int:
         """Run a statement; return how many rows it touched."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
             touched: int = cursor.rowcount
             return touched
 
-    def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def rows(self, sql: str, params: Row = ()) -> list[tuple[Any, ...]]:
         """Run a query."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
@@ -78,7 +80,7 @@ class Session:
 
     def write(self, sql: str, params: Sequence[object] = ()) -> int:
         """Run a statement that waits for a locked row only so long; outside of a transaction an UPDATE or DELETE."""
-        before, after = ("", "") if self._begun else self.words.alone
+        before, after = ("", "") if self.begun else self.words.alone
         return self.execute(before + self.words.patience + sql + after, params)
 
     def expect(self, sql: str, params: Sequence[object] = ()) -> None:
@@ -99,20 +101,21 @@ class Session:
             name = f"celery_idempotent_verb_{self._savepoints}"
             begin, commit = f"SAVEPOINT {name}", f"RELEASE SAVEPOINT {name}"
             undo = [f"ROLLBACK TO SAVEPOINT {name}", commit]
-        self._control(begin)
-        outer, self._begun = self._begun, True
+        self.control(begin)
+        outer, self.begun = self.begun, True
         try:
             yield
-            self._control(commit)
+            self.control(commit)
         except BaseException:
             with contextlib.suppress(Error):
                 for statement in undo:
-                    self._control(statement)
+                    self.control(statement)
             raise
         finally:
-            self._begun = outer
+            self.begun = outer
 
-    def _control(self, sql: str) -> None:
+    def control(self, sql: str) -> None:
+        """Run a statement without parameters."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql)
 
@@ -267,7 +270,7 @@ def is_idle(own: BaseDatabaseWrapper) -> bool:
 
 def transaction_begun(own: BaseDatabaseWrapper, *, if_unknown: bool = True) -> bool:
     """Has a transaction begun on the thread's connection, which is open?"""
-    raw: Any = own.connection
+    raw = own.connection
     if own.vendor == "postgresql":
         return int(raw.info.transaction_status) != 0
     if own.vendor == "mysql":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from celery_idempotent.django.sql.columns import (
     LEASE,
@@ -25,7 +27,7 @@ from celery_idempotent.records import Identity, RefusalKind, State
 from celery_idempotent.stores.cas import Look
 from celery_idempotent.stores.machine import StoredRecord
 
-__all__ = ["Row", "read"]
+__all__ = ["HIGH_WATER", "ROW_ID", "Row", "read", "read_columns", "row_of"]
 
 _SET_RECORD = ", ".join(f"{column} = %s" for column in RECORD)
 _SET_LEASE = ", ".join(f"{column} = %s" for column in LEASE)
@@ -34,6 +36,9 @@ _READ_REFUSALS = (
     "(SELECT x.entries FROM celery_idempotent_refusals x"
     " WHERE x.digest = r.digest AND x.created_ms = r.created_ms)"
 )
+HIGH_WATER = "(SELECT max(token) FROM celery_idempotent_highwatermark)"
+#: Where in a row is the number that says that there is one.
+ROW_ID = 2
 _DELETE_REFUSALS = "DELETE FROM celery_idempotent_refusals WHERE digest = %s"
 
 
@@ -140,6 +145,13 @@ class Row(Look):
         return self.stored is None or end_holder(self.session, self.digest, self.stored.record)
 
 
+def read_columns(key: str = '"key"', refusals: str = "NULL") -> str:
+    """Return what :func:`row_of` reads of ``r`` and ``l``."""
+    return (
+        f"r.id, r.prune_ms, {refusals}, r.namespace, r.scope, r.{key}, {READ_RECORD}, {READ_LEASE}"
+    )
+
+
 def read(
     session: Session, name: bytes, identity: Identity | None = None, *, refusals: bool = False
 ) -> Row:
@@ -151,14 +163,19 @@ def read(
         # Only MySQL means it. A result that is not committed may never be: the next statement is
         # to see none.
         session.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-    ((now_us, mark, entries, row_id, prune_ms, namespace, scope, key, *rest),) = session.rows(
-        f"SELECT {words.now_us}, (SELECT max(token) FROM celery_idempotent_highwatermark),"
-        f" {read_refusals}, r.id, r.prune_ms, r.namespace, r.scope, r.{words.key}, {READ_RECORD}, {READ_LEASE}"
+    (found,) = session.rows(
+        f"SELECT {words.now_us}, {HIGH_WATER}, {read_columns(words.key, read_refusals)}"
         " FROM (SELECT 1 AS one) o"
         " LEFT JOIN celery_idempotent_record r ON r.digest = %s"
         " LEFT JOIN celery_idempotent_lease l ON l.digest = %s",
         (name, name),
     )
+    return row_of(session, name, identity, found)
+
+
+def row_of(session: Session, name: bytes, identity: Identity | None, columns: Sequence[Any]) -> Row:
+    """Return what a look found: the time, the largest token given back, and what :func:`read_columns` asks for."""
+    now_us, mark, row_id, prune_ms, entries, namespace, scope, key, *rest = columns
     record, lease = rest[: len(RECORD)], rest[len(RECORD) :]
     lease_version = lease[3]
     if row_id is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
+from celery_idempotent.django.sql import plans
 from celery_idempotent.django.sql.columns import (
     ENDED,
     LEASE,
@@ -23,6 +24,7 @@ from celery_idempotent.django.sql.columns import (
 )
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS
+from celery_idempotent.django.sql.rows import HIGH_WATER, ROW_ID, Row, read_columns, row_of
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores.cas import Done
 from celery_idempotent.stores.machine import Asked, decide
@@ -52,8 +54,8 @@ _OVER = ", ".join(
 )
 
 
-def claim(session: Session, asked: Asked) -> Record | None:
-    """Claim a key that has no row; ``None`` if it has one."""
+def claim(session: Session, asked: Asked) -> Record | Row | None:
+    """Claim a key that has no row; else return the row, ``None`` if it was written by another just now."""
     if session.words.vendor != "postgresql":
         return None
     identity = asked.fields["identity"]
@@ -69,14 +71,14 @@ def claim(session: Session, asked: Asked) -> Record | None:
     }
     lease = _filled(LEASE, lease_values(new, 0))
     del lease["token"]  # the one that the record gets
-    found = session.rows(
-        _claim_statement(_clock(session), tuple(record), tuple(lease)),
-        (*record.values(), name, *lease.values()),
+    ((token, now_ms, *seen),) = plans.rows(
+        session,
+        _claim_statement(session.words.now_us, tuple(record), tuple(lease)),
+        (name, *record.values(), *lease.values()),
     )
-    if not found:
-        return None
-    ((token, now_ms),) = found
-    return move.after(None, asked, now_ms, token).record
+    if token is not None:
+        return move.after(None, asked, now_ms, token).record
+    return None if seen[ROW_ID] is None else row_of(session, name, identity, seen)
 
 
 def _filled(columns: Sequence[str], values: Sequence[object]) -> dict[str, object]:
@@ -87,17 +89,20 @@ def _filled(columns: Sequence[str], values: Sequence[object]) -> dict[str, objec
 
 
 @cache
-def _claim_statement(clock: str, record: tuple[str, ...], lease: tuple[str, ...]) -> str:
+def _claim_statement(now_us: str, record: tuple[str, ...], lease: tuple[str, ...]) -> str:
     return (
-        f"{clock}, r AS (INSERT INTO celery_idempotent_record ({', '.join(record)})"
+        f"{_clock(now_us)}, s AS MATERIALIZED (SELECT {read_columns()} FROM celery_idempotent_record r"
+        " LEFT JOIN celery_idempotent_lease l ON l.digest = r.digest WHERE r.digest = %s"
+        f"), r AS (INSERT INTO celery_idempotent_record ({', '.join(record)})"
         f" SELECT {', '.join(_OF_RECORD.get(column, '%s') for column in record)} FROM t"
         # Not left to the conflict alone: that waits for the transaction that is writing the row.
-        " WHERE NOT EXISTS (SELECT 1 FROM celery_idempotent_record WHERE digest = %s)"
+        " WHERE NOT EXISTS (SELECT 1 FROM s)"
         " ON CONFLICT (digest) DO NOTHING RETURNING digest, token, created_ms"
         f"), l AS (INSERT INTO celery_idempotent_lease AS lease (digest, token, {', '.join(lease)})"
         f" SELECT digest, token, {', '.join(_OF_LEASE.get(column, '%s') for column in lease)} FROM r"
         f" ON CONFLICT (digest) DO UPDATE SET {_OVER}"
-        ") SELECT token, created_ms FROM r"
+        f") SELECT r.token, r.created_ms, t.us, {HIGH_WATER}, s.*"
+        " FROM t LEFT JOIN r ON true LEFT JOIN s ON true"
     )
 
 
@@ -111,17 +116,9 @@ def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
         or asked.intervention
     ):
         return None
-    found = session.rows(
-        f"{_clock(session)}, r AS ("
-        "UPDATE celery_idempotent_record AS record SET state = %s, value = %s, replaced = %s,"
-        " reserved = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
-        " prune_ms = least(prune_ms, us / 1000 + %s), version = record.version + 1"
-        " FROM t, celery_idempotent_lease AS lease"
-        f" WHERE record.digest = %s AND record.token = %s AND record.{LIVE_SQL}"
-        " AND lease.digest = record.digest AND lease.token = record.token"
-        " AND lease.expires_ms > us / 1000 RETURNING record.digest"
-        "), l AS (DELETE FROM celery_idempotent_lease USING r"
-        " WHERE celery_idempotent_lease.digest = r.digest) SELECT 1 FROM r",
+    found = plans.rows(
+        session,
+        _settle_statement(session.words.now_us),
         (
             LETTERS[state],
             None if value is None else pack_value(value),
@@ -135,12 +132,38 @@ def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
     return Done("settled") if found else None
 
 
+@cache
+def _settle_statement(now_us: str) -> str:
+    return (
+        f"{_clock(now_us)}, r AS ("
+        "UPDATE celery_idempotent_record AS record SET state = %s, value = %s, replaced = %s,"
+        " reserved = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
+        " prune_ms = least(prune_ms, us / 1000 + %s), version = record.version + 1"
+        " FROM t, celery_idempotent_lease AS lease"
+        f" WHERE record.digest = %s AND record.token = %s AND record.{LIVE_SQL}"
+        " AND lease.digest = record.digest AND lease.token = record.token"
+        " AND lease.expires_ms > us / 1000 RETURNING record.digest"
+        "), l AS (DELETE FROM celery_idempotent_lease USING r"
+        " WHERE celery_idempotent_lease.digest = r.digest) SELECT 1 FROM r"
+    )
+
+
 def _release_row(session: Session, identity: Identity, asked: Asked) -> Done | None:
     """Give back a claim without steps; ``None`` for any other."""
     if session.words.vendor != "postgresql":
         return None
-    found = session.rows(
-        f"{_clock(session)}, r AS ("
+    found = plans.rows(
+        session,
+        _release_statement(session.words.now_us),
+        (RELEASED, PRUNE_SLACK_MS, digest(identity), asked.token, asked.delay_ms is not None),
+    )
+    return Done("released") if found else None
+
+
+@cache
+def _release_statement(now_us: str) -> str:
+    return (
+        f"{_clock(now_us)}, r AS ("
         "UPDATE celery_idempotent_record AS record SET state = %s, value = NULL,"
         " expires_ms = us / 1000, prune_ms = least(prune_ms, us / 1000 + %s),"
         " version = record.version + 1"
@@ -150,10 +173,8 @@ def _release_row(session: Session, identity: Identity, asked: Asked) -> Done | N
         " AND lease.digest = record.digest AND lease.token = record.token"
         " AND lease.steps IS NULL AND lease.expires_ms > us / 1000 RETURNING record.digest"
         "), l AS (DELETE FROM celery_idempotent_lease USING r"
-        " WHERE celery_idempotent_lease.digest = r.digest) SELECT 1 FROM r",
-        (RELEASED, PRUNE_SLACK_MS, digest(identity), asked.token, asked.delay_ms is not None),
+        " WHERE celery_idempotent_lease.digest = r.digest) SELECT 1 FROM r"
     )
-    return Done("released") if found else None
 
 
 def _mark_delivered(session: Session, identity: Identity, asked: Asked) -> Done:
@@ -175,13 +196,13 @@ SHORTCUTS: Mapping[Verb, Callable[[Session, Identity, Asked], Done | None]] = {
 }
 
 
-def _clock(session: Session) -> str:
+def _clock(now_us: str) -> str:
     """Open a statement with the time, read once, and with a bound to its waits for locks.
 
     What is set is local to the statement's own transaction. It works within the statement that sets
     it, because the row that is to be locked is found by way of this one.
     """
     return (
-        f"WITH t AS MATERIALIZED (SELECT {session.words.now_us} AS us,"
+        f"WITH t AS MATERIALIZED (SELECT {now_us} AS us,"
         f" set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true))"
     )

@@ -73,6 +73,8 @@ class Link(Protocol):
     """The way to a server, or to all servers of a cluster."""
 
     where: str
+    #: May one script touch keys of several buckets?
+    spans: bool
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command: a ``ResponseError`` where the server refused it."""
@@ -98,9 +100,14 @@ class Channel:
     def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Reply]:
         """Send the packed commands at once and read as many answers."""
         connection = self._connect() if fresh else self._take()
+        answers: list[Reply] = []
         try:
             connection.send_packed_command([b"".join(packed)])
-            answers = [_read_reply(connection) for _ in packed]
+            for _ in packed:
+                try:
+                    answers.append(connection.read_response())
+                except exceptions.ResponseError as error:  # noqa: PERF203  one answer is an error, not all
+                    answers.append(error)
         except BaseException:
             connection.disconnect()
             raise
@@ -141,6 +148,7 @@ class Server:
     ) -> None:
         self.where = where
         self.endpoint = endpoint
+        self.spans = True
         self._channel = Channel(connect)
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
@@ -154,7 +162,7 @@ class Server:
             # The server had closed an idle connection, or there was a failover. Every verb may be sent twice: a claim
             # names its attempt, and all others a token.
             return self._again(packed)
-        if any(passing(answer) == "READONLY" for answer in answers):
+        if "READONLY" in [passing(refusal) for refusal in _refusals(answers)]:
             # A replica answered: it is no longer the master.
             return self._again(packed)
         return answers
@@ -179,6 +187,8 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
     """
     try:
         answers = link.exchange(commands)
+        if not _refusals(answers):
+            return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
             # The WAIT after such a script had nothing to wait for, so it is repeated as well.
@@ -189,10 +199,13 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
                 answers[n] = answer
     except (exceptions.RedisError, OSError) as error:
         raise trouble(error, link.where) from error
-    for answer in answers:
-        if isinstance(answer, exceptions.RedisError):
-            raise trouble(answer, link.where) from answer
+    for refusal in _refusals(answers):
+        raise trouble(refusal, link.where) from refusal
     return answers
+
+
+def _refusals(answers: Sequence[Reply]) -> list[exceptions.RedisError]:
+    return [answer for answer in answers if isinstance(answer, exceptions.RedisError)]
 
 
 def passing(answer: object) -> str:
@@ -229,10 +242,3 @@ def trouble(error: Exception, where: str) -> StoreUnavailable | StoreMisconfigur
 
 def _sentence(error: Exception) -> str:
     return str(error).rstrip(".")
-
-
-def _read_reply(connection: Connection) -> Reply:
-    try:
-        return connection.read_response()
-    except exceptions.ResponseError as error:
-        return error

@@ -35,6 +35,7 @@ class Cluster:
         self, connect: Callable[[Address], Connection], seeds: Sequence[Address], *, where: str
     ) -> None:
         self.where = where
+        self.spans = False
         self._connect = connect
         self._seeds = tuple(seeds)
         self._channels: dict[Address, Channel] = {}

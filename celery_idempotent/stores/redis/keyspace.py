@@ -27,6 +27,7 @@ prefix may have none.
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 from celery_idempotent.errors import StoreMisconfigured
@@ -47,6 +48,8 @@ class Keyspace:
             )
         self.prefix = prefix
         self._start = prefix.encode()
+        #: What all names of each bucket begin with.
+        self._heads = [b"%b:{%d}" % (self._start, bucket) for bucket in range(BUCKETS)]
 
     def locate(self, identity: Identity) -> tuple[int, bytes]:
         """Return the bucket and the name of the record.
@@ -57,7 +60,7 @@ class Keyspace:
         namespace, scope = _escape(identity.namespace), _escape(identity.scope)
         text = f"{namespace}:{scope}:{identity.key}".encode()
         bucket = zlib.crc32(text) % BUCKETS
-        return bucket, b"%b:{%d}:%b" % (self._start, bucket, text)
+        return bucket, self._heads[bucket] + b":" + text
 
     def identity(self, name: bytes) -> Identity:
         """Return the identity that :meth:`locate` gave this name."""
@@ -77,19 +80,19 @@ class Keyspace:
 
     def leases(self, bucket: int) -> bytes:
         """Name the index of the bucket's leases."""
-        return b"%b:{%d}!leases" % (self._start, bucket)
+        return self._heads[bucket] + b"!leases"
 
     def failures(self, bucket: int) -> bytes:
         """Name the index of the bucket's failed records."""
-        return b"%b:{%d}!failures" % (self._start, bucket)
+        return self._heads[bucket] + b"!failures"
 
     def interrupted(self, bucket: int) -> bytes:
         """Name the index of the bucket's interrupted records."""
-        return b"%b:{%d}!interrupted" % (self._start, bucket)
+        return self._heads[bucket] + b"!interrupted"
 
     def token(self, bucket: int) -> bytes:
         """Name the bucket's high-water mark of tokens."""
-        return b"%b:{%d}!token" % (self._start, bucket)
+        return self._heads[bucket] + b"!token"
 
     def counts(self, hour: int) -> bytes:
         """Name the counters of an hour."""
@@ -107,9 +110,10 @@ class Keyspace:
 
     def generation(self, bucket: int) -> bytes:
         """Name a number that changes, in a cache, whenever a record of the bucket is forgotten."""
-        return b"%b:{%d}!generation" % (self._start, bucket)
+        return self._heads[bucket] + b"!generation"
 
 
+@functools.lru_cache(maxsize=256)
 def _escape(part: str) -> str:
     return part.replace("%", "%25").replace(":", "%3A")
 

@@ -55,6 +55,7 @@ from celery_idempotent.stores.values import STATES, pack_text, pack_value, unpac
 
 _STATE_OF_LETTER = {ord(letter): state for letter, state in STATES.items()}
 _LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
+_SETTLED = bytes(letter for letter, state in _STATE_OF_LETTER.items() if state.settled)
 
 _HAS_FINGERPRINT = 1
 _UUID, _VALUE, _REPLACED, _DELIVERED, _NOTES = 2, 4, 8, 16, 32
@@ -143,10 +144,11 @@ def unpack_record(identity: Identity, packed: bytes, *, summary: bool = False) -
 
 def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
     state = _STATE_OF_LETTER.get(packed[0]) if len(packed) >= _COMMON_HEAD_BYTES else None
-    if state is None or packed[1] & ~(_SETTLED_FLAGS if state.settled else _LIVE_FLAGS):
+    # By the letter: a sweep unpacks thousands of them.
+    settled, flags = packed[0] in _SETTLED, packed[1]
+    if state is None or flags & ~(_SETTLED_FLAGS if settled else _LIVE_FLAGS):
         raise unreadable(identity)
-    flags = packed[1]
-    at = _COMMON_HEAD_BYTES if state.settled else _LIVE_HEAD_BYTES
+    at = _COMMON_HEAD_BYTES if settled else _LIVE_HEAD_BYTES
     fingerprint = None
     if flags & _HAS_FINGERPRINT:
         fingerprint = packed[at : at + FINGERPRINT_BYTES]
@@ -157,7 +159,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
     refusals: tuple[Refusal, ...] = ()
     interventions: tuple[Intervention, ...] = ()
     live = 0
-    if state.settled:
+    if settled:
         task_id, at = _unpack_task_id(packed, at, flags)
         if flags & _NOTES and not summary:
             start, at = at + 2, at + 2 + int.from_bytes(packed[at : at + 2], "big")
@@ -186,7 +188,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         worker=worker,
         value=value,
         replaced=bool(flags & _REPLACED),
-        delivered=state.settled and bool(flags & _DELIVERED),
+        delivered=settled and bool(flags & _DELIVERED),
         reserved=bool(live & _RESERVED),
         uncommitted=bool(live & _UNCOMMITTED),
         on_stale=_ON_STALE_WORDS.get(live & (_FAIL | _REQUEUE), "interrupt"),

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import TypeAlias
+
+from redis.exceptions import ClusterCrossSlotError
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Record, State, SweepReport
 from celery_idempotent.stores.base import ATTEMPT_BYTES
-from celery_idempotent.stores.redis.facts import Servers, now_ms
+from celery_idempotent.stores.redis.facts import Servers
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.packed import unpack_record
-from celery_idempotent.stores.redis.scripts import plain, script
+from celery_idempotent.stores.redis.scripts import Command, plain, script
 
-#: No script works on more records than this: Redis serves no other client while one runs.
-_PER_SCRIPT = 100
+#: No script works on more records, or looks into more indexes, than this: Redis serves no other client while one runs.
+_PER_SCRIPT, _PER_LOOK = 50, 256
 
 #: While the index of INTERRUPTED records is not complete: how many keys a prune looks at, in steps of how many.
 _PER_PRUNE, _PER_SCAN = 5_000, 500
 
 #: What stands at :attr:`Keyspace.indexed` once it is complete, or if this user may not scan.
 _INDEXED, _REFUSED = b"done", b"refused"
+
+#: A bucket, and the names in one of its indexes whose time has come.
+_Due: TypeAlias = tuple[int, list[bytes]]
 
 
 class Upkeep(Servers):
@@ -31,8 +38,7 @@ class Upkeep(Servers):
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
         each = min(limit, _PER_SCRIPT)
-        arguments = (b"%d" % requeue_ms, os.urandom(ATTEMPT_BYTES))
-        commands, asked, left, more = [], [], limit, False
+        due, left, more = [], limit, False
         # One more than a script may take, to know whether there is more.
         for bucket, names in self._due(self._keys.leases, each=each + 1):
             more = more or len(names) > min(each, left)
@@ -40,17 +46,39 @@ class Upkeep(Servers):
             if not names:
                 break
             left -= len(names)
-            asked += names
-            indexes = (self._keys.leases(bucket), self._keys.interrupted(bucket))
-            commands.append(script("sweep").call(bucket, (*indexes, *names), *arguments))
-        swept = [packed for answer in self._ask_all(commands) for packed in answer]
+            due.append((bucket, names))
+        delay, attempt = b"%d" % requeue_ms, os.urandom(ATTEMPT_BYTES)
+        answers = self._ask_all(
+            [self._swept_together(each, delay, attempt) for each in self._together(due)]
+        )
+        swept = itertools.chain.from_iterable(answers)
         interrupted: list[Record] = []
         requeued: list[Record] = []
-        for name, packed in zip(asked, swept, strict=True):
+        for name, packed in zip((name for _, names in due for name in names), swept, strict=True):
             if packed is not None:
                 record = unpack_record(self._keys.identity(name), packed)
                 (requeued if record.state is State.QUEUED else interrupted).append(record)
         return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=more)
+
+    def _together(self, due: Sequence[_Due]) -> Iterator[Sequence[_Due]]:
+        """Divide what is due among scripts, as few as may be: starting one costs as much as a record does."""
+        group: list[_Due] = []
+        size = 0
+        for bucket, names in due:
+            if group and (not self._link.spans or size + len(names) > _PER_SCRIPT):
+                yield group
+                group, size = [], 0
+            group.append((bucket, names))
+            size += len(names)
+        if group:
+            yield group
+
+    def _swept_together(self, due: Sequence[_Due], delay: bytes, attempt: bytes) -> Command:
+        keys: list[bytes] = []
+        for bucket, names in due:
+            keys += (self._keys.leases(bucket), self._keys.interrupted(bucket), *names)
+        sizes = [b"%d" % len(names) for _, names in due]
+        return script("sweep").call(due[0][0], keys, delay, attempt, *sizes)
 
     def prune(self, *, limit: int) -> int:
         """Drop index entries of expired records; Redis drops the records by itself."""
@@ -103,19 +131,33 @@ class Upkeep(Servers):
         index = script("index")
         self._ask_all([index.call(b, (self._keys.interrupted(b), name)) for b, name in found])
 
-    def _due(
-        self, index: Callable[[int], bytes], *, each: int
-    ) -> Iterator[tuple[int, list[bytes]]]:
+    def _due(self, index: Callable[[int], bytes], *, each: int) -> list[_Due]:
         """Look into all buckets for names whose time has come, up to ``each`` names of a bucket.
 
-        Starts anywhere, so that a limit never starves the same buckets. One node's time serves for
-        all: this only finds candidates, and a script decides about each by its own server's time.
+        Starts anywhere, so that a limit never starves the same buckets.
         """
         start = random.randrange(BUCKETS)
         buckets = [*range(start, BUCKETS), *range(start)]
-        now = b"%d" % now_ms(self._link, start)
-        place = (b"LIMIT", b"0", b"%d" % each)
-        found = self._ask_all(
-            [plain(b, b"ZRANGEBYSCORE", index(b), b"-inf", now, *place) for b in buckets]
+        if self._link.spans:
+            try:
+                return self._look(index, buckets, _PER_LOOK, each)
+            except StoreMisconfigured as error:
+                if not isinstance(error.__cause__, ClusterCrossSlotError):
+                    raise
+                # A cluster behind one address: its scripts have one bucket each, as in any cluster.
+                self._link.spans = False
+        return self._look(index, buckets, 1, each)
+
+    def _look(
+        self, index: Callable[[int], bytes], buckets: Sequence[int], at_once: int, each: int
+    ) -> list[_Due]:
+        groups = [buckets[at : at + at_once] for at in range(0, len(buckets), at_once)]
+        due, most = script("due"), b"%d" % each
+        answers = self._ask_all(
+            [due.call(group[0], [index(bucket) for bucket in group], most) for group in groups]
         )
-        return ((bucket, names) for bucket, names in zip(buckets, found, strict=True) if names)
+        return [
+            (group[place - 1], names)
+            for group, answer in zip(groups, answers, strict=True)
+            for place, names in answer
+        ]

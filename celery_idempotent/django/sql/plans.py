@@ -1,0 +1,109 @@
+"""Statements that PostgreSQL plans once and keeps, for planning one takes it longer than doing what it says.
+
+::
+
+    verb 4      PREPARE celery_idempotent_6c… ─ EXECUTE
+    verb 5…     EXECUTE
+    verb 1,004  DEALLOCATE, PREPARE ─ EXECUTE              the tables have grown, and the plan may be another
+
+Behind a pooler that gives a session to many, the next one may not know the statement. Then the server says so, and the
+verb runs as it would without all this. Its name is the digest of its text: under it there is never another statement.
+Where the project says that there is such a pooler (``DISABLE_SERVER_SIDE_CURSORS``), none is prepared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from django.db import Error
+
+from celery_idempotent.django.sql.dialects import error_code
+
+if TYPE_CHECKING:
+    from celery_idempotent.django.sql.connections import Session
+
+__all__ = ["rows"]
+
+#: A connection that closes after a task or a request (Django's ``CONN_MAX_AGE``) is not worth it.
+_WARM = 3
+#: How often a plan is used. A table that was all but empty then may have a million rows by now.
+_USES = 1_000
+#: So often a connection may not know what it was told before it is left alone.
+_MISSES = 3
+
+_UNKNOWN, _KNOWN, _CHANGED = "26000", "42P05", "0A000"
+
+#: What our parameters are, by their Python type; only values may be missing.
+_TYPES = {bytes: "bytea", bool: "boolean", int: "bigint", str: "text", type(None): "bytea"}
+
+
+@dataclass(slots=True)
+class _Plans:
+    """What one connection was told: by name, how often it was used since."""
+
+    verbs: int = 0
+    misses: int = 0
+    uses: dict[str, int] = field(default_factory=dict)
+
+
+class _Statement(NamedTuple):
+    name: str
+    prepare: str
+    execute: str
+
+
+_of_connection: WeakKeyDictionary[object, _Plans] = WeakKeyDictionary()
+
+
+def rows(session: Session, sql: str, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Run a query that is a transaction of its own, by its plan if it is run often."""
+    raw: object = session.connection.connection
+    pooled = session.connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+    if session.begun or session.words.vendor != "postgresql" or pooled or raw is None:
+        return session.rows(sql, params)
+    plans = _of_connection.setdefault(raw, _Plans())
+    plans.verbs += 1
+    if plans.verbs <= _WARM or plans.misses >= _MISSES:
+        return session.rows(sql, params)
+    statement = _statement(sql, tuple(_TYPES[type(value)] for value in params))
+    try:
+        _prepare(session, plans, statement)
+        return session.rows(statement.execute, params)
+    except Error as error:
+        if error_code(error) not in (_UNKNOWN, _CHANGED):
+            raise
+        plans.misses += 1
+        plans.uses.pop(statement.name, None)
+    return session.rows(sql, params)
+
+
+def _prepare(session: Session, plans: _Plans, statement: _Statement) -> None:
+    used = plans.uses.get(statement.name)
+    if used is None or used >= _USES:
+        if used is not None:
+            session.control(f"DEALLOCATE {statement.name}")
+        try:
+            session.control(statement.prepare)
+        except Error as error:
+            if error_code(error) != _KNOWN:
+                raise
+        used = 0
+    plans.uses[statement.name] = used + 1
+
+
+@cache
+def _statement(sql: str, types: tuple[str, ...]) -> _Statement:
+    parts = sql.split("%s")
+    numbered = "".join(f"{part}${n}" for n, part in enumerate(parts[:-1], start=1)) + parts[-1]
+    digest = hashlib.sha1(f"{numbered} {types}".encode(), usedforsecurity=False).hexdigest()
+    name = f"celery_idempotent_{digest}"
+    return _Statement(
+        name,
+        f"PREPARE {name} ({', '.join(types)}) AS {numbered}",
+        f"EXECUTE {name} ({', '.join(['%s'] * len(types))})",
+    )

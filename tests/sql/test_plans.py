@@ -1,0 +1,156 @@
+"""PostgreSQL plans the statements of almost every task once a connection, and not once a task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
+
+from celery_idempotent.django.sql import plans
+from celery_idempotent.django.sql.connections import Session
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, SettleRequest, State
+
+NAMES = "SELECT name FROM pg_prepared_statements WHERE name LIKE 'celery_idempotent_%'"
+
+
+def claim(store: DjangoStore, key: str) -> Any:
+    return store.claim(
+        ClaimRequest(
+            identity=Identity(namespace="charge", key=key),
+            attempt=os.urandom(8),
+            lease_ms=60_000,
+            keep_ms=60_000,
+        )
+    )
+
+
+def run(store: DjangoStore, key: str) -> None:
+    record = claim(store, key).record
+    assert store.settle(
+        SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+    )
+
+
+@pytest.fixture
+def store(use_database: Callable[..., str]) -> Iterator[DjangoStore]:
+    """A store on a connection that was never used."""
+    alias = use_database("postgresql")
+    connections[alias].ensure_connection()
+    store = DjangoStore(alias)
+    yield store
+    store.close()
+    connections[alias].close()
+
+
+def prepared(store: DjangoStore) -> list[str]:
+    with connections[store.alias].cursor() as cursor:
+        cursor.execute(NAMES)
+        return sorted(name for (name,) in cursor.fetchall())
+
+
+def asked(store: DjangoStore, work: Callable[[], object]) -> list[str]:
+    """Return the first word of each statement that this takes."""
+    with CaptureQueriesContext(connections[store.alias]) as context:
+        work()
+    return [query["sql"].split()[0] for query in context.captured_queries]
+
+
+def test_a_connection_that_is_used_often_plans_each_statement_once(store):
+    # One that closes after the task would prepare them for nothing.
+    assert asked(store, lambda: run(store, "first")) == ["WITH", "WITH"]
+    assert prepared(store) == []
+    for n in range(3):
+        run(store, f"{n}")
+    assert asked(store, lambda: run(store, "planned")) == ["EXECUTE", "EXECUTE"]
+    assert len(prepared(store)) == 2
+    assert claim(store, "planned").record.state is State.COMPLETED
+
+
+def test_a_duplicate_of_a_completed_key_takes_one_statement(store):
+    for n in range(4):
+        run(store, f"{n}")
+    answers = []
+    assert asked(store, lambda: answers.append(claim(store, "2"))) == ["EXECUTE"]
+    assert isinstance(answers[0], Settled)
+
+
+def test_a_duplicate_takes_one_statement_on_a_connection_that_was_just_opened_too(store):
+    run(store, "once")
+    assert asked(store, lambda: claim(store, "once")) == ["WITH"]
+
+
+def test_a_session_that_does_not_know_its_statements_any_more_goes_without(store):
+    for n in range(4):
+        run(store, f"{n}")
+    for n in range(5):
+        with connections[store.alias].cursor() as cursor:
+            cursor.execute("DEALLOCATE ALL")
+        assert isinstance(claim(store, f"after-{n}"), Claimed)
+    # Somebody takes them away, and is given no more.
+    assert asked(store, lambda: run(store, "plain")) == ["WITH", "WITH"]
+
+
+def test_a_statement_that_another_process_prepared_in_this_session_is_taken(store):
+    """Both have the session of a pooler, in turn."""
+    for n in range(4):
+        run(store, f"{n}")
+    plans._of_connection.clear()
+    for n in range(4):
+        run(store, f"other-{n}")
+    assert asked(store, lambda: run(store, "planned")) == ["EXECUTE", "EXECUTE"]
+
+
+def test_a_plan_is_made_anew_now_and_then(store, monkeypatch):
+    """That of a table with ten rows may read all of it."""
+    monkeypatch.setattr(plans, "_USES", 5)
+    for n in range(4):
+        run(store, f"{n}")
+    words = asked(store, lambda: [run(store, f"more-{n}") for n in range(10)])
+    assert words.count("DEALLOCATE") == 4
+    assert words.count("PREPARE") == 4
+    assert words.count("EXECUTE") == 20
+
+
+def test_a_statement_whose_columns_changed_is_sent_as_it_is(store):
+    own = connections[store.alias]
+    session = Session(own, store.lines.words(own), inside=False)
+
+    def ask() -> object:
+        return plans.rows(session, "SELECT amount FROM changing WHERE amount::text <> %s", ("x",))
+
+    session.control("CREATE TABLE changing AS SELECT 17 AS amount")
+    try:
+        for _ in range(6):
+            assert ask() == [(17,)]
+        session.control("ALTER TABLE changing ALTER COLUMN amount TYPE text")
+        assert ask() == [("17",)]
+    finally:
+        session.control("DROP TABLE changing")
+
+
+def test_nothing_is_prepared_within_a_transaction(store):
+    """There an error would be the end of it."""
+    for n in range(4):
+        run(store, f"{n}")
+    own = connections[store.alias]
+    session = Session(own, store.lines.words(own), inside=False)
+    with session.transaction():
+        assert asked(store, lambda: plans.rows(session, "SELECT 1 WHERE %s", (True,))) == ["SELECT"]
+
+
+def test_nothing_is_prepared_where_the_project_names_a_pooler(use_database):
+    alias = use_database("postgresql", DISABLE_SERVER_SIDE_CURSORS=True)
+    connections[alias].ensure_connection()
+    store = DjangoStore(alias)
+    for n in range(6):
+        run(store, f"{n}")
+    assert prepared(store) == []
+    store.close()
