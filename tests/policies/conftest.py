@@ -118,7 +118,7 @@ class Site(sites.Site):
         entries = self.ledger.entries()
         ended = Counter(e.task_id for e in entries if e.phase in {"postrun", "crash", "revoked"})
         done = {e.task_id for e in entries if e.phase in {"postrun", "revoked"}}
-        # Celery >= 5.7 acknowledges what was lost after its result was stored, which the settle does here. Else, or with
+        # Celery >= 5.7 acknowledges what was lost after its result was stored, as the settle does here. Else, or with
         # something to send, the message is to come back.
         sending = {
             each["id"] for each in self.receipts(text) if any(json.loads(each["body"])[2].values())
