@@ -67,10 +67,14 @@ _TIMED: Final = (
         "How long the store took to answer a claim that a run began with.",
         (signals.claimed,),
     ),
-    ("settle", "How long it took to write the end of a run, tries included.", (signals.settled,)),
+    (
+        "settle",
+        "How long it took to write the end of a run, with every try, and with the COMMIT of an atomic task.",
+        (signals.settled,),
+    ),
     (
         "wait",
-        "How long a duplicate waited in its worker for what became of it.",
+        "How long a duplicate held its worker until it was answered, refused or sent back; not the wait in the queue.",
         (signals.replayed, signals.conflicted, signals.mismatched),
     ),
 )
@@ -96,7 +100,8 @@ class _Receiver:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._outcomes = Counter(
             "celery_idempotency_outcomes",
-            "Outcomes of calls: what became of a task, a request or a record.",
+            "Outcomes: what became of a task, a request or a record, the state that was written, and the class of the"
+            " error, if there are any. observed=true: what would have happened, in mode observe.",
             ("task", "outcome", "state", "error", "observed"),
             registry=registry,
         )
@@ -175,7 +180,8 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges; of a store that does not answer within :data:`ANSWER_WITHIN` only that it is not up."""
         up = GaugeMetricFamily(
-            "celery_idempotency_store_up", "1 if the store answers, 0 if it does not."
+            "celery_idempotency_store_up",
+            "1 if the store answers this scrape within two seconds, 0 if not: then none of the following is served.",
         )
         # One at a time: a store that hangs is not asked again by each scrape.
         question = self._question
@@ -197,7 +203,8 @@ class StoreCollector(Collector):
         stats = store.stats()
         records = GaugeMetricFamily(
             "celery_idempotency_records",
-            "Records that are not completed: live and stale ones are PROCESSING or QUEUED.",
+            "Records by state; live and stale ones are PROCESSING or QUEUED. Completed ones are not counted, since no"
+            " store counts them without reading them all.",
             labels=["state"],
         )
         for state in ("live", "stale", "interrupted", "failed"):
