@@ -265,6 +265,12 @@ def test_the_option_leaves_it_to_celery(open_shop: Callable[..., Shop]):
         assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
 
 
+def test_to_observe_changes_nothing_about_results(open_shop: Callable[..., Shop]):
+    shop = open_shop(idempotency_mode="observe")
+    shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+
+
 def test_the_option_may_be_set_at_any_time(shop: Shop):
     shop.run("pay")
     shop.app.conf.idempotency_fused_result = False
