@@ -1,6 +1,6 @@
 """Builds the pages of every release and of what is checked out, each in a folder of its own, with a menu of them all.
 
-``python docs/all_versions.py OUTPUT`` makes ``OUTPUT/main``, ``OUTPUT/0.2.0`` and so on, from the tags ``v0.2.0`` …, and
+``python docs/all_versions.py OUTPUT`` makes ``OUTPUT/main``, ``OUTPUT/0.2.0`` and so on, from tags ``v0.2.0``, and
 ``OUTPUT/index.html``, which leads to the newest release. It is all static: upload it anywhere.
 """
 
