@@ -33,18 +33,18 @@ class Stage:
         broker: str,
         worker_broker: str,
         backend: str | None,
-        worker_backend: str | None,
         store: str,
         direct: str,
         queue: str,
         conf: dict[str, Any],
+        worker_backend: str = "",
     ) -> None:
         self.ledger = ledger
         self.queue = queue
         self.broker = broker
         self._worker_broker = worker_broker
         self._start_worker = start_worker
-        self._backend = worker_backend or ""
+        self._backend = worker_backend or backend or ""
         self._conf = {"task_default_queue": queue, "idempotency_store": store, **conf}
         self.client = make_app(broker, backend, {**self._conf, "idempotency_store": direct})
 
@@ -180,7 +180,7 @@ def set_stage(
                 broker=broker,
                 worker_broker=worker_broker or broker,
                 backend=backend_url,
-                worker_backend=store.partition("?")[0] if together else backend_url,
+                worker_backend=store.partition("?")[0] if together else "",
                 store=store,
                 direct=direct,
                 queue=rabbitmq_queue,
