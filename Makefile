@@ -24,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test test-all pytest matrix lint format types contracts docs links linkcheck recording wheel demo serve bench clean
+.PHONY: help test test-all pytest matrix lint format types contracts docs site links linkcheck recording wheel demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +70,9 @@ contracts: $(VENV)/.dev  ## who may import whom
 # Every warning is an error: a link that leads nowhere, a page that is in no table of contents.
 docs: $(VENV)/.dev  ## build the site of the documentation: open docs/_build/html/index.html
 	@$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -b html docs docs/_build/html
+
+site: $(VENV)/.dev  ## the same for every release, with a menu of versions: docs/_build/site
+	@$(BIN)/python docs/all_versions.py docs/_build/site
 
 links: $(VENV)/.dev  ## as docs, and write nothing: three seconds
 	@$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -b dummy docs docs/_build/dummy

@@ -98,6 +98,7 @@ def make_app(
     add("plain_webhook", Plain, webhook)
     add("by_task_id", Idempotent)
     add("by_argument", Idempotent, idempotency_key="n")
+    add("portable", Idempotent, idempotency_key="n", idempotency_fused_result=False)
     add("by_argument_ignore", Idempotent, idempotency_key="n", ignore_result=True)
     add("by_webhook", Idempotent, webhook, idempotency_key=("n", "event.id"))
     add("again", Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")

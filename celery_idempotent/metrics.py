@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from celery import signals as celery_signals
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.consumer import Consumer
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.records import Identity
     from celery_idempotent.signals import Event
 
@@ -66,10 +67,14 @@ _TIMED: Final = (
         "How long the store took to answer a claim that a run began with.",
         (signals.claimed,),
     ),
-    ("settle", "How long it took to write the end of a run, tries included.", (signals.settled,)),
+    (
+        "settle",
+        "How long it took to write the end of a run, with every try, and with the COMMIT of an atomic task.",
+        (signals.settled,),
+    ),
     (
         "wait",
-        "How long a duplicate waited in its worker for what became of it.",
+        "How long a duplicate held its worker until it was answered, refused or sent back; not the wait in the queue.",
         (signals.replayed, signals.conflicted, signals.mismatched),
     ),
 )
@@ -95,7 +100,8 @@ class _Receiver:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._outcomes = Counter(
             "celery_idempotency_outcomes",
-            "Outcomes of calls: what became of a task, a request or a record.",
+            "Outcomes: what became of a task, a request or a record, the state that was written, and the class of the"
+            " error, if there are any. observed=true: what would have happened, in mode observe.",
             ("task", "outcome", "state", "error", "observed"),
             registry=registry,
         )
@@ -167,14 +173,15 @@ class _Question(threading.Thread):
 class StoreCollector(Collector):
     """Gauges of an app's store, asked for with each scrape: a few round trips, however many records there are."""
 
-    def __init__(self, app: Celery[Any]) -> None:
+    def __init__(self, app: AnyCelery) -> None:
         self._app = app
         self._question: _Question | None = None
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges; of a store that does not answer within :data:`ANSWER_WITHIN` only that it is not up."""
         up = GaugeMetricFamily(
-            "celery_idempotency_store_up", "1 if the store answers, 0 if it does not."
+            "celery_idempotency_store_up",
+            "1 if the store answers this scrape within two seconds, 0 if not: then none of the following is served.",
         )
         # One at a time: a store that hangs is not asked again by each scrape.
         question = self._question
@@ -196,7 +203,8 @@ class StoreCollector(Collector):
         stats = store.stats()
         records = GaugeMetricFamily(
             "celery_idempotency_records",
-            "Records that are not completed: live and stale ones are PROCESSING or QUEUED.",
+            "Records by state; live and stale ones are PROCESSING or QUEUED. Completed ones are not counted, since no"
+            " store counts them without reading them all.",
             labels=["state"],
         )
         for state in ("live", "stale", "interrupted", "failed"):
@@ -227,7 +235,7 @@ _receivers: dict[CollectorRegistry, _Receiver] = {}
 
 
 def install(
-    app: Celery[Any], *, port: int | None = None, registry: CollectorRegistry = REGISTRY
+    app: AnyCelery, *, port: int | None = None, registry: CollectorRegistry = REGISTRY
 ) -> None:
     """Count outcomes and time runs in this process and those that it forks; call it where the app is made.
 

@@ -21,7 +21,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from celery import signals as celery_signals
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.apps.worker import Worker
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.signals import Event
 
 __all__ = ["install"]
@@ -43,7 +44,7 @@ MOST_WAITING: Final = 1000
 _EventFields = dict[str, str | int | bool | float]
 
 
-def install(app: Celery[Any]) -> None:
+def install(app: AnyCelery) -> None:
     """Send events from the workers of this app, as far as they send task events. To call it again changes nothing."""
     sender = _Sender(app)
     uid = f"{__name__}.{id(app)}"

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from pathlib import Path
 
 import click
@@ -13,6 +14,24 @@ import click
 ROOT = Path(__file__).parent.parent
 CHECKS = ROOT / "celery_idempotent" / "celery" / "checks"
 KEYSPACE = ROOT / "celery_idempotent" / "stores" / "redis" / "keyspace.py"
+METRICS = ROOT / "celery_idempotent" / "metrics.py"
+MODELS = [
+    ROOT / "celery_idempotent" / "django" / place for place in ("models.py", "outbox/models.py")
+]
+
+#: What becomes of a field in a database; {} is its length.
+_COLUMNS = {
+    "BigAutoField": "bigint",
+    "BigIntegerField": "bigint",
+    "BinaryField": "bytes",
+    "BooleanField": "boolean",
+    "CharField": "varchar({})",
+    "IntegerField": "integer",
+    "PositiveIntegerField": "integer",
+    "ShortBinaryField": "{} bytes",
+    "SmallIntegerField": "smallint",
+    "TextField": "text",
+}
 
 #: An option in a sentence.
 _OPTION = re.compile(r"(?<![\w`-])(--[\w-]+)")
@@ -98,8 +117,136 @@ def _keys() -> str:
     return f"```text\n{drawn}\n```\n\nThe bucket{prose}"
 
 
+def metrics() -> Iterator[tuple[str, str, list[str], str]]:
+    """Yield each metric: name, kind, labels, meaning."""
+    code = ast.parse(METRICS.read_text(encoding="utf-8"))
+    constants = {
+        node.target.id: node.value
+        for node in code.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    timed = constants["_TIMED"]
+    assert isinstance(timed, ast.Tuple)
+    kinds = {"Counter": "counter", "Histogram": "histogram", "GaugeMetricFamily": "gauge"}
+    for node in sorted(ast.walk(code), key=lambda each: getattr(each, "lineno", 0)):
+        kind = kinds.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
+        if kind is None or not isinstance(node, ast.Call):
+            continue
+        name, text, *more = node.args
+        more += [each.value for each in node.keywords if each.arg == "labels"]
+        labels: list[str] = ast.literal_eval(more[0]) if more else []
+        if isinstance(name, ast.JoinedStr):  # one for each of a table
+            for each in timed.elts:
+                assert isinstance(each, ast.Tuple)
+                yield (
+                    _said(name).replace("…", _said(each.elts[0])),
+                    kind,
+                    [*labels],
+                    _said(each.elts[1]),
+                )
+        else:
+            yield _said(name), kind, [*labels], _said(text)
+
+
+def _metrics() -> str:
+    lines = ["| metric | kind | labels | |", "|---|---|---|---|"]
+    for name, kind, labels, text in metrics():
+        lines.append(
+            f"| `{name}` | {kind} | {', '.join(f'`{each}`' for each in labels)} | {text} |"
+        )
+    return "\n".join(lines)
+
+
+def tables() -> Iterator[tuple[str, str, list[tuple[str, str, str]], list[str]]]:
+    """Yield each table: its name, what it is, its columns (name, type, meaning), and what is indexed."""
+    for path in MODELS:
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and "models.Model" in map(ast.unparse, node.bases):
+                meta = next((each for each in node.body if isinstance(each, ast.ClassDef)), None)
+                said = {
+                    ast.unparse(each.targets[0]): each.value
+                    for each in (meta.body if meta else ())
+                    if isinstance(each, ast.Assign)
+                }
+                if "managed" in said:  # it has no table
+                    continue
+                name = _said(said.get("db_table")) or f"celery_idempotent_{node.name.lower()}"
+                indexed = [
+                    ast.unparse(fields.value).strip("[](),").replace("'", "`")
+                    for kind in ("indexes", "constraints")
+                    for each in ast.walk(said.get(kind, ast.Tuple([])))
+                    if isinstance(each, ast.Call)
+                    for fields in each.keywords
+                    if fields.arg == "fields"
+                ]
+                about = " ".join((ast.get_docstring(node) or "").split())
+                yield name, _markdown(about), [*_columns(node, text.splitlines())], indexed
+
+
+def _columns(model: ast.ClassDef, lines: list[str]) -> Iterator[tuple[str, str, str]]:
+    for node in model.body:
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+            continue
+        given = {each.arg: each.value for each in node.value.keywords}
+        kind = _COLUMNS[ast.unparse(node.value.func).rpartition(".")[2]]
+        length = given.get("max_length")
+        kind = kind.format(500 if isinstance(length, ast.Name) else getattr(length, "value", ""))
+        kind += " or null" if "null" in given else ""
+        for flag, word in (
+            ("primary_key", "primary key"),
+            ("unique", "unique"),
+            ("db_index", "indexed"),
+        ):
+            kind += f", {word}" if flag in given else ""
+        above, comment = node.lineno - 2, list[str]()
+        while lines[above].lstrip().startswith("#: "):
+            comment.insert(0, lines[above].strip()[3:])
+            above -= 1
+        name = _said(given.get("db_column")) or ast.unparse(node.targets[0])
+        states = re.findall(r"'(\w)', '(\w+)'", ast.unparse(given.get("choices", ast.Tuple([]))))
+        letters = ", ".join(f"`{letter}` {state}" for letter, state in states)
+        yield name, kind, _markdown(" ".join(comment)) + (f" {letters}." if letters else "")
+
+
+def _markdown(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _tables() -> str:
+    lines = []
+    for name, about, columns, indexed in tables():
+        lines += [f"## `{name}`", "", about, "", "| column | type | |", "|---|---|---|"]
+        lines += [f"| `{column}` | {kind} | {text} |" for column, kind, text in columns]
+        lines += ["", *(f"- Indexed together: {fields}" for fields in indexed), ""]
+    return "\n".join(lines)
+
+
+def supported() -> list[tuple[str, str]]:
+    """Return what a version of the library works with, and in which versions."""
+    about = ConfigParser()
+    about.read(ROOT / "setup.cfg", encoding="utf-8")
+    wanted = [about["options"]["install_requires"], *about["options.extras_require"].values()]
+    pythons = re.findall(r"Python :: (3\.\d+)$", about["metadata"]["classifiers"], re.MULTILINE)
+    found = [("Python", f"{pythons[0]} to {pythons[-1]}")]
+    for line in "\n".join(wanted).splitlines():
+        # `celery[redis]>=5.4,<5.8`; what is not to be taken is between.
+        match = re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+),(?:.*,)?<([\d.]+)$", line)
+        if match:
+            found.append((f"`{match[1]}`", f"{match[2]} or newer, older than {match[3]}"))
+    return found
+
+
+def _supported() -> str:
+    lines = ["| | versions |", "|---|---|"]
+    return "\n".join(lines + [f"| {name} | {versions} |" for name, versions in supported()])
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "checks": _checks,
     "commands": _commands,
     "keys": _keys,
+    "metrics": _metrics,
+    "supported": _supported,
+    "tables": _tables,
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from functools import cache, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import signals
 from celery.app.base import Celery as CeleryApp
@@ -82,7 +82,7 @@ def _carrying(app: Celery) -> Callable[..., Result]:
 
     @wraps(CeleryApp.send_task)
     def send_task(
-        name: str, args: Any = None, kwargs: Any = None, *rest: Any, **options: Any
+        name: str, args: object = None, kwargs: object = None, *rest: object, **options: object
     ) -> Result:
         options.update(zip(_BY_POSITION, rest, strict=False))
         messages.prepare(app, options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from celery_idempotent.celery.carrying_out import Operation, Operator, Outcome
 from celery_idempotent.errors import IdempotencyError, InProgress
@@ -19,6 +19,7 @@ from celery_idempotent.stores import get_store
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 __all__ = [
@@ -110,7 +111,7 @@ def offered(
 
 
 def operate(
-    app: Celery[Any],
+    app: AnyCelery,
     identity: Identity,
     operation: Operation,
     *,

@@ -284,7 +284,7 @@ def _register(app: Celery, interval: float | None) -> None:
     app.conf.beat_schedule = schedule
     if SWEEP not in app.conf.beat_schedule:
         # Before 5.7, Celery looks for the name with its namespace in all settings first.
-        conf: Any = app.conf
+        conf = app.conf
         conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
 
 
@@ -293,7 +293,7 @@ def mend_row(sender: Service, **_: object) -> None:
 
     Beat copies our entry to a row when it starts, without ``expires``, and never deletes that row.
     """
-    module: Any = sys.modules.get("django_celery_beat.schedulers")
+    module = sys.modules.get("django_celery_beat.schedulers")
     scheduler = sender.scheduler
     app = real_app(sender.app)
     if module is None or not isinstance(scheduler, module.DatabaseScheduler):

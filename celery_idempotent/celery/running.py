@@ -15,6 +15,7 @@ from celery.utils import uuid
 from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.replay import replay
+from celery_idempotent.celery.storing import RequestResult
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity import stamp
 from celery_idempotent.identity.identified import Identified
@@ -105,6 +106,7 @@ def call_of(
         worker=worker_name(os.getpid()),
         longest_wait_ms=republish.longest_wait_ms(task, request) if waits else None,
         on_settled=on_settled,
+        make_result=partial(RequestResult, task, request) if definition.fuses else None,
         message=_message(task, definition, request),
         unanswered=republish.unanswered(said),
         on_late_error=partial(late_outcome, task),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from celery import Task
+from celery import Celery, Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Result = AsyncResult[Any]
     Sig = Signature[Any]
     AnyTask = Task[Any, Any]
+    #: An app, whatever the class of its tasks.
+    AnyCelery = Celery[Any]
 
     class KeyedSignature(Sig):
         """A signature whose options are those of :meth:`IdempotentTask.apply_async`."""

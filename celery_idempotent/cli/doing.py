@@ -7,13 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
 from celery_idempotent.celery.operations import LONGEST_REASON
 from celery_idempotent.cli.objects import object_of
-from celery_idempotent.cli.options import json_option
+from celery_idempotent.cli.options import Given, json_option
 from celery_idempotent.cli.output import Progress, note, write_json
 from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session
 from celery_idempotent.operations import Operation, Outcome
@@ -53,7 +52,7 @@ order_options = [
 ]
 
 
-def order_of(operation: Operation, given: dict[str, Any]) -> Order:
+def order_of(operation: Operation, given: Given) -> Order:
     """Return the order that these options give; they are taken out of ``given``."""
     order = Order(
         operation=operation,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from celery_idempotent.cli.output import Column
 from celery_idempotent.cli.session import Session
 from celery_idempotent.operations.finding import scope_in_words, task_name
@@ -45,7 +43,7 @@ def row_of(session: Session, record: Record, now_ms: int, *, whole: bool) -> lis
     ]
 
 
-def object_of(session: Session, record: Record, now_ms: int) -> dict[str, Any]:
+def object_of(session: Session, record: Record, now_ms: int) -> dict[str, object]:
     """Return a record for programs; times are those of the store's clock."""
     return {
         "key": record.identity.key,

@@ -21,6 +21,9 @@ from celery_idempotent.operations.finding import (
 )
 from celery_idempotent.records import State
 
+#: What click hands to a command: each option has a type of its own.
+Given = dict[str, Any]
+
 __all__ = ["filter_of", "filter_options", "json_option", "key_options", "scopes_of"]
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -106,7 +109,7 @@ filter_options = _all_of(
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 
 
-def filter_of(session: Session, given: dict[str, Any]) -> Filter:
+def filter_of(session: Session, given: Given) -> Filter:
     """Return the filter that these options make; they are taken out of ``given``."""
     task, scope, state = given.pop("task"), given.pop("scope"), given.pop("state")
     since, before = given.pop("since"), given.pop("before")

@@ -123,7 +123,7 @@ def session_of(ctx: click.Context) -> Session:
 
 def django_part(module: str) -> Any:
     """Return a module of ours that only a Django project with our app can use, ``None`` in any other."""
-    registry: Any = sys.modules.get("django.apps")
+    registry = sys.modules.get("django.apps")
     if registry is None or not registry.apps.ready:
         return None
     if not registry.apps.is_installed("celery_idempotent.django"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import click
 
@@ -39,9 +38,17 @@ _scan_option = click.option(
 @_scan_option
 @click.option("--value", is_flag=True, help="Also the result or error, which may hold secrets.")
 @json_option
-def show_command(session: Session, key: str, value: bool, as_json: bool, **where: Any) -> None:
+def show_command(
+    session: Session,
+    key: str,
+    task: str | None,
+    scope: str | None,
+    scan: bool,
+    value: bool,
+    as_json: bool,
+) -> None:
     """Show all fields of the record of KEY, or of a task id."""
-    record = find_one(session, key, **where)
+    record = find_one(session, key, task=task, scope=scope, scan=scan)
     now_ms = session.store.now_ms()
     about = object_of(session, record, now_ms) | {
         "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
@@ -76,7 +83,7 @@ def show_command(session: Session, key: str, value: bool, as_json: bool, **where
     for name in ("created", "updated", "deadline"):
         ms = getattr(record, f"{name}_ms")
         about[name] = "" if ms is None else moment(ms, now_ms)
-    about["steps"] = ", ".join(about["steps"])
+    about["steps"] = ", ".join(name for name, _ in record.steps)
     about["refusals"] = "; ".join(
         f"{each.kind} of task {each.task_id}, {moment(each.at_ms, now_ms)}"
         for each in record.refusals
@@ -102,13 +109,15 @@ def show_command(session: Session, key: str, value: bool, as_json: bool, **where
 @key_options
 @_scan_option
 @json_option
-def explain_command(session: Session, key: str, as_json: bool, **where: Any) -> None:
+def explain_command(
+    session: Session, key: str, task: str | None, scope: str | None, scan: bool, as_json: bool
+) -> None:
     """Say why KEY is as it is: what happened, what happens next, what can be done.
 
     KEY may also be the id of a task, as it stands in a log. A completed record is found by a task id only if the result
     backend has the task's arguments (result_extended), or with --scan.
     """
-    record = find_one(session, key, **where)
+    record = find_one(session, key, task=task, scope=scope, scan=scan)
     story = story_of(session.app, session.store, record)
     if as_json:
         now_ms = session.store.now_ms()

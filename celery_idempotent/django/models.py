@@ -32,10 +32,11 @@ class Record(models.Model):
     the row in place.
     """
 
+    #: Grows, so it sorts by age.
     id = models.BigAutoField(primary_key=True)
-    #: Grows with every claim of the key.
+    #: Of the last claim: grows with every claim of the key, and is at least the time in microseconds.
     token = models.BigIntegerField()
-    #: When the key was first claimed.
+    #: When the key was first claimed or reserved.
     created_ms = models.BigIntegerField()
     #: When the state last changed.
     updated_ms = models.BigIntegerField()
@@ -45,8 +46,11 @@ class Record(models.Model):
     prune_ms = models.BigIntegerField(db_index=True)
     #: One more with every write: what was read is written only if nobody wrote since.
     version = models.IntegerField()
+    #: How often a claim was lost.
     crashes = models.IntegerField()
+    #: How often it was claimed.
     attempts = models.IntegerField()
+    #: Its first letter; R is released: as if there were no row, it only keeps the token.
     state = models.CharField(
         max_length=1,
         choices=[
@@ -64,17 +68,22 @@ class Record(models.Model):
     replaced = models.BooleanField()
     #: The callbacks of the settled task were sent.
     delivered = models.BooleanField()
-    #: Of namespace, scope and key.
+    #: Of namespace, scope and key: the start of the SHA-256.
     digest = ShortBinaryField(max_length=16, unique=True)
-    #: Of the arguments.
+    #: Of the arguments: a digest.
     fingerprint = ShortBinaryField(max_length=16, null=True)
+    #: What the key is for.
     namespace = models.CharField(max_length=255)
+    #: In canonical form.
     scope = models.TextField()
+    #: In canonical form.
     key = models.TextField()
+    #: Who claimed it last.
     task_id = models.TextField()
-    #: Result or exception, see :mod:`celery_idempotent.stores.values`.
+    #: Result or exception: one byte for its content types, then the body.
     value = models.BinaryField(null=True)
-    #: What operators did to it, with the record's birth, see :mod:`celery_idempotent.django.sql.columns`.
+    #: What operators did to it, in JSON: the record's ``created_ms``, without which it does not count, then each with
+    #: ``operation``, ``who``, ``reason``, ``step`` and ``at_ms``.
     interventions = models.TextField(null=True)
 
     class Meta:
@@ -86,14 +95,16 @@ class Record(models.Model):
 
 
 class Lease(models.Model):
-    """The unfinished part of a record: a row while it is QUEUED, PROCESSING or INTERRUPTED.
+    """The part of a record that may change while a task runs: a row if it is QUEUED, PROCESSING or INTERRUPTED.
 
     Also while it is FAILED: whatever may need an operator is found among few rows. It counts only if
     the record is in such a state and has the same token; one that was left behind goes with the
-    next sweep.
+    next sweep. Of the index, MySQL and MariaDB have all rows; others only those that are INTERRUPTED or FAILED.
     """
 
+    #: The record's.
     digest = ShortBinaryField(max_length=16, primary_key=True)
+    #: The record's.
     token = models.BigIntegerField()
     #: When the lease runs out, or the message counts as lost; none for INTERRUPTED.
     deadline_ms = models.BigIntegerField(null=True)
@@ -109,13 +120,13 @@ class Lease(models.Model):
     state = models.CharField(max_length=1)
     #: i interrupt, f fail, r requeue; in upper case while the reservation is not committed.
     on_stale = models.CharField(max_length=1)
-    #: Which attempt to claim or reserve wrote this.
+    #: Which attempt to claim or reserve wrote this: a repeated one gets the same answer.
     attempt = ShortBinaryField(max_length=16)
     #: ``hostname:pid/id``, the id being one of the worker process.
     worker = models.TextField()
     #: What to publish when it is requeued.
     message = models.BinaryField(null=True)
-    #: Results of the steps, one after another.
+    #: Each step: length in 4 bytes, name after its length in 2, value as in the record.
     steps = models.BinaryField(null=True)
 
     class Meta:
@@ -130,13 +141,17 @@ class Lease(models.Model):
 class Refusals(models.Model):
     """The calls that could not have a key: a row only for keys with such calls.
 
-    It counts if its record has the same birth. Only refused calls write it.
+    It counts if its record has the same ``created_ms``. Only refused calls write it, so that a refusal disturbs no
+    renewal and no settle. It goes with the record, by a prune or a forget. On PostgreSQL it is written with
+    ``synchronous_commit`` off. On SQLite a refusal is not noted while somebody else writes for more than 50 ms.
     """
 
+    #: The record's.
     digest = ShortBinaryField(max_length=16, primary_key=True)
     #: The record's.
     created_ms = models.BigIntegerField()
-    #: The last five, see :mod:`celery_idempotent.django.sql.refusals`.
+    #: The last five, latest first, each of 118 characters: ``c`` conflict or ``m`` mismatch; length of the task id in 3
+    #: digits; task id (cut to 100 bytes) filled up to 100 characters; time in 14 digits.
     entries = models.TextField()
 
     class Meta:
@@ -147,9 +162,11 @@ class Refusals(models.Model):
 
 
 class HighWaterMark(models.Model):
-    """The largest token of the rows that were deleted: one row."""
+    """The largest token of the rows that were deleted, so that tokens grow over a forget and a prune: one row."""
 
+    #: Always 1.
     id = models.SmallIntegerField(primary_key=True)
+    #: That token.
     token = models.BigIntegerField()
 
     class Meta:
@@ -162,7 +179,9 @@ class HighWaterMark(models.Model):
 class Sweep(models.Model):
     """When the last sweep ended: one row."""
 
+    #: Always 1.
     id = models.SmallIntegerField(primary_key=True)
+    #: When.
     ended_ms = models.BigIntegerField()
 
     class Meta:
@@ -175,12 +194,15 @@ class Sweep(models.Model):
 class Counter(models.Model):
     """How often something happened to a task within one hour."""
 
+    #: Grows.
     id = models.BigAutoField(primary_key=True)
-    #: Since the epoch.
+    #: Hours since 1970.
     hour = models.IntegerField()
+    #: The task's name, or the view's.
     task = models.CharField(max_length=255)
     #: What happened, named as the signal is.
     outcome = models.CharField(max_length=32)
+    #: How often.
     count = models.BigIntegerField()
 
     class Meta:

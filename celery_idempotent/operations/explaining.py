@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import is_live
 from celery_idempotent.celery.registry import definition_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_idempotent.celery.definition import Definition
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 __all__ = ["Story", "story_of", "story_of_nothing"]
@@ -46,7 +47,7 @@ class Story:
     choices: Sequence[Choice] = ()
 
 
-def story_of(app: Celery[Any], store: Store, record: Record, *, errors: bool = True) -> Story:
+def story_of(app: AnyCelery, store: Store, record: Record, *, errors: bool = True) -> Story:
     """Tell the story of a record as :meth:`Store.get` returns it; the store is asked three questions at most.
 
     ``errors``: may the name of a FAILED record's exception be told?
@@ -61,7 +62,7 @@ def story_of(app: Celery[Any], store: Store, record: Record, *, errors: bool = T
     )
 
 
-def story_of_nothing(app: Celery[Any], what: str, namespace: str | None) -> Story:
+def story_of_nothing(app: AnyCelery, what: str, namespace: str | None) -> Story:
     """Tell what it can mean that there is no such record."""
     definition = None if namespace is None else definition_of(app, namespace)
     policy = Policy() if definition is None else definition.policy

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
 from celery_idempotent.errors import InvalidKey
@@ -19,6 +19,7 @@ from celery_idempotent.records import Identity, Page, Record, Selection, State
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 __all__ = [
@@ -85,7 +86,7 @@ class Filter:
         """Has every key to be looked at, since COMPLETED records have no index?"""
         return State.COMPLETED in self.selection.wanted
 
-    def includes(self, app: Celery[Any], store: Store, record: Record) -> bool:
+    def includes(self, app: AnyCelery, store: Store, record: Record) -> bool:
         """Is this one of them? Only for an error's name the store is asked again."""
         return (
             (not self.scopes or record.identity.scope in self.scopes)
@@ -100,7 +101,7 @@ class Filter:
         return whole is not None and error_name(app, whole) == self.error
 
 
-def pages(app: Celery[Any], store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
+def pages(app: AnyCelery, store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
     """Yield page after page of the records that a filter means; pages may be empty, and the last has no cursor."""
     if wanted.error and State.FAILED not in wanted.states:
         return
@@ -140,7 +141,7 @@ def find_key(
 
 
 def find_task_id(
-    app: Celery[Any], store: Store, task_id: str, *, namespace: str | None = None
+    app: AnyCelery, store: Store, task_id: str, *, namespace: str | None = None
 ) -> Found:
     """Return the record that the task of this id claimed last, or those that have it as their key in any scope.
 
@@ -173,7 +174,7 @@ def _whole(store: Store, records: Iterable[Record]) -> list[Record]:
 
 def _by_result_backend(app: Celery, store: Store, task_id: str) -> Record | None:
     try:
-        meta: dict[str, Any] = app.backend.get_task_meta(task_id)
+        meta = app.backend.get_task_meta(task_id)
         task = app.tasks.get(str(meta.get("name")))
         definition = None if task is None else definition_of(app, _namespace(app, str(task.name)))
         if definition is None:

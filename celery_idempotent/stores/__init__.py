@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import Snapshot
@@ -15,6 +15,8 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from celery_idempotent.celery.typed import AnyCelery
 
 __all__ = ["ATTEMPT_BYTES", "Store", "get_store", "open_store", "swap_store"]
 
@@ -105,7 +107,7 @@ def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Stor
     return store
 
 
-def get_store(app: Celery[Any]) -> Store:
+def get_store(app: AnyCelery) -> Store:
     """Return the app's store.
 
     It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.
@@ -155,10 +157,10 @@ def _all_is_here(app: Celery) -> bool:
     """Does all of it happen in this very process: the run at work, or every run of this app?"""
     from celery._state import get_current_task
 
-    task: Any = get_current_task()
-    if app.conf.task_always_eager or (task is not None and task.request.is_eager):
+    request = getattr(get_current_task(), "request", None)
+    if app.conf.task_always_eager or getattr(request, "is_eager", False):
         return True
-    broker: Any = app.conf.broker_url
+    broker: object = app.conf.broker_url
     first = broker[0] if isinstance(broker, (list, tuple)) and broker else broker
     return str(first).startswith("memory://")
 
@@ -202,10 +204,10 @@ def _store_of(app: Celery) -> Store | None:
     )
 
 
-def _resolve(path: str, extra: str | None) -> Callable[..., Any]:
+def _resolve(path: str, extra: str | None) -> Callable[..., Store]:
     module, _, name = path.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        found: Callable[..., Store] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if extra is None or error.name != extra:
             raise

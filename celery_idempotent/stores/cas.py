@@ -17,7 +17,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from celery_idempotent.records import (
     Answer,
@@ -41,7 +41,7 @@ from celery_idempotent.records import (
     SweepReport,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
-from celery_idempotent.stores.machine import Asked, Move, StoredRecord, decide
+from celery_idempotent.stores.machine import Asked, Fields, Move, StoredRecord, decide
 from celery_idempotent.stores.table import Verb
 
 __all__ = ["DecidingStore", "Done", "Look", "asked_by", "report", "with_notes"]
@@ -269,7 +269,7 @@ def _shared(request: type[ClaimRequest | ReserveRequest | SettleRequest]) -> tup
 _SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveRequest, SettleRequest)}
 
 
-def _brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> dict[str, Any]:
+def _brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
     """Return the fields that a request brings for the record."""
     return {name: getattr(request, name) for name in _SHARED[type(request)]}
 

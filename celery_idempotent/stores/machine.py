@@ -22,6 +22,10 @@ from celery_idempotent.stores.table import TABLE, Rule, Verb
 __all__ = ["Asked", "Move", "StoredRecord", "decide"]
 
 
+#: Fields of a record by their names, each of a type of its own.
+Fields = dict[str, Any]
+
+
 class StoredRecord(NamedTuple):
     """A record, and what only its store knows about it.
 
@@ -46,7 +50,7 @@ class Asked:
     the record that is to be settled: where none is stored any more, its fields are the ones that are carried over.
     """
 
-    fields: dict[str, Any] = field(default_factory=dict)  # by the names of a record's
+    fields: Fields = field(default_factory=dict)  # by the names of a record's
     attempt: bytes | None = None
     unanswered: Sequence[bytes] = ()
     token: int | None = None
@@ -140,7 +144,7 @@ class Move:
     ) -> StoredRecord:
         """Return what is stored next; ``token`` is what a new claim or reservation gets."""
         rule, old = self._rule, asked.claim if stored is None else stored.record
-        fields: dict[str, Any] = {**asked.fields, **self._changes, "updated_ms": now_ms}
+        fields: Fields = {**asked.fields, **self._changes, "updated_ms": now_ms}
         if self._adds_deadline:
             assert asked.delay_ms is not None
             fields["deadline_ms"] = now_ms + asked.delay_ms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from celery_idempotent.errors import InvalidOption
@@ -104,7 +104,7 @@ def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) 
     return None
 
 
-def _redis_url(url: object, transport: Mapping[str, Any]) -> str | None:
+def _redis_url(url: object, transport: Mapping[str, object]) -> str | None:
     """Return Celery's URL of a Redis in our form, ``None`` if it is something else."""
     if isinstance(url, (list, tuple)):
         url = ";".join(url)
@@ -136,7 +136,7 @@ def _unix_url(rest: str) -> str:
     return f"unix://{user}{'@' if user else ''}{parts.path}?db={db}"
 
 
-def _sentinel_url(url: str, transport: Mapping[str, Any]) -> str:
+def _sentinel_url(url: str, transport: Mapping[str, object]) -> str:
     """Read ``sentinel://:secret@h1/0;sentinel://h2``, whose master the transport options name."""
     master = transport.get("master_name")
     if not master:
@@ -156,9 +156,9 @@ def _sentinel_url(url: str, transport: Mapping[str, Any]) -> str:
     )
 
 
-def _options(tls: object, transport: Mapping[str, Any], *, sentinel: bool) -> dict[str, Any]:
+def _options(tls: object, transport: Mapping[str, object], *, sentinel: bool) -> dict[str, object]:
     """Return what Celery's settings say about the connections themselves."""
-    options: dict[str, Any] = dict(tls) if isinstance(tls, Mapping) else {}
+    options: dict[str, object] = dict(tls) if isinstance(tls, Mapping) else {}
     if sentinel:
         options["sentinel_kwargs"] = transport.get("sentinel_kwargs")
         options["ssl"] = bool(tls)

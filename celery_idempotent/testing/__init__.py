@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.testing.clock import FakeClock
 from celery_idempotent.testing.crashes import CrashReport, KilledAt, crash_matrix, lose_worker
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Not before it is asked for: an application's tests may do without pytest.
     if name != "StoreContract":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,7 +99,7 @@ def _row(places: Sequence[KilledAt], number: str, text: str) -> list[str]:
 def crash_matrix(
     task: AnyTask,
     *,
-    arguments: Callable[[str], Sequence[Any]],
+    arguments: Callable[[str], Sequence[object]],
     effects: Callable[[str], object],
     within: Sequence[Callable[..., object]] = (),
     timeout_s: float = 60,
@@ -167,9 +167,9 @@ def crash_matrix(
 
 def lose_worker(
     task: AnyTask,
-    *args: Any,
+    *args: object,
     at: int | Literal["start", "end", "acknowledge"] = "end",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Delivery:
     """Kill the process of a run, deliver its message again once the lease is over, and return how that ended.
 
@@ -205,7 +205,7 @@ class _Operation:
         self,
         task: AnyTask,
         watched: Sequence[CodeType],
-        arguments: Callable[[str], Sequence[Any]],
+        arguments: Callable[[str], Sequence[object]],
         effects: Callable[[str], object],
         timeout_s: float,
     ) -> None:
@@ -239,7 +239,7 @@ def _leases_end_in_ms(store: Store) -> int:
 
 
 @contextmanager
-def _short_lease(task: Any) -> Iterator[None]:
+def _short_lease(task: AnyTask) -> Iterator[None]:
     kind, name = task.__class__, "idempotency_lease"  # not that of a proxy
     before = {name: vars(kind)[name]} if name in vars(kind) else {}
     setattr(task, name, _SHORT_LEASE_S)

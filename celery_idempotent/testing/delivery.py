@@ -32,9 +32,9 @@ class Message:
 
     task: str
     headers: dict[str, Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    embed: Mapping[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    embed: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _capture(app: Celery) -> Iterator[list[Message]]:
     found: list[Message] = []
     amqp: Any = app.amqp
 
-    def take(_: Any, name: str, message: Any, **options: Any) -> None:
+    def take(_: object, name: str, message: Any, **options: Any) -> None:
         headers = {**message.headers, **(options.get("headers") or {})}
         before_task_publish.send(
             sender=name, headers=headers, body=message.body, properties=message.properties
@@ -80,7 +80,7 @@ def _capture(app: Celery) -> Iterator[list[Message]]:
             amqp.send_task_message, app.conf.task_always_eager = sender, eager
 
 
-def message_of(task: AnyTask, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Message:
+def message_of(task: AnyTask, args: Sequence[object], kwargs: Mapping[str, object]) -> Message:
     """Return the message that a call of the task publishes, also where the app runs tasks eagerly."""
     with _capture(task.app) as found:
         # Without a result, the backend is not asked to listen for one.
@@ -118,18 +118,18 @@ def _trace(
     return Delivery(info.state, info.retval, tuple(published))
 
 
-def deliver(task: AnyTask, *args: Any, **kwargs: Any) -> Delivery:
+def deliver(task: AnyTask, *args: object, **kwargs: object) -> Delivery:
     """Call the task and deliver the message once; it goes neither to a broker nor to a worker."""
     return run(task, message_of(task, args, kwargs))
 
 
-def deliver_twice(task: AnyTask, *args: Any, **kwargs: Any) -> tuple[Delivery, Delivery]:
+def deliver_twice(task: AnyTask, *args: object, **kwargs: object) -> tuple[Delivery, Delivery]:
     """Call the task once and deliver the message twice, as a broker does when the acknowledgement is lost."""
     message = message_of(task, args, kwargs)
     return run(task, message), run(task, message, redelivered=True)
 
 
-def deliver_at_once(task: AnyTask, n: int, *args: Any, **kwargs: Any) -> list[Delivery]:
+def deliver_at_once(task: AnyTask, n: int, *args: object, **kwargs: object) -> list[Delivery]:
     """Call the task ``n`` times and deliver the messages at the same time, each in a thread.
 
     Which one of them runs is left to chance. The others wait as ``idempotency_on_conflict`` says; by default their

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery import current_app
 
@@ -17,13 +17,13 @@ from celery_idempotent.stores.memory import MemoryStore
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.celery.typed import AnyCelery
+
 __all__ = ["IsolatedRecords", "idempotency_off", "isolated_records"]
 
 
 @contextmanager
-def isolated_records(
-    app: Celery[Any], *, clock: Callable[[], int] | None = None
-) -> Iterator[Store]:
+def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) -> Iterator[Store]:
     """Give ``app`` an empty store for the length of the block, as a context manager or as a decorator of a test.
 
     The store is in memory, so that no server is needed, whatever ``idempotency_store`` is. Its time is that of
@@ -55,7 +55,7 @@ def _configured_store(app: Celery) -> Store | None:
 
 
 @contextmanager
-def idempotency_off(app: Celery[Any]) -> Iterator[None]:
+def idempotency_off(app: AnyCelery) -> Iterator[None]:
     """Let the tasks of ``app`` run as plain Celery tasks for the length of the block.
 
     Those that set ``idempotency_mode`` themselves stay as they are.
@@ -75,7 +75,7 @@ class IsolatedRecords:
     """
 
     #: The app whose records are isolated.
-    idempotency_app: Celery[Any] | None = None
+    idempotency_app: AnyCelery | None = None
     #: The store of the test.
     idempotency_records: Store
 

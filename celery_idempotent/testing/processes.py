@@ -7,13 +7,13 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.stores import get_store, swap_store
@@ -21,6 +21,8 @@ from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.testing.delivery import Delivery, Message, run
 
 if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
@@ -71,8 +73,8 @@ class _Link:
         with self._lock:
             self._connection.send((kind, said))
 
-    def __getattr__(self, verb: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def __getattr__(self, verb: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             with self._lock:
                 self.tell("verb", (verb, args, kwargs))
                 good, answer = self._connection.recv()
@@ -88,7 +90,7 @@ def body_of(task: AnyTask) -> CodeType:
     return code_of(task.run, task.name)
 
 
-def code_of(function: Any, name: str) -> CodeType:
+def code_of(function: Callable[..., object], name: str) -> CodeType:
     """Return the code of a function.
 
     Raises:
@@ -158,7 +160,9 @@ def run_and_kill(
     return ended
 
 
-def _do_verb(store: Store, verb: str, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _do_verb(
+    store: Store, verb: str, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[bool, object]:
     try:
         return True, getattr(store, verb)(*args, **kwargs)
     except Exception as error:  # noqa: BLE001  it is raised where the verb was called
@@ -199,7 +203,7 @@ class _Forwarding(ForwardingStore):
         self.inner = inner
 
 
-def _tracer(watched: Sequence[CodeType], link: _Link, kill: Kill | None) -> Callable[..., Any]:
+def _tracer(watched: Sequence[CodeType], link: _Link, kill: Kill | None) -> TraceFunction:
     """Return what ``sys.settrace`` takes: it tells each event, and dies at the one chosen."""
     spans = [(code.co_filename, code.co_firstlineno, _last_line(code)) for code in watched]
     count = 0
@@ -211,7 +215,7 @@ def _tracer(watched: Sequence[CodeType], link: _Link, kill: Kill | None) -> Call
                 return number
         return None
 
-    def see(frame: FrameType, event: str, _: object) -> Any:
+    def see(frame: FrameType, event: str, _: object) -> TraceFunction | None:
         nonlocal count
         number = place(frame.f_code)
         if event == "call" or number is None:

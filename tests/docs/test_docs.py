@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from celery_idempotent.protocol.options import table_of
 from celery_idempotent.protocol.policy import KEY_OPTIONS, SETTINGS, Policy
 from celery_idempotent.protocol.telling import OUTCOMES
 from celery_idempotent.records import State
+from docs import generated
 from docs.generated import findings
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis
@@ -236,6 +238,13 @@ def test_each_finding_of_the_generated_page_is_in_the_table_of_the_admin() -> No
     table = (ROOT / "docs" / "admin.md").read_text().partition("## The checks")[2]
     listed = set(re.findall(r"^\| `([EW]\d+)` \|", table, re.MULTILINE))
     assert listed - {"E012"} == set(findings()), "E012 is Django's alone"
+
+
+def test_the_page_of_versions_has_all_that_the_package_asks_for() -> None:
+    wanted = metadata.requires("celery-idempotent") or []
+    names = {re.match(r"[\w-]+", each)[0] for each in wanted} - {"celery-idempotent"}  # type: ignore[index]
+    listed = {name.strip("`") for name, _ in generated.supported()}
+    assert listed == names | {"Python"}
 
 
 def test_every_public_name_is_on_the_page_that_is_generated() -> None:

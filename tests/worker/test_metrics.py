@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from docs.generated import fill
 from tests.support.apps import close_app, environment
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis
@@ -72,7 +73,7 @@ def scraped(
 
 
 def documented() -> set[str]:
-    text = (ROOT / "docs" / "monitoring.md").read_text()
+    text = fill((ROOT / "docs" / "monitoring.md").read_text())
     return set(re.findall(r"^\| `(celery_idempotency_\w+)`", text, re.MULTILINE))
 
 

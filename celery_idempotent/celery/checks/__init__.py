@@ -6,7 +6,7 @@ Each finding has an id that never changes, the problem, and a hint what to set.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks import broker, formats, servers
 from celery_idempotent.celery.checks.finding import Finding, Tasks
@@ -17,6 +17,8 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from celery_idempotent.celery.typed import AnyCelery
 
 __all__ = ["Finding", "check", "check_settings", "check_store", "check_workers", "insist"]
 
@@ -32,12 +34,12 @@ _OF_SETTINGS = (
 )
 
 
-def check(app: Celery[Any]) -> list[Finding]:
+def check(app: AnyCelery) -> list[Finding]:
     """Return all findings about an app: it imports its tasks, and asks the store and the workers that are up."""
     return [*check_settings(app), *check_store(app), *check_workers(app)]
 
 
-def check_settings(app: Celery[Any]) -> list[Finding]:
+def check_settings(app: AnyCelery) -> list[Finding]:
     """Return what can be found without asking any server, once all of the app's tasks are imported."""
     try:
         load_tasks(app)
@@ -74,7 +76,7 @@ def check_settings(app: Celery[Any]) -> list[Finding]:
     return _heard(found, silenced)
 
 
-def check_store(app: Celery[Any]) -> list[Finding]:
+def check_store(app: AnyCelery) -> list[Finding]:
     """Return what the store and its servers answer."""
     try:
         load_tasks(app)
@@ -87,7 +89,7 @@ def check_store(app: Celery[Any]) -> list[Finding]:
     return _heard(servers.answers(store), silenced)
 
 
-def check_workers(app: Celery[Any]) -> list[Finding]:
+def check_workers(app: AnyCelery) -> list[Finding]:
     """Return what the workers that are up answer, within a second or two; nothing where none is up."""
     try:
         load_tasks(app)
@@ -129,7 +131,7 @@ def _tasks(app: Celery) -> Tasks:
     Raises:
         InvalidOption: if an option of one is bad.
     """
-    found: dict[str, tuple[Any, Any]] = {}  # the registry is typed as one of plain tasks
+    found = {}
     for name, task in sorted(app.tasks.items()):
         if not hasattr(task, "idempotency_definition"):
             continue

@@ -228,7 +228,7 @@ class _WrappedView:
         return guarded if self._marks.guard.has_work(guarded) else None
 
 
-def _request_of(args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _request_of(args: tuple[object, ...]) -> tuple[Any, Any]:
     """Return the request that a function or a method is called with, and Django's own that may be within."""
     seen = args[0] if hasattr(args[0], "META") else args[1]
     return seen, getattr(seen, "_request", seen)

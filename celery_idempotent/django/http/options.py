@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from asgiref.sync import iscoroutinefunction
 from django.conf import settings
@@ -92,7 +92,7 @@ NEVER_KEPT: Final = frozenset(
 )
 
 #: A function of the request: Django's own, or that of Django REST framework.
-OfRequest = Callable[[Any], object]
+OfRequest = Callable[..., object]
 
 #: Runs before the key is looked up: an answer that it returns is sent, and not stored.
 Check = Callable[..., "HttpResponseBase | None"]

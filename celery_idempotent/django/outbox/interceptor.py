@@ -263,7 +263,7 @@ def _stage_canvas(
 
 def _adopt(app: Celery, options: Options) -> None:
     """Note whose child this call is: a sweep that sends it is no task."""
-    parent: Any = app.current_worker_task
+    parent = app.current_worker_task
     if not parent:
         return
     request = parent.request

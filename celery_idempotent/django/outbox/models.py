@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import models
 
@@ -21,15 +21,19 @@ class OutboxMessage(models.Model):
     at it through its oldest message, the head: no other process sends before that time has passed.
     """
 
+    #: The order in which messages of a group are sent.
     id = models.BigAutoField(primary_key=True)
     #: What is sent in order, one after the other: by default the messages of one transaction.
     group = models.CharField(max_length=64, db_column="message_group")
     #: The name of the Celery app whose broker the message is for.
     app = models.CharField(max_length=255)
-    #: The task and its id, the key and the scope as they are stamped on the message: for people and lists.
+    #: As it is stamped on the message, for people and lists; so are the next three.
     task = models.CharField(max_length=255)
+    #: Of the message.
     task_id = models.CharField(max_length=255)
+    #: Of the call.
     key = models.CharField(max_length=255, blank=True, default="")
+    #: Of the call.
     scope = models.CharField(max_length=255, blank=True, default="")
     #: The whole call, serialized.
     payload = models.BinaryField()
@@ -39,9 +43,11 @@ class OutboxMessage(models.Model):
     due_ms = models.BigIntegerField()
     #: Who sends now: a random name, new for each transaction and each sweep.
     holder = models.CharField(max_length=32, blank=True, default="")
-    #: How often sending it failed, when it did last, and how (class and message of the error).
+    #: How often sending it failed.
     attempts = models.PositiveIntegerField(default=0)
+    #: When sending it last failed.
     failed_ms = models.BigIntegerField(null=True, blank=True)
+    #: How it failed: class and message of the error, never the arguments.
     error = models.CharField(max_length=ERROR_CHARS, blank=True, default="")
 
     class Meta:
@@ -71,7 +77,9 @@ class NowMs(models.Func):
     output_field = models.BigIntegerField()
     arity = 0
 
-    def as_sql(self, compiler: Any, connection: BaseDatabaseWrapper, *_: object, **__: Any) -> Any:
+    def as_sql(
+        self, compiler: object, connection: BaseDatabaseWrapper, *_: object, **__: object
+    ) -> _Sql:
         """Ask this machine's clock, for a database whose own is not known here."""
         del compiler, connection
         return "%s", [int(time.time() * 1000)]

@@ -46,6 +46,9 @@ ENDED = (
 RELEASED = "R"
 #: A later version may write more.
 _INTERVENTION = frozenset(field.name for field in fields(Intervention))
+#: A row as it was read: its columns have types of their own.
+Row = Sequence[Any]
+
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 
 # fmt: off
@@ -84,7 +87,7 @@ def summary_columns(words: Dialect) -> str:
     )
 
 
-def record_of(row: Sequence[Any]) -> Record:
+def record_of(row: Row) -> Record:
     """Return the record of a row with the summary columns."""
     namespace, scope, key, *rest = row
     record, lease = rest[: len(RECORD)], rest[len(RECORD) :]
@@ -136,8 +139,8 @@ def lease_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
 
 def stored_record(
     identity: Identity,
-    record: Sequence[Any],
-    lease: Sequence[Any] | None,
+    record: Row,
+    lease: Row | None,
     refusals: tuple[Refusal, ...] = (),
 ) -> StoredRecord:
     """Return the record of what was read; ``lease``: of its lease row, if that counts."""

@@ -26,6 +26,7 @@ from django.db import Error, connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
+from celery_idempotent.django.sql.columns import Row
 from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect, error_code, kind
 from celery_idempotent.django.sql.forking import unforked
 from celery_idempotent.django.sql.spare_connections import SpareConnections, is_inherited
@@ -64,14 +65,14 @@ class Session:
         self.begun = inside
         self._savepoints = 0
 
-    def execute(self, sql: str, params: Sequence[Any] = ()) -> int:
+    def execute(self, sql: str, params: Row = ()) -> int:
         """Run a statement; return how many rows it touched."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
             touched: int = cursor.rowcount
             return touched
 
-    def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def rows(self, sql: str, params: Row = ()) -> list[tuple[Any, ...]]:
         """Run a query."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
@@ -269,7 +270,7 @@ def is_idle(own: BaseDatabaseWrapper) -> bool:
 
 def transaction_begun(own: BaseDatabaseWrapper, *, if_unknown: bool = True) -> bool:
     """Has a transaction begun on the thread's connection, which is open?"""
-    raw: Any = own.connection
+    raw = own.connection
     if own.vendor == "postgresql":
         return int(raw.info.transaction_status) != 0
     if own.vendor == "mysql":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import connections
 from django.db.backends.signals import connection_created
@@ -70,7 +70,7 @@ def watch() -> None:
 
 
 def _guard(connection: BaseDatabaseWrapper, **_: object) -> None:
-    wrappers: list[Any] = connection.execute_wrappers
+    wrappers = connection.execute_wrappers
     if _refuse_elsewhere not in wrappers:
         # First in the list: Django's execute_wrapper() removes the last one when its block ends.
         wrappers.insert(0, _refuse_elsewhere)
@@ -113,5 +113,6 @@ def _refuse_in_step(
     return execute(sql, params, many, context)
 
 
-def _statement_text(sql: Any) -> str:
-    return sql if isinstance(sql, str) else str(sql.as_string(None))  # psycopg composes statements
+def _statement_text(sql: object) -> str:
+    compose = getattr(sql, "as_string", None)  # psycopg composes statements
+    return str(sql) if compose is None else str(compose(None))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from celery_idempotent.django.sql.columns import digest
+from celery_idempotent.django.sql.columns import Row, digest
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.records import Renewal
 
@@ -154,7 +153,7 @@ def _prune(session: Session, batch: int) -> tuple[int, int]:
     return len(found), len(over)
 
 
-def _lives(session: Session, rows: Iterable[Sequence[Any]]) -> dict[tuple[bytes, int], int]:
+def _lives(session: Session, rows: Iterable[Row]) -> dict[tuple[bytes, int], int]:
     """Return when the leases of these unfinished records say that they are over."""
     names = [bytes(row[1]) for row in rows]
     if not names:
@@ -167,7 +166,7 @@ def _lives(session: Session, rows: Iterable[Sequence[Any]]) -> dict[tuple[bytes,
     return {(bytes(name), token): expires_ms for name, token, expires_ms in found}
 
 
-def _delete(session: Session, rows: Sequence[Sequence[Any]]) -> None:
+def _delete(session: Session, rows: Sequence[Row]) -> None:
     ids, names = [row[0] for row in rows], [bytes(row[1]) for row in rows]
     tables = (("record", "id", ids), ("lease", "digest", names), ("refusals", "digest", names))
     for table, column, values in tables:

@@ -25,12 +25,11 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Record, Retained, SettleRequest
 from celery_idempotent.stores.hybrid.breaker import Breaker
-from celery_idempotent.stores.redis.channel import exchange, passing
+from celery_idempotent.stores.redis.channel import Reply, exchange, passing
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpack_record
 from celery_idempotent.stores.redis.scripts import CACHE_VERBS, script
@@ -79,7 +78,7 @@ class RedisCache:
         url: str = "redis://localhost:6379/0",
         *,
         prefix: str | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> None:
         timeouts = {"socket_timeout": DEFAULT_TIMEOUT, "socket_connect_timeout": DEFAULT_TIMEOUT}
         self._link, named = link_and_prefix(url, {**timeouts, **(options or {})})
@@ -168,7 +167,7 @@ class RedisCache:
             return None
         return Cached(record, age_ms=rest[1])
 
-    def _try(self, verb: str, identity: Identity, *arguments: bytes) -> Any:
+    def _try(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
         """Return the script's answer, ``None`` if there is none: then it goes without for a while."""
         if not self.breaker.allows():
             return None
@@ -177,7 +176,7 @@ class RedisCache:
         except (StoreUnavailable, StoreMisconfigured):
             return None
 
-    def _ask(self, verb: str, identity: Identity, *arguments: bytes) -> Any:
+    def _ask(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
         bucket, name = self._keys.locate(identity)
         keys = (name,) if verb == "cache_mark" else (name, self._keys.generation(bucket))
         try:

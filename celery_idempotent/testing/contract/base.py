@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import pytest
 
 from celery_idempotent.records import (
+    Answer,
     Claimed,
     ClaimRequest,
     EndState,
     Identity,
     Record,
     Renewal,
+    Reservation,
     Reserved,
     ReserveRequest,
     SettleRequest,
@@ -27,6 +29,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
+from celery_idempotent.stores.machine import Fields
 
 __all__ = [
     "ENDS",
@@ -130,15 +133,15 @@ class ContractBase:
 
         return set_back
 
-    def claim(self, store: Store, identity: Identity = KEY, **changes: Any) -> Record:
+    def claim(self, store: Store, identity: Identity = KEY, /, **changes: object) -> Record:
         """Claim a key that is free; return the record."""
         answer = self.try_claim(store, identity, **changes)
         assert isinstance(answer, Claimed)
         return answer.record
 
-    def try_claim(self, store: Store, identity: Identity = KEY, **changes: Any) -> Any:
+    def try_claim(self, store: Store, identity: Identity = KEY, /, **changes: object) -> Answer:
         """Claim a key, whatever the answer."""
-        asked: dict[str, Any] = {
+        asked: Fields = {
             "identity": identity,
             "attempt": attempt(),
             "lease_ms": self.lease_ms,
@@ -149,15 +152,17 @@ class ContractBase:
         }
         return store.claim(ClaimRequest(**{**asked, **changes}))
 
-    def reserve(self, store: Store, identity: Identity = KEY, **changes: Any) -> Record:
+    def reserve(self, store: Store, identity: Identity = KEY, /, **changes: object) -> Record:
         """Reserve a key that can be reserved; return the record."""
         answer = self.try_reserve(store, identity, **changes)
         assert isinstance(answer, Reserved)
         return answer.record
 
-    def try_reserve(self, store: Store, identity: Identity = KEY, **changes: Any) -> Any:
+    def try_reserve(
+        self, store: Store, identity: Identity = KEY, /, **changes: object
+    ) -> Reservation:
         """Reserve a key, whatever the answer."""
-        asked: dict[str, Any] = {
+        asked: Fields = {
             "identity": identity,
             "task_id": TASK_ID,
             "deadline_ms": self.lease_ms,
@@ -171,23 +176,23 @@ class ContractBase:
         store: Store,
         record: Record,
         state: EndState = State.COMPLETED,
-        **changes: Any,
+        **changes: object,
     ) -> bool:
         """Settle a claim."""
-        asked: dict[str, Any] = {"value": VALUE, "keep_ms": self.keep_ms, **changes}
+        asked: Fields = {"value": VALUE, "keep_ms": self.keep_ms, **changes}
         return store.settle(SettleRequest(record=record, state=state, **asked))
 
-    def lease(self, record: Record, **changes: Any) -> Renewal:
+    def lease(self, record: Record, **changes: object) -> Renewal:
         """Return what renews a claim."""
-        asked = {"token": record.token, "lease_ms": self.lease_ms, "keep_ms": self.keep_ms}
+        asked: Fields = {"token": record.token, "lease_ms": self.lease_ms, "keep_ms": self.keep_ms}
         return Renewal(identity=record.identity, **{**asked, **changes})
 
-    def renew(self, store: Store, record: Record, **changes: Any) -> bool:
+    def renew(self, store: Store, record: Record, **changes: object) -> bool:
         """Renew one claim."""
         (renewed,) = store.renew([self.lease(record, **changes)])
         return renewed
 
-    def bring_to(self, store: Store, advance: Advance, state: str, **changes: Any) -> Record:
+    def bring_to(self, store: Store, advance: Advance, state: str, **changes: object) -> Record:
         """Bring the key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
         if state == "QUEUED":
             wanted = ("task_id", "fingerprint", "message")
@@ -203,7 +208,7 @@ class ContractBase:
         assert found is not None
         return found
 
-    def requeueable(self, store: Store, advance: Advance, **changes: Any) -> Record:
+    def requeueable(self, store: Store, advance: Advance, **changes: object) -> Record:
         """Claim the key with a message and let the lease run out; return the record."""
         record = self.claim(store, **{"on_stale": "requeue", "message": MESSAGE, **changes})
         advance(self.lease_ms + 1)

@@ -7,12 +7,12 @@ false: the walk makes those of the rules before false, and that of the rule itse
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
 from celery_idempotent.records import Intervention, Record, State, Stored
 from celery_idempotent.stores.base import Store
+from celery_idempotent.stores.machine import Fields
 from celery_idempotent.stores.table import TABLE, Rule
 from celery_idempotent.testing.contract.base import (
     ENDS,
@@ -58,7 +58,7 @@ class Scene:
 
 
 #: What makes each condition true, and what makes it false.
-SCENES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "": ({}, {}),
     "another fingerprint": ({"fingerprint": OTHER_FINGERPRINT}, {}),
     "another token": ({"token": 1}, {}),
@@ -92,7 +92,7 @@ CELLS = [
 
 def scene_of(rule: Rule, found: State | None) -> Scene:
     """Return what makes this the first rule of its verb that holds."""
-    changes: dict[str, Any] = {}
+    changes: Fields = {}
     for each in TABLE:
         if each.verb == rule.verb and found in each.found:
             if each is rule:
@@ -184,7 +184,7 @@ class CellContract(ContractBase):
         return claim, life_ms
 
     def _has_what_the_rule_says(
-        self, rule: Rule, before: Record | None, after: Record, brought: dict[str, Any]
+        self, rule: Rule, before: Record | None, after: Record, brought: Fields
     ) -> None:
         wanted = {**EMPTY, **brought, "identity": KEY, "attempts": 0}
         wanted |= {name: getattr(before, name) for name in rule.carried}
@@ -215,8 +215,8 @@ class CellContract(ContractBase):
 
     # Each verb: its answer, and the fields that it brings.
 
-    def _claim(self, store: Store, scene: Scene, _: Record) -> tuple[str, dict[str, object]]:
-        brought: dict[str, Any] = {
+    def _claim(self, store: Store, scene: Scene, _: Record) -> tuple[str, Fields]:
+        brought: Fields = {
             "task_id": scene.task_id,
             "worker": "web-2:1",
             "on_stale": "fail",
@@ -232,8 +232,8 @@ class CellContract(ContractBase):
         )
         return type(answer).__name__.lower(), brought
 
-    def _reserve(self, store: Store, scene: Scene, _: Record) -> tuple[str, dict[str, object]]:
-        brought: dict[str, Any] = {
+    def _reserve(self, store: Store, scene: Scene, _: Record) -> tuple[str, Fields]:
+        brought: Fields = {
             "task_id": scene.task_id,
             "message": scene.message,
             "fingerprint": scene.fingerprint,
@@ -242,69 +242,59 @@ class CellContract(ContractBase):
         answer = self.try_reserve(store, deadline_ms=self.delay_ms, **brought)
         return type(answer).__name__.lower(), {**brought, "reserved": True}
 
-    def _renew(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+    def _renew(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
         return self.renew(store, record, token=token, lease_ms=self.delay_ms), {}
 
-    def _settle(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+    def _settle(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         claim = dataclasses.replace(record, token=record.token + (scene.token or 0))
-        brought: dict[str, Any] = {"state": State.FAILED, "value": ENDING, "replaced": True}
+        brought: Fields = {"state": State.FAILED, "value": ENDING, "replaced": True}
         restore = scene.restore
         if scene.another_state:
             claim = dataclasses.replace(claim, state=_another(claim.state))
             restore = False
         return self.settle(store, claim, restore=restore, **brought), brought
 
-    def _release(
-        self, store: Store, scene: Scene, record: Record
-    ) -> tuple[bool, dict[str, object]]:
+    def _release(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
         requeue_ms = self.delay_ms if scene.retry else None
         return store.release(KEY, token=token, requeue_ms=requeue_ms), {}
 
-    def _interrupt(
-        self, store: Store, scene: Scene, record: Record
-    ) -> tuple[bool, dict[str, object]]:
+    def _interrupt(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         found = store.interrupt(KEY, token=record.token + (scene.token or 0))
         assert found is None or found == store.get(KEY)
         return found is not None, {}
 
-    def _checkpoint(
-        self, store: Store, scene: Scene, record: Record
-    ) -> tuple[bool, dict[str, object]]:
+    def _checkpoint(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
-        brought: dict[str, object] = {"steps": (*record.steps, (scene.step, ENDING))}
+        brought: Fields = {"steps": (*record.steps, (scene.step, ENDING))}
         return store.checkpoint(KEY, token=token, name=scene.step, value=ENDING), brought
 
-    def _amend(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+    def _amend(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
-        brought: dict[str, object] = {"steps": (*record.steps, (scene.step, ENDING))}
+        brought: Fields = {"steps": (*record.steps, (scene.step, ENDING))}
         noted = Intervention(operation="complete", who="alice", step=scene.step)
         done = store.amend(KEY, token=token, name=scene.step, value=ENDING, intervention=noted)
         return done, brought
 
-    def _mark_delivered(
-        self, store: Store, scene: Scene, record: Record
-    ) -> tuple[bool, dict[str, object]]:
+    def _mark_delivered(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
         return store.mark_delivered(KEY, token=token), {"delivered": True}
 
-    def _requeue(
-        self, store: Store, scene: Scene, record: Record
-    ) -> tuple[bool, dict[str, object]]:
+    def _requeue(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = None if scene.token is None else record.token + scene.token
         found = store.requeue(KEY, deadline_ms=self.delay_ms, token=token)
         assert found is None or found == store.get(KEY)
         return found is not None, {}
 
-    def _sweep(self, store: Store, _: Scene, __: Record) -> tuple[str, dict[str, object]]:
+    def _sweep(self, store: Store, _: Scene, __: Record) -> tuple[str, Fields]:
         report = store.sweep(limit=10, requeue_ms=self.delay_ms)
         swept = (*report.interrupted, *report.requeued)
         assert all(record == store.get(KEY) for record in swept)
         word = "interrupted" if report.interrupted else "requeued" if swept else "none"
         return word, {}
 
-    def _forget(self, store: Store, scene: Scene, record: Record) -> tuple[bool, dict[str, object]]:
+    def _forget(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
         state = _another(record.state) if scene.another_state else record.state
         return store.forget(KEY, token=token, state=state), {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -298,7 +297,7 @@ class ReservationContract(ContractBase):
         with crowd(2) as together:
             for name in NAMES[:20]:
 
-                def do(who: int, name: Identity = name) -> Any:
+                def do(who: int, name: Identity = name) -> object:
                     return (self.try_claim, self.try_reserve)[who](store, name)
 
                 claimed, reserved = together(do)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -140,7 +139,7 @@ class StepContract(ContractBase):
         steps = self.found(store).steps
         assert sorted(name for name, _ in steps) == [f"{n}" for n in range(10)]
 
-    def with_steps(self, store: Store, **changes: Any) -> Record:
+    def with_steps(self, store: Store, **changes: object) -> Record:
         """Claim the key and take all steps; return the record."""
         token = self.claim(store, **changes).token
         for name, value in STEPS:

@@ -64,9 +64,9 @@ class UpkeepContract(ContractBase):
         answer = self.try_reserve(store, NAMES[3], task_id="another")
         assert isinstance(answer, Reserved) is over
         assert over or answer == Held(reserved, left_ms=left_ms)
-        answer = self.try_claim(store, NAMES[0])
-        assert isinstance(answer, Claimed) is over
-        assert over or answer == Held(claimed, left_ms=left_ms)
+        claim = self.try_claim(store, NAMES[0])
+        assert isinstance(claim, Claimed) is over
+        assert over or claim == Held(claimed, left_ms=left_ms)
         assert (store.requeue(NAMES[1], deadline_ms=self.lease_ms) is not None) is over
         report = store.sweep(limit=10, requeue_ms=self.lease_ms)
         assert [record.identity for record in report.requeued] == ([NAMES[2]] if over else [])
