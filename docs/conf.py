@@ -129,7 +129,16 @@ def _raises(
 
 def _outdated(_app: Sphinx, *_pages: object) -> list[str]:
     """Have the pages read that come from the code: Sphinx does not know when that has changed."""
-    return ["api", "checks", "commands", "monitoring", "redis-keys", "tables", "versions"]
+    return [
+        "api",
+        "checks",
+        "commands",
+        "monitoring",
+        "redis-keys",
+        "reference",
+        "tables",
+        "versions",
+    ]
 
 
 def _sections() -> list[tuple[str, list[str]]]:

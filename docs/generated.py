@@ -222,6 +222,22 @@ def _tables() -> str:
     return "\n".join(lines)
 
 
+def options() -> Iterator[tuple[str, str, str]]:
+    """Yield each option of the reference: its name, its default, and what its section begins with."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for name, default, text in re.findall(
+        r"^### `(\w+)`\n\n\*[^*]*?Default:? ([^*]+)\.\*\s((?:.+\n)+)", page, re.MULTILINE
+    ):
+        first = re.split(r"[.:;](?:\s|$)", " ".join(text.split()), maxsplit=1)[0]
+        yield name, " ".join(default.split()), first
+
+
+def _options() -> str:
+    lines = ["| option | default | |", "|---|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {default} | {text} |" for name, default, text in options()]
+    return "\n".join(lines)
+
+
 def supported() -> list[tuple[str, str]]:
     """Return what a version of the library works with, and in which versions."""
     about = ConfigParser()
@@ -247,6 +263,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "commands": _commands,
     "keys": _keys,
     "metrics": _metrics,
+    "options": _options,
     "supported": _supported,
     "tables": _tables,
 }
