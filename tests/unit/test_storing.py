@@ -235,7 +235,7 @@ LINK = Signature("plain", args=("x",), immutable=True)
 
 def test_a_link_that_the_body_made_is_sent_before(shop: Shop):
     shop.run("pay", "links")
-    assert shop.asked[-len(CELERYS) :] == CELERYS
+    assert [each for each in shop.asked if each in CELERYS] == CELERYS
     assert [each.task for each in shop.ended.published] == ["plain"]
 
 
