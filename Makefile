@@ -94,7 +94,7 @@ demo: $(VENV)/.demo  ## the demonstration: make demo STORE=django EVENTS=path
 serve: $(VENV)/.demo  ## the test project with all it needs, to try by hand: make serve PORT=8000
 	@exec env PORT="$(PORT)" $(BIN)/python -m testproject.serve
 
-bench: $(VENV)/.demo  ## the benchmark
+bench: $(VENV)/.bench  ## the benchmark
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove .venv and whatever was built
@@ -127,7 +127,7 @@ $(VENV)/.created:
 	@touch $@
 
 # The stamps: a second run installs nothing, a changed requirement does. A file is compiled when it is imported: most never are.
-$(VENV)/.dev $(VENV)/.demo: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
+$(VENV)/.dev $(VENV)/.demo $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
 	@$(build-wheel) && $(PIP) uninstall -qqq --yes celery-idempotent && touch $(VENV)/.wheel
 	$(PIP) install --quiet --no-compile "$$(echo dist/*.whl)[hiredis,opentelemetry,prometheus,rest]" --group $*
 	@touch $@

@@ -18,10 +18,12 @@ from benchmarks import (
     hybrid,
     instructions,
     memory,
+    peers,
     postgresql,
     prune,
     publish,
     report,
+    scale,
     sql,
     sweep,
     verbs,
@@ -35,6 +37,7 @@ __all__ = ["main"]
 _BENCHMARKS = {
     "worker": (worker.run, "Worker time of an empty task, from one start to the next"),
     "publish": (publish.run, "Time of apply_async"),
+    "peers": (peers.run, "Other libraries, and ours"),
     "verbs": (verbs.run, "Time of a verb, p50"),
     "hybrid": (hybrid.run, "Time of a duplicate, p50"),
     "memory": (memory.run, "Memory per record"),
@@ -42,6 +45,7 @@ _BENCHMARKS = {
     "sql": (sql.run, "Time of a verb on PostgreSQL, p50"),
     "prune": (prune.run, "Deleting what is past its retention, on PostgreSQL"),
     "admin": (admin.run, "Pages of the admin, from request to answer"),
+    "scale": (scale.run, "Many keys against 100,000"),
     "instructions": (instructions.run, "User-space instructions"),
 }
 
@@ -113,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "--keys",
         type=int,
         default=1_000_000,
-        help="among how many completed keys sweep is measured, about 350 bytes each (default 1000000)",
+        help="among how many completed keys sweep and scale measure, 350 bytes each (default 1000000)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; tables go to stderr")
     parser.add_argument(

@@ -149,11 +149,10 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
 
 
 def _metrics() -> str:
-    lines = ["| metric | kind | labels | |", "|---|---|---|---|"]
+    lines = ["| metric | kind and labels | |", "|---|---|---|"]
     for name, kind, labels, text in metrics():
-        lines.append(
-            f"| `{name}` | {kind} | {', '.join(f'`{each}`' for each in labels)} | {text} |"
-        )
+        by = f" by {', '.join(f'`{each}`' for each in labels)}" if labels else ""
+        lines.append(f"| `{name}` | {kind}{by} | {text} |")
     return "\n".join(lines)
 
 

@@ -155,6 +155,8 @@ def pay(self: Any, what: str = "") -> Any:
             return self.app.AsyncResult("another")
         case "unserializable":
             return object()
+        case "links":
+            self.request.callbacks = [LINK]
         case "large":
             return "x" * 2_000_000
     return {"paid": [1, "€", None, 2.5]}
@@ -229,6 +231,12 @@ def test_the_message_decides_whether_it_is_ignored(shop: Shop):
 
 
 LINK = Signature("plain", args=("x",), immutable=True)
+
+
+def test_a_link_that_the_body_made_is_sent_before(shop: Shop):
+    shop.run("pay", "links")
+    assert [each for each in shop.asked if each in CELERYS] == CELERYS
+    assert [each.task for each in shop.ended.published] == ["plain"]
 
 
 @pytest.mark.parametrize(
@@ -540,16 +548,18 @@ def test_hooks_and_signals_find_the_request_and_the_backend_as_ever(shop: Shop):
 def test_a_receiver_that_looks_at_the_backend_takes_nothing_away(shop: Shop):
     from celery_idempotent import signals as outcomes
 
+    found: list[Any] = []
+
     def look(sender: Any, **_: Any) -> None:
-        assert sender.AsyncResult("another").state == "PENDING"
-        assert type(sender.backend) is RedisBackend
+        found.extend([type(sender.backend), sender.AsyncResult("another").state])
 
     outcomes.settled.connect(look)
     try:
         shop.run("pay")
     finally:
         outcomes.settled.disconnect(look)
-    assert "SETEX" not in shop.asked
+    assert found == [RedisBackend, "PENDING"]
+    assert shop.asked == ["EVALSHA", "EVALSHA", "GET"]  # which is that look
 
 
 def test_another_id_is_stored_whoever_asks_first(shop: Shop):
