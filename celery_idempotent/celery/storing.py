@@ -24,7 +24,6 @@ from celery.app import trace
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.serialization import get_pickleable_etype, get_pickleable_exception
 
-from celery_idempotent.celery import delivery
 from celery_idempotent.celery.entering import entry_of
 from celery_idempotent.records import EndState, ResultWrite, State
 
@@ -98,7 +97,10 @@ class RequestResult:
     def _is_plain(self, state: EndState) -> bool:
         """Will Celery store this outcome, and do nothing else for it?"""
         task, request = self._task, self._request
-        if request.is_eager or not request.id or delivery.has_callbacks(request):
+        if request.is_eager or not request.id:
+            return False
+        # Of the body's own making: with any in its message this would not be asked.
+        if request.callbacks or request.errbacks or request.chain or request.chord:
             return False
         if not state.raises:
             return not (request.ignore_result or ignores_result(task, request))

@@ -155,6 +155,8 @@ def pay(self: Any, what: str = "") -> Any:
             return self.app.AsyncResult("another")
         case "unserializable":
             return object()
+        case "links":
+            self.request.callbacks = [LINK]
         case "large":
             return "x" * 2_000_000
     return {"paid": [1, "€", None, 2.5]}
@@ -229,6 +231,12 @@ def test_the_message_decides_whether_it_is_ignored(shop: Shop):
 
 
 LINK = Signature("plain", args=("x",), immutable=True)
+
+
+def test_a_link_that_the_body_made_is_sent_before(shop: Shop):
+    shop.run("pay", "links")
+    assert [each for each in shop.asked if each in CELERYS] == CELERYS
+    assert [each.task for each in shop.ended.published] == ["plain"]
 
 
 @pytest.mark.parametrize(
