@@ -24,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help test test-all pytest matrix lint format types contracts docs links linkcheck recording wheel demo serve bench clean
+.PHONY: help test test-all pytest matrix lint format types contracts docs site links linkcheck recording wheel demo serve bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,9 @@ contracts: $(VENV)/.dev  ## who may import whom
 docs: $(VENV)/.dev  ## build the site of the documentation: open docs/_build/html/index.html
 	@$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -b html docs docs/_build/html
 
+site: $(VENV)/.dev  ## the same for every release, with a menu of versions: docs/_build/site
+	@$(BIN)/python docs/all_versions.py docs/_build/site
+
 links: $(VENV)/.dev  ## as docs, and write nothing: three seconds
 	@$(BIN)/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -b dummy docs docs/_build/dummy
 
@@ -91,7 +94,7 @@ demo: $(VENV)/.demo  ## the demonstration: make demo STORE=django EVENTS=path
 serve: $(VENV)/.demo  ## the test project with all it needs, to try by hand: make serve PORT=8000
 	@exec env PORT="$(PORT)" $(BIN)/python -m testproject.serve
 
-bench: $(VENV)/.demo  ## the benchmark
+bench: $(VENV)/.bench  ## the benchmark
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove .venv and whatever was built
@@ -124,7 +127,7 @@ $(VENV)/.created:
 	@touch $@
 
 # The stamps: a second run installs nothing, a changed requirement does. A file is compiled when it is imported: most never are.
-$(VENV)/.dev $(VENV)/.demo: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
+$(VENV)/.dev $(VENV)/.demo $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created setup.cfg pyproject.toml
 	@$(build-wheel) && $(PIP) uninstall -qqq --yes celery-idempotent && touch $(VENV)/.wheel
 	$(PIP) install --quiet --no-compile "$$(echo dist/*.whl)[hiredis,opentelemetry,prometheus,rest]" --group $*
 	@touch $@

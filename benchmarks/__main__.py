@@ -20,10 +20,12 @@ from benchmarks import (
     imports,
     instructions,
     memory,
+    peers,
     postgresql,
     prune,
     publish,
     report,
+    scale,
     sql,
     sweep,
     verbs,
@@ -37,6 +39,7 @@ __all__ = ["main"]
 _BENCHMARKS = {
     "worker": (worker.run, "Worker time of an empty task, from one start to the next"),
     "publish": (publish.run, "Time of apply_async"),
+    "peers": (peers.run, "Other libraries, and ours"),
     "verbs": (verbs.run, "Time of a verb, p50"),
     "hybrid": (hybrid.run, "Time of a duplicate, p50"),
     "memory": (memory.run, "Memory per record"),
@@ -46,6 +49,7 @@ _BENCHMARKS = {
     "admin": (admin.run, "Pages of the admin, from request to answer"),
     "http": (http.run, "Time that @idempotent_view adds to a request"),
     "import": (imports.run, "CPU time to import the library and to bind a task"),
+    "scale": (scale.run, "Many keys against 100,000"),
     "instructions": (instructions.run, "User-space instructions"),
 }
 
@@ -117,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "--keys",
         type=int,
         default=1_000_000,
-        help="among how many completed keys sweep is measured, about 350 bytes each (default 1000000)",
+        help="among how many completed keys sweep and scale measure, 350 bytes each (default 1000000)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; tables go to stderr")
     parser.add_argument(

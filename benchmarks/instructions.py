@@ -18,6 +18,7 @@ __all__ = ["available", "run"]
 _TASKS = (
     ("by_task_id", "worker: IdempotentTask", "plain"),
     ("by_argument", "worker: key of an argument", "plain"),
+    ("portable", "worker: the same, result stored apart", "plain"),
     ("by_argument_ignore", "worker: the same, ignore_result", "plain_ignore"),
     ("again", "worker: duplicate, which gets the stored result", "plain"),
     ("floor", "worker: celery.Task and two bare round trips", "plain"),

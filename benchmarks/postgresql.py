@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["VARIABLE", "available", "execute", "open_database", "rows", "set_up"]
+__all__ = ["VARIABLE", "available", "execute", "open_database", "open_databases", "rows", "set_up"]
 
 VARIABLE = "CELERY_IDEMPOTENT_POSTGRESQL_URL"
 _URL = os.environ.get(VARIABLE, "postgresql://postgres@127.0.0.1:5432")
@@ -32,23 +32,32 @@ def available() -> bool:
 @contextlib.contextmanager
 def open_database() -> Iterator[str]:
     """Set up Django with a new database, in which are the tables; give its name, drop it in the end."""
-    name = f"bench_idempotent_{uuid.uuid4().hex[:12]}"
-    set_up(name)
+    with open_databases("default") as (name,):
+        yield name
+
+
+@contextlib.contextmanager
+def open_databases(*aliases: str) -> Iterator[Sequence[str]]:
+    """Set up Django with a new database for each of these aliases; give their names, drop them in the end."""
+    names = {alias: f"bench_idempotent_{uuid.uuid4().hex[:12]}" for alias in aliases}
+    set_up(**names)
     from django.core.management import call_command
     from django.db import connections
 
-    execute(f"CREATE DATABASE {name}", alias="maintenance")
     try:
-        call_command("migrate", verbosity=0)
-        yield name
+        for alias, name in names.items():
+            execute(f"CREATE DATABASE {name}", alias="maintenance")
+            call_command("migrate", verbosity=0, database=alias)
+        yield tuple(names.values())
     finally:
         connections.close_all()
-        execute(f"DROP DATABASE {name} WITH (FORCE)", alias="maintenance")
+        for name in names.values():
+            execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)", alias="maintenance")
         connections.close_all()
 
 
-def set_up(name: str) -> None:
-    """Set up Django with the database of this name."""
+def set_up(**names: str) -> None:
+    """Set up Django with a database of this name for each alias."""
     import django
     from django.conf import settings
 
@@ -61,8 +70,9 @@ def set_up(name: str) -> None:
         "HOST": parts.hostname or "",
         "PORT": str(parts.port or ""),
     }
+    named = {alias: {**database, "NAME": name} for alias, name in names.items()}
     settings.configure(
-        DATABASES={"default": {**database, "NAME": name}, "maintenance": database},
+        DATABASES={"default": database, **named, "maintenance": database},
         INSTALLED_APPS=["celery_idempotent.django"],
         USE_TZ=True,
     )
@@ -77,10 +87,10 @@ def execute(sql: str, params: Sequence[Any] = (), *, alias: str = "default") -> 
         cursor.execute(sql, params or None)
 
 
-def rows(sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+def rows(sql: str, params: Sequence[Any] = (), *, alias: str = "default") -> list[tuple[Any, ...]]:
     """Run a query."""
     from django.db import connections
 
-    with connections["default"].cursor() as cursor:
+    with connections[alias].cursor() as cursor:
         cursor.execute(sql, params or None)
         return list(cursor.fetchall())

@@ -15,7 +15,7 @@ from celery_idempotent.records import Identity
 
 def main(name: str) -> None:
     """Say once that it is at work, and in the end the figures."""
-    set_up(name)
+    set_up(default=name)
     from celery_idempotent.django.store import DjangoStore
 
     times: list[float] = []

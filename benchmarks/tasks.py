@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery, Task
 from redis import ConnectionPool
 
+from benchmarks import libraries
 from benchmarks.stamps import Stamps
 from celery_idempotent.celery.task import IdempotentTask
 
@@ -31,8 +32,10 @@ PAYLOAD = {
 }
 
 
-def make_app(*, broker: str, backend: str, stamps: Path | None = None) -> Celery:
-    """Return an app with the tasks; the store is the result backend, as by default."""
+def make_app(
+    *, broker: str, backend: str, stamps: Path | None = None, peers: bool = False
+) -> Celery:
+    """Return an app with the tasks; the store is the result backend, as by default; peers: others' too."""
     app = Celery("bench", broker=broker, backend=backend, set_as_current=False)
     app.conf.update(
         task_default_queue="bench",
@@ -95,8 +98,13 @@ def make_app(*, broker: str, backend: str, stamps: Path | None = None) -> Celery
     add("plain_webhook", Plain, webhook)
     add("by_task_id", Idempotent)
     add("by_argument", Idempotent, idempotency_key="n")
+    add("portable", Idempotent, idempotency_key="n", idempotency_fused_result=False)
     add("by_argument_ignore", Idempotent, idempotency_key="n", ignore_result=True)
     add("by_webhook", Idempotent, webhook, idempotency_key=("n", "event.id"))
     add("again", Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")
+    if peers:
+        libraries.configure(app, backend)
+        for name, peer in libraries.installed().items():
+            add(name, type(name, (Stamped, peer.task_class()), {"abstract": True}), **peer.options)
     app.finalize()
     return app

@@ -11,4 +11,5 @@ app = make_app(
     broker=os.environ["BENCH_BROKER"],
     backend=os.environ["BENCH_BACKEND"],
     stamps=Path(os.environ["BENCH_STAMPS"]),
+    peers=bool(os.environ.get("BENCH_PEERS")),
 )

@@ -66,13 +66,17 @@ def drain(
     *pool: str,
     step: Callable[[float], None] = lambda _: None,
     under: Sequence[str] = (),
+    peers: bool = False,
 ) -> Stamps:
     """Publish what is planned, then let one worker run all of it; ``under`` is a program that runs the worker."""
     path = directory / "stamps"
     stamps = Stamps(path, plan.messages)
-    _publish(plan, server, step)
+    _publish(plan, server, step, peers=peers)
     environment = children_environment(
-        BENCH_BROKER=server.url(0), BENCH_BACKEND=server.url(1), BENCH_STAMPS=path
+        BENCH_BROKER=server.url(0),
+        BENCH_BACKEND=server.url(1),
+        BENCH_STAMPS=path,
+        BENCH_PEERS="1" if peers else "",
     )
     command = [*under, sys.executable, "-m", "celery", "-A", "benchmarks.worker_child", "worker"]
     command += [*pool, "--queues=bench", "--loglevel=WARNING"]
@@ -83,8 +87,8 @@ def drain(
     return stamps
 
 
-def _publish(plan: Plan, server: Server, step: Callable[[float], None]) -> None:
-    app = make_app(broker=server.url(0), backend=server.url(1))
+def _publish(plan: Plan, server: Server, step: Callable[[float], None], *, peers: bool) -> None:
+    app = make_app(broker=server.url(0), backend=server.url(1), peers=peers)
     # The results are not waited for: to subscribe to each one would count in the measurement.
     with app.producer_pool.acquire(block=True) as producer, denied_join_result():
         for task, numbers in plan.blocks:

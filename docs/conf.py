@@ -43,6 +43,17 @@ pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_copy_source = False
 html_theme_options = {
     "source_repository": repository,
@@ -118,7 +129,16 @@ def _raises(
 
 def _outdated(_app: Sphinx, *_pages: object) -> list[str]:
     """Have the pages read that come from the code: Sphinx does not know when that has changed."""
-    return ["api", "checks", "commands", "monitoring", "redis-keys", "tables"]
+    return [
+        "api",
+        "checks",
+        "commands",
+        "monitoring",
+        "redis-keys",
+        "reference",
+        "tables",
+        "versions",
+    ]
 
 
 def _sections() -> list[tuple[str, list[str]]]:

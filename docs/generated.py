@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from pathlib import Path
 
 import click
@@ -148,11 +149,10 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
 
 
 def _metrics() -> str:
-    lines = ["| metric | kind | labels | |", "|---|---|---|---|"]
+    lines = ["| metric | kind and labels | |", "|---|---|---|"]
     for name, kind, labels, text in metrics():
-        lines.append(
-            f"| `{name}` | {kind} | {', '.join(f'`{each}`' for each in labels)} | {text} |"
-        )
+        by = f" by {', '.join(f'`{each}`' for each in labels)}" if labels else ""
+        lines.append(f"| `{name}` | {kind}{by} | {text} |")
     return "\n".join(lines)
 
 
@@ -221,10 +221,48 @@ def _tables() -> str:
     return "\n".join(lines)
 
 
+def options() -> Iterator[tuple[str, str, str]]:
+    """Yield each option of the reference: its name, its default, and what its section begins with."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for name, default, text in re.findall(
+        r"^### `(\w+)`\n\n\*[^*]*?Default:? ([^*]+)\.\*\s((?:.+\n)+)", page, re.MULTILINE
+    ):
+        first = re.split(r"[.:;](?:\s|$)", " ".join(text.split()), maxsplit=1)[0]
+        yield name, " ".join(default.split()), first
+
+
+def _options() -> str:
+    lines = ["| option | default | |", "|---|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {default} | {text} |" for name, default, text in options()]
+    return "\n".join(lines)
+
+
+def supported() -> list[tuple[str, str]]:
+    """Return what a version of the library works with, and in which versions."""
+    about = ConfigParser()
+    about.read(ROOT / "setup.cfg", encoding="utf-8")
+    wanted = [about["options"]["install_requires"], *about["options.extras_require"].values()]
+    pythons = re.findall(r"Python :: (3\.\d+)$", about["metadata"]["classifiers"], re.MULTILINE)
+    found = [("Python", f"{pythons[0]} to {pythons[-1]}")]
+    for line in "\n".join(wanted).splitlines():
+        # `celery[redis]>=5.4,<5.8`; what is not to be taken is between.
+        match = re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+),(?:.*,)?<([\d.]+)$", line)
+        if match:
+            found.append((f"`{match[1]}`", f"{match[2]} or newer, older than {match[3]}"))
+    return found
+
+
+def _supported() -> str:
+    lines = ["| | versions |", "|---|---|"]
+    return "\n".join(lines + [f"| {name} | {versions} |" for name, versions in supported()])
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "checks": _checks,
     "commands": _commands,
     "keys": _keys,
     "metrics": _metrics,
+    "options": _options,
+    "supported": _supported,
     "tables": _tables,
 }

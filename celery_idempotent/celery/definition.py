@@ -43,7 +43,8 @@ class Definition:
     """One task of one app.
 
     ``keyed``: the task has a rule for its key. ``overridden``: a base class after ours has a
-    ``__call__`` of its own, which is the way to ``run``. ``settings``: those of the app that it was made of.
+    ``__call__`` of its own, which is the way to ``run``. ``fuses``: its settle may store the result,
+    for it has no result backend of its own. ``settings``: those of the app that it was made of.
     """
 
     policy: Policy
@@ -52,6 +53,7 @@ class Definition:
     runner: Runner
     keyed: bool
     overridden: bool
+    fuses: bool
     settings: Snapshot
 
     def identify(
@@ -86,7 +88,7 @@ def is_celerys_own(task: AnyTask | type[AnyTask]) -> bool:
 def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     """Return the definition of ``task``.
 
-    ``base`` is the class whose ``__call__`` this serves.
+    ``base`` is the class whose ``__call__`` and ``backend`` this serves.
 
     Raises:
         InvalidOption: if an ``idempotency_*`` attribute or setting is unknown or has a bad value, or the task's body
@@ -113,6 +115,9 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         ),
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
+        fuses=policy.fused_result
+        and policy.mode == "enforce"
+        and inspect.getattr_static(task, "backend") is vars(base)["backend"],
         settings=settings,
     )
 

@@ -15,6 +15,7 @@ from celery.utils import uuid
 from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.replay import replay
+from celery_idempotent.celery.storing import RequestResult
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity import stamp
 from celery_idempotent.identity.identified import Identified
@@ -93,9 +94,11 @@ def call_of(
     if not _OF_THIS_MESSAGE.isdisjoint(said):
         # From here on they are this message's alone: the body may hand its headers to other calls.
         request.headers = stamp.with_stamp(headers, task_id, identified)
-    on_settled = None
+    on_settled = make_result = None
     if policy.mode == "enforce" and delivery.has_callbacks(request, said):
         on_settled = partial(_note_due, task, request, identity)
+    elif definition.fuses:
+        make_result = partial(RequestResult, task, request)
     waits = policy.on_conflict == "wait"
     return Call(
         identity=identity,
@@ -105,6 +108,7 @@ def call_of(
         worker=worker_name(os.getpid()),
         longest_wait_ms=republish.longest_wait_ms(task, request) if waits else None,
         on_settled=on_settled,
+        make_result=make_result,
         message=_message(task, definition, request),
         unanswered=republish.unanswered(said),
         on_late_error=partial(late_outcome, task),

@@ -19,12 +19,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from billiard.einfo import ExceptionInfo
-from celery.app import trace
 from celery.canvas import group, maybe_signature
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.serialization import get_pickleable_exception
 
-from celery_idempotent.celery import delivery, republish
+from celery_idempotent.celery import delivery, republish, storing
 from celery_idempotent.celery.chords import Undelivered, hopeless, patient
 from celery_idempotent.celery.delivery import Due
 from celery_idempotent.celery.typed import Sig
@@ -148,7 +147,7 @@ def _send_success(
         publish(following.apply_async, (value,), chain=rest, **options)
         request.chain = None
     backend = patient(task.backend)
-    stored = not _ignores_result(task, request)
+    stored = not storing.ignores_result(task, request)
     backend.mark_as_done(request.id, value, backend.prepared(request), stored)
 
 
@@ -156,16 +155,11 @@ def _send_failure(task: IdempotentTask, request: Context, error: Exception) -> N
     """Send what follows a failure, as Celery's tracer does."""
     failure = get_pickleable_exception(error)
     info = ExceptionInfo((type(failure), failure, error.__traceback__))
-    stored = not _ignores_result(task, request) or task.store_errors_even_if_ignored
+    stored = not storing.ignores_result(task, request) or task.store_errors_even_if_ignored
     backend = patient(task.backend)
     backend.mark_as_failure(
         str(request.id), failure, info.traceback, request=request, store_result=stored
     )
-
-
-def _ignores_result(task: IdempotentTask, request: Context) -> bool:
-    actual = getattr(trace, "get_actual_ignore_result", None)  # Celery >= 5.6
-    return bool(actual(task, request) if actual else task.ignore_result)
 
 
 def _call(publish: Callable[..., object], *args: object, **options: object) -> object:

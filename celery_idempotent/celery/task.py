@@ -13,6 +13,7 @@ from celery_idempotent.celery import (
     republish,
     running,
     sending,
+    storing,
 )
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
@@ -221,6 +222,18 @@ class IdempotentTask(OperableTask):
         # Celery's own mark on a request whose body is entered: a task that calls itself is a plain call.
         entry.request._protected = 1  # type: ignore[attr-defined]  # noqa: SLF001
         return self.run
+
+    @property
+    def backend(self) -> Any:
+        """The result backend, as with any task; Celery finds no more to do there where the settle stored the result."""
+        return storing.unless_written(super().backend, self.request_stack.top)
+
+    @backend.setter
+    def backend(self, backend: object) -> None:
+        behind: Any = super(
+            IdempotentTask, type(self)
+        ).backend  # a property, whatever its stub says
+        behind.fset(self, backend)
 
     def identify_delivery(
         self,

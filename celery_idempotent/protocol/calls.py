@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import StepCodec
-from celery_idempotent.records import Identity, Record, Stored
+from celery_idempotent.records import EndState, Identity, Record, ResultWrite, Stored
 from celery_idempotent.records.frozen import frozen
 
 if TYPE_CHECKING:
@@ -39,6 +39,18 @@ def worker_name(pid: int) -> str:
     return f"{_HOST}:{pid}/{_ORIGIN}"
 
 
+class OutcomeResult(Protocol):
+    """What a body ended with, as the caller stores it elsewhere: in a result backend."""
+
+    def write_for(self, store: Store, state: EndState) -> ResultWrite | None:
+        """Return what this store is to write together with the record; ``None``: the caller writes it, afterwards."""
+        ...
+
+    def note_written(self, state: EndState) -> None:
+        """Note that it is written, so that the caller does not write it again."""
+        ...
+
+
 @frozen(frozen=True, slots=True, kw_only=True)
 class Call:
     """One delivery of one call: what it is about, and who works on it."""
@@ -51,6 +63,8 @@ class Call:
     longest_wait_ms: int | None = None
     #: Called with the token once this call has settled its record.
     on_settled: Callable[[int], None] | None = None
+    #: Returns, for a value or an exception, the result as the caller stores it elsewhere.
+    make_result: Callable[[object], OutcomeResult] | None = None
     #: What a sweep publishes should the claim go stale.
     message: bytes | None = field(default=None, repr=False)  # has arguments
     #: Which exceptions settle FAILED, beside the policy's permanent errors: the outcome is asked for.
@@ -68,6 +82,10 @@ class Call:
     def fails(self, error: BaseException) -> bool:
         """Does this exception settle the record as FAILED?"""
         return self.is_failure is not None and self.is_failure(error)
+
+    def result_of(self, outcome: object) -> OutcomeResult | None:
+        """Return the result that the caller stores elsewhere; ``None``: it stores none."""
+        return None if self.make_result is None else self.make_result(outcome)
 
     def late_error(self, error: Exception) -> Exception:
         """Return what is raised for an exception that came after the body; one of ours is what it is."""

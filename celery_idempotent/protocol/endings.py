@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.protocol import deferred
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import REPORTED, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
-from celery_idempotent.records import EndState, SettleRequest, State, Stored
+from celery_idempotent.protocol.settlement import Settlement
+from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Reporter
+from celery_idempotent.records import SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -51,18 +51,6 @@ class Commit(Enum):
     COMMITTED = "its writes and its record are there"
     ROLLED_BACK = "neither is"
     IN_DOUBT = "the database could not be asked in time"
-
-
-class Settlement(NamedTuple):
-    """How a claim is to be settled."""
-
-    state: EndState
-    #: Serializes the result or the exception of the body; called for each try.
-    dump: Callable[[], Stored | None]
-    #: The exception, for the report.
-    error: BaseException | None = None
-    #: What is logged instead of the usual line.
-    line: Line | None = None
 
 
 #: For the report of an end that the body's own transaction wrote: there is nothing to serialize.
@@ -105,7 +93,8 @@ class Endings:
         final = call.fails(error) and not claim.stepped
         if final or isinstance(error, self.policy.permanent_errors):
             dump = partial(self._codec.dump_error, error)
-            return self.settle(call, claim, Settlement(State.FAILED, dump, error))
+            settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
+            return self.settle(call, claim, settlement)
         patient = isinstance(error, Exception)
         end = self.release(claim, patient=patient, error=error)
         if end is End.GONE and patient and self.has_newer_claim(call, claim):
@@ -219,7 +208,9 @@ class Endings:
 
     def _last_try(self, call: Call, claim: Claim, settlement: Settlement) -> End:
         try:
-            return self._settle_once(call, claim, settlement, settlement.dump())
+            # Without the result: the process ends before the task could.
+            alone = settlement._replace(result=None)
+            return self._settle_once(call, claim, alone, settlement.dump())
         except Exception as error:  # noqa: BLE001  as above
             return self._give_up(call, claim, error)
 
@@ -233,7 +224,7 @@ class Endings:
             keep_ms=self.policy.keep_ms_of(settlement.state),
             replaced=claim.replaced,
         )
-        if not claim.store.settle(request):
+        if not settlement.write(claim.store, request):
             self._report_newer_claim(call, claim)
             return End.NEWER_CLAIM
         self.report_settled(call, claim, settlement)

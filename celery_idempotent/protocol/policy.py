@@ -93,6 +93,7 @@ class Policy(SharedOptions):
     compression: str | None = option(None, _kombu_name)
     on_stale: OnStale = option("interrupt", one_of(OnStale))
     publish_once: bool = option(False, flag)
+    fused_result: bool = option(True, flag)
 
     @property
     def keep_ms(self) -> int:

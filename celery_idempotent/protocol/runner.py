@@ -46,9 +46,10 @@ from celery_idempotent.protocol.calls import (
 )
 from celery_idempotent.protocol.claim import AT_WORK, Claim, Phase, running
 from celery_idempotent.protocol.claiming import ClaimAttempt, Claiming
-from celery_idempotent.protocol.endings import End, Endings, Settlement
+from celery_idempotent.protocol.endings import End, Endings
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.settlement import Settlement
 from celery_idempotent.protocol.telling import Details, Reporter
 from celery_idempotent.records import Claimed, Held, Mismatched, Record, Settled, State
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
@@ -270,7 +271,15 @@ class Runner:
                 heartbeat.add(claim)
             store = claim.store if asked.old is None else None
             took, state = time.monotonic() - asked.sent, State.PROCESSING
-            self._report(signals.claimed, call, record, store=store, state=state, seconds=took)
+            self.reporter.report(
+                signals.claimed,
+                call.identity,
+                call.task_id,
+                record,
+                store=store,
+                state=state,
+                seconds=took,
+            )
             value = outcome.run()
             if self._refuses(value):
                 raise unfinished.close(self.name, value)
@@ -313,7 +322,8 @@ class Runner:
         """Record that the body returned; ``late`` is an exception that came after that."""
         at_exit = late is not None and not isinstance(late, Exception)
         if claim.phase in (Phase.RUNNING, Phase.LOST):
-            settlement = Settlement(State.COMPLETED, partial(self._codec.dump_value, value))
+            dump = partial(self._codec.dump_value, value)
+            settlement = Settlement(State.COMPLETED, dump, result=call.result_of(value))
             end = self._endings.settle(call, claim, settlement, at_exit=at_exit)
             if self._is_dropped(end) and not at_exit:
                 return end

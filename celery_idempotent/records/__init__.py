@@ -25,8 +25,10 @@ from celery_idempotent.records.verbs import (
     Reservation,
     Reserved,
     ReserveRequest,
+    ResultWrite,
     Retained,
     Settled,
+    SettledWith,
     SettleRequest,
 )
 
@@ -50,10 +52,12 @@ __all__ = [
     "Reservation",
     "ReserveRequest",
     "Reserved",
+    "ResultWrite",
     "Retained",
     "Selection",
     "SettleRequest",
     "Settled",
+    "SettledWith",
     "State",
     "Stats",
     "Stored",

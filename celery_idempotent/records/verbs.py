@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from enum import Enum
 from typing import cast
 
 from celery_idempotent.records.frozen import frozen
@@ -25,9 +26,11 @@ __all__ = [
     "Reservation",
     "ReserveRequest",
     "Reserved",
+    "ResultWrite",
     "Retained",
     "SettleRequest",
     "Settled",
+    "SettledWith",
 ]
 
 
@@ -101,6 +104,26 @@ class SettleRequest:
             replaced=settled.replaced,
             intervention=settled.settled_by,
         )
+
+
+@frozen(frozen=True, slots=True, kw_only=True)
+class ResultWrite:
+    """What a result backend in Redis writes for a finished task: to ``key``, and to the channel of the same name.
+
+    The key is kept for ``expires_s`` seconds; 0: for ever.
+    """
+
+    key: bytes
+    payload: bytes = field(repr=False)
+    expires_s: int
+
+
+class SettledWith(Enum):
+    """What became of a settle that brought the task's result along."""
+
+    LOST = "the key has another token: neither the end state nor the result is written"
+    NOTHING = "the end state is written; the result is left to its backend"
+    RESULT = "the end state is written, and the result is stored and published"
 
 
 @frozen(frozen=True, slots=True, kw_only=True)

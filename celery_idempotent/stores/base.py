@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from celery_idempotent.records import (
     Answer,
@@ -19,17 +19,21 @@ from celery_idempotent.records import (
     Renewal,
     Reservation,
     ReserveRequest,
+    ResultWrite,
     Retained,
     Selection,
+    SettledWith,
     SettleRequest,
     State,
     Stats,
     Stored,
     SweepReport,
 )
+from celery_idempotent.stores.transactions import Transaction
 
 if TYPE_CHECKING:
     from celery import Celery
+    from redis import ConnectionPool
 
     from celery_idempotent.stores.redis.facts import ServerFacts
 
@@ -214,6 +218,18 @@ class Store(ABC):
     def close(self) -> None:  # noqa: B027  not every store has something to close
         """Close connections; the store may be used again afterwards."""
 
+    def stores_results_of(self, pool: ConnectionPool) -> bool:  # noqa: ARG002  see settle_with_result
+        """Can `settle_with_result` store what a result backend with these connections to Redis would store?"""
+        return False
+
+    def settle_with_result(self, request: SettleRequest, result: ResultWrite) -> SettledWith:  # noqa: ARG002
+        """Write the end state as :meth:`settle` does and, if that is accepted, the result in the same atomic step.
+
+        A result that says SUCCESS already stays as it is, as Celery's backends leave it. Whatever keeps the result from
+        being stored is no trouble of the settle: ``SettledWith.NOTHING``, and its backend is to store it.
+        """
+        return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
+
     def now_ms(self) -> int:
         """Return the time by the store's clock."""
         # The shortest question whose answer tells the time, with any store.
@@ -294,39 +310,6 @@ class Store(ABC):
     def skews_ms(self) -> Sequence[int]:
         """Return how far the clock of each server is ahead of this machine's."""
         return [skew_ms(self.now_ms)]
-
-
-class Transaction(Protocol):
-    """A transaction of the store's database that a run is part of."""
-
-    def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now.
-
-        A run that has two claims settles the one that the transaction was begun for first.
-        """
-        ...
-
-    def passes(self, error: Exception) -> bool:
-        """Is this, from :meth:`settle` or the commit, an error that the same body may not meet again?
-
-        A serialization failure, a deadlock, the loss of the session.
-        """
-        ...
-
-    def has(self, connection: object) -> bool:
-        """Is this the connection of another thread, to the same database?"""
-        ...
-
-    def guards(self, connection: object) -> bool:
-        """Would a reader of the task expect a write there to be part of the transaction?"""
-        ...
-
-    def outside(self) -> AbstractContextManager[None]:
-        """Refuse writes to the transaction's database: what happens in here outlives a rollback.
-
-        :exc:`~celery_idempotent.errors.IdempotencyError` for a statement that writes.
-        """
-        ...
 
 
 def skew_ms(ask: Callable[[], int]) -> int:

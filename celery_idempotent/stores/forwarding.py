@@ -33,7 +33,10 @@ __all__ = ["ForwardingStore"]
 
 
 class ForwardingStore(Store):
-    """Forwards every call to ``inner``, and can do what that can, except standing behind a cache."""
+    """Forwards every call to ``inner``, and can do what that can.
+
+    Except standing behind a cache, and storing results: a subclass that settles in its own way would be passed by.
+    """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner

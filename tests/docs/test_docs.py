@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from celery_idempotent.protocol.options import table_of
 from celery_idempotent.protocol.policy import KEY_OPTIONS, SETTINGS, Policy
 from celery_idempotent.protocol.telling import OUTCOMES
 from celery_idempotent.records import State
+from docs import generated
 from docs.generated import findings
 from tests.support.paths import ROOT
 from tests.support.servers import EmbeddedRedis
@@ -207,14 +209,16 @@ def test_the_http_page_lists_every_option_and_every_problem() -> None:
 
 
 def test_the_reference_lists_every_option_and_nothing_else() -> None:
-    listed = set(re.findall(r"^\| `idempotency_(\w+)` \|", REFERENCE, flags=re.MULTILINE))
+    sections = set(re.findall(r"^### `idempotency_(\w+)`", REFERENCE, flags=re.MULTILINE))
+    listed = {name.removeprefix("idempotency_") for name, _, _ in generated.options()}
+    assert listed == sections
     fields = {name.removesuffix("_ms") for name in Policy.__dataclass_fields__}
     assert listed == fields | set(KEY_OPTIONS) | set(SETTINGS)
 
 
 def test_the_reference_tells_the_defaults_that_the_code_has() -> None:
     policy = Policy()
-    told = dict(re.findall(r"^\| `idempotency_(\w+)` \| ([^|]+) \|", REFERENCE, re.MULTILINE))
+    told = {name.removeprefix("idempotency_"): default for name, default, _ in generated.options()}
     assert told["lease"] == f"{policy.lease_ms // 1000} s"
     assert told["retention"] == f"{policy.retention_ms // 3_600_000} h"
     assert told["conflict_backoff_max"] == f"{policy.conflict_backoff_max_ms // 1000} s"
@@ -236,6 +240,13 @@ def test_each_finding_of_the_generated_page_is_in_the_table_of_the_admin() -> No
     table = (ROOT / "docs" / "admin.md").read_text().partition("## The checks")[2]
     listed = set(re.findall(r"^\| `([EW]\d+)` \|", table, re.MULTILINE))
     assert listed - {"E012"} == set(findings()), "E012 is Django's alone"
+
+
+def test_the_page_of_versions_has_all_that_the_package_asks_for() -> None:
+    wanted = metadata.requires("celery-idempotent") or []
+    names = {re.match(r"[\w-]+", each)[0] for each in wanted} - {"celery-idempotent"}  # type: ignore[index]
+    listed = {name.strip("`") for name, _ in generated.supported()}
+    assert listed == names | {"Python"}
 
 
 def test_every_public_name_is_on_the_page_that_is_generated() -> None:

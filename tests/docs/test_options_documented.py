@@ -28,6 +28,7 @@ SHOWN_BY = {
     "conflict_backoff_max": "tests/policies/test_effects.py::TestConflictBackoffMax",
     "failure_retention": "tests/policies/test_effects.py::TestFailureRetention",
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
+    "fused_result": "tests/policies/test_effects.py::TestFusedResult",
     "key": "tests/worker/test_delivery.py::test_is_found_in_positional_and_keyword_arguments_alike",
     **{
         f"{name}_before": "tests/worker/test_deploying.py::test_every_operation_takes_effect_once"

@@ -37,13 +37,14 @@ class Stage:
         direct: str,
         queue: str,
         conf: dict[str, Any],
+        worker_backend: str = "",
     ) -> None:
         self.ledger = ledger
         self.queue = queue
         self.broker = broker
         self._worker_broker = worker_broker
         self._start_worker = start_worker
-        self._backend = backend or ""
+        self._backend = worker_backend or backend or ""
         self._conf = {"task_default_queue": queue, "idempotency_store": store, **conf}
         self.client = make_app(broker, backend, {**self._conf, "idempotency_store": direct})
 
@@ -151,7 +152,10 @@ def set_stage(
     redis_proxy: Proxy,
     backend: tuple[str, dict[str, Any]],
 ) -> Iterator[Callable[..., Stage]]:
-    """Set the stage: broker RabbitMQ, the store behind ``redis_proxy``, leases of 30 s unless told otherwise."""
+    """Set the stage: broker RabbitMQ, the store behind ``redis_proxy``, leases of 30 s unless told otherwise.
+
+    The result backend is another Redis, that no test breaks; or, ``together``, it is the store.
+    """
     made: list[Stage] = []
 
     def make(
@@ -161,9 +165,13 @@ def set_stage(
         backend_url: str | None = backend[0],
         store: str = "",
         direct: str = private_redis.url(),
+        together: bool = False,
         **conf: Any,
     ) -> Stage:
-        if backend_url == backend[0]:
+        store = store or redis_proxy.url()
+        if together:
+            backend_url = direct
+        elif backend_url == backend[0]:
             conf = {**backend[1], **conf}
         made.append(
             Stage(
@@ -172,7 +180,8 @@ def set_stage(
                 broker=broker,
                 worker_broker=worker_broker or broker,
                 backend=backend_url,
-                store=store or redis_proxy.url(),
+                worker_backend=store.partition("?")[0] if together else "",
+                store=store,
                 direct=direct,
                 queue=rabbitmq_queue,
                 conf={"idempotency_lease": 30, **conf},

@@ -22,6 +22,9 @@ pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq]
 
 SetStage = Callable[..., Stage]
 
+#: Is the result backend another Redis, or the store? Then results are stored by the settle.
+WHERE = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+
 
 def test_down_before_the_claim_nothing_runs_until_it_is_back(
     set_stage: SetStage, redis_proxy: Proxy
@@ -115,10 +118,11 @@ def frozen_before_their_claims(
     return sent
 
 
+@WHERE
 def test_down_between_claim_and_settle_the_settle_is_tried_until_it_is_back(
-    set_stage: SetStage, redis_proxy: Proxy
+    set_stage: SetStage, redis_proxy: Proxy, together: bool
 ):
-    stage = set_stage(idempotency_lease=12)
+    stage = set_stage(idempotency_lease=12, together=together)
     stage.worker()
     result = stage.send("work", "k", "", "gate")
     stage.started("k")
@@ -169,10 +173,11 @@ def test_a_body_that_makes_sure_of_its_claim_outlasts_a_blip_of_the_store(
     # A silent server in the claim and in the settle: test_slow_stores.py.
     [pytest.param(False, id="cut"), pytest.param(True, id="silent", marks=pytest.mark.wide)],
 )
+@WHERE
 def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
-    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes], silent: bool
+    set_stage: SetStage, redis_proxy: Proxy, digests: dict[str, bytes], silent: bool, together: bool
 ):
-    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=1")
+    stage = set_stage(store=f"{redis_proxy.url()}?socket_timeout=1", together=together)
     stage.worker()
     # Twice: once for the connection that may have been idle for long, once for the fresh one.
     times = 1 if silent else 2
@@ -192,10 +197,11 @@ def test_lost_answers_double_nothing_and_nothing_conflicts_with_itself(
         assert (stage.record(verb).attempts, stage.record(verb).crashes) == (1, 0)
 
 
+@WHERE
 def test_flushed_while_the_task_runs_the_settle_is_accepted(
-    set_stage: SetStage, private_redis: EmbeddedRedis
+    set_stage: SetStage, private_redis: EmbeddedRedis, together: bool
 ):
-    stage = set_stage()
+    stage = set_stage(together=together)
     stage.worker()
     result = stage.send("work", "k", "", "gate")
     stage.started("k")

@@ -116,6 +116,7 @@ def _define(app: Celery) -> None:
     if app.conf.get("with_an_atomic_task"):
         keyed(name="atomic", idempotency_atomic=True, idempotency_on_store_error="closed")(work)
     keyed(name="brisk", idempotency_conflict_backoff_max=0.2)(work)
+    keyed(name="apart", idempotency_fused_result=False)(work)
     keyed(name="unstored", idempotency_store_result=False, idempotency_lease=0.5)(work)
 
     saying = partial(app.task, base=Saying, bind=True, shared=False)

@@ -118,15 +118,13 @@ class Site(sites.Site):
         entries = self.ledger.entries()
         ended = Counter(e.task_id for e in entries if e.phase in {"postrun", "crash", "revoked"})
         done = {e.task_id for e in entries if e.phase in {"postrun", "revoked"}}
-        # Celery >= 5.7 acknowledges what was lost after its result was stored; else, or with something to send, the
-        # message is to come back.
+        # Celery >= 5.7 acknowledges what was lost after its result was stored, as the settle does here. Else, or with
+        # something to send, the message is to come back.
         sending = {
             each["id"] for each in self.receipts(text) if any(json.loads(each["body"])[2].values())
         }
         stored = {
-            e.task_id
-            for e in entries
-            if e.phase == "crash" and e.key[:6] != "settle" and celery.VERSION[:2] >= (5, 7)
+            e.task_id for e in entries if e.phase == "crash" and celery.VERSION[:2] >= (5, 7)
         } - sending
         return [
             task_id

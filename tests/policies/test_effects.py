@@ -176,6 +176,22 @@ class TestStoreResult:
         assert on_redis.ledger.count("start", key) == 1
 
 
+class TestFusedResult:
+    @pytest.mark.parametrize(("name", "by"), [("work", "lua"), ("apart", "tcp")])
+    def test_the_result_is_stored_by_the_settle_or_by_celery(
+        self, on_redis: Site, key: str, name: str, by: str
+    ):
+        with on_redis.redis.monitor() as monitor:
+            result = on_redis.publish(name, key)
+            assert result.get(timeout=PATIENCE)["run"]
+            while True:
+                said = monitor.next_command()
+                words = said["command"]
+                if result.id in words and "SETEX" in words and "SUCCESS" in words:
+                    break
+        assert said["client_type"] == by
+
+
 class TestReplicas:
     def test_nothing_runs_that_too_few_replicas_know_of(self, open_site, key: str, tmp_path: Path):
         with running(redis_binary(), tmp_path) as master:

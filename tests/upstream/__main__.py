@@ -6,6 +6,7 @@
     python -m tests.upstream t/unit/tasks              # a part of it
     python -m tests.upstream --integration             # with a real worker; needs a Redis server: about 15 minutes
     python -m tests.upstream --integration --broker rabbitmq
+    python -m tests.upstream --integration --apart     # results and records in two databases
 
 Ends with 1 if a test differs that ``known_differences.txt`` does not list (or lists, and it does not differ), with 2 if
 the comparison cannot be made here. More tests run where ``requirements.txt`` is installed.
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--quick", action="store_true", help="the unit tests (the default)")
     which.add_argument("--integration", action="store_true", help="tests with a real worker")
     parser.add_argument("--broker", choices=BROKERS, default="redis", help="for --integration")
+    parser.add_argument("--apart", action="store_true", help="leave results to Celery's own writes")
     parser.add_argument("--logs", type=Path, help="a directory for what the two runs print")
     parser.add_argument("tests", nargs="*", help="files or tests instead of all of them")
     options = parser.parse_args(arguments)
@@ -65,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _compare(options: argparse.Namespace) -> Comparison:
     if not options.integration:
         return compare(options.tests or QUICK, known_differences(), keep=options.logs)
-    with servers(options.broker) as environments:
+    with servers(options.broker, apart=options.apart) as environments:
         tests = options.tests or INTEGRATION
         known = known_differences(broker=options.broker)
         return compare(tests, known, servers=environments, keep=options.logs)

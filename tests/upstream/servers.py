@@ -16,13 +16,16 @@ BROKERS: tuple[Broker, ...] = ("redis", "rabbitmq")
 
 
 @contextlib.contextmanager
-def servers(broker: Broker) -> Iterator[list[dict[str, str]]]:
-    """Give the environments of the two sides, which may run at the same time."""
+def servers(broker: Broker, *, apart: bool = False) -> Iterator[list[dict[str, str]]]:
+    """Give the environments of the two sides, which may run at the same time.
+
+    Results and records are in one database, and written by one script; ``apart``: in two.
+    """
     with contextlib.ExitStack() as stack:
-        yield [_server(broker, stack) for _ in range(2)]
+        yield [_server(broker, stack, apart=apart) for _ in range(2)]
 
 
-def _server(broker: Broker, stack: contextlib.ExitStack) -> dict[str, str]:
+def _server(broker: Broker, stack: contextlib.ExitStack, *, apart: bool) -> dict[str, str]:
     redis = stack.enter_context(embedded_redis())
     parts = urlsplit(redis.url())
     url = redis.url(0) if broker == "redis" else stack.enter_context(open_rabbitmq()).url
@@ -31,5 +34,5 @@ def _server(broker: Broker, stack: contextlib.ExitStack) -> dict[str, str]:
         "TEST_BACKEND": redis.url(1),
         "REDIS_HOST": parts.hostname or "127.0.0.1",
         "REDIS_PORT": str(parts.port),
-        "UPSTREAM_STORE": redis.url(2),
+        "UPSTREAM_STORE": redis.url(2 if apart else 1),
     }

@@ -96,12 +96,17 @@ class ClaimTransaction:
         elif record is None:
             return
         elif session.words.vendor == "postgresql":
-            session.rows(
-                f"{_PATIENCE[0]}SELECT pg_advisory_xact_lock(%s), set_config('lock_timeout', was, true)"
-                " FROM patience",
-                (lock_number(*claim),),
+            name, token = claim
+            # At once, which takes no parameters. The last sees what was committed while the first waited.
+            ours = len(
+                session.rows_of_last(
+                    f"{_PATIENCE[0]}SELECT pg_advisory_xact_lock({lock_number(*claim):d}),"
+                    f" set_config('lock_timeout', was, true) FROM patience; SAVEPOINT {_SAVEPOINT};"
+                    " SELECT 1 FROM celery_idempotent_record"
+                    + _OURS
+                    % (f"decode('{name.hex()}', 'hex')", f"{token:d}")
+                )
             )
-            ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
         else:
             ((got,),) = session.rows(
                 "SELECT get_lock(%s, %s)", (lock_name(session, *claim), LOCK_TIMEOUT_MS / 1000)
@@ -115,7 +120,8 @@ class ClaimTransaction:
             return
         if not ours:
             raise LeaseLost(f"the claim of {record.identity} is no longer ours")
-        session.execute(f"SAVEPOINT {_SAVEPOINT}")
+        if session.words.vendor != "postgresql":
+            session.execute(f"SAVEPOINT {_SAVEPOINT}")
 
     def has(self, connection: object) -> bool:
         """Is this the connection of another thread, to the same database?"""

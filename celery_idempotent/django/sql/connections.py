@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error, connections
+from django.db import Error, NotSupportedError, connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
@@ -76,6 +76,16 @@ class Session:
         """Run a query."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
+            return list(cursor.fetchall())
+
+    def rows_of_last(self, sql: str) -> list[tuple[Any, ...]]:
+        """Run several statements without parameters at once; return what the last one found. PostgreSQL only."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(sql)
+            # psycopg2 has the last one's alone, and says so.
+            with contextlib.suppress(NotSupportedError):
+                while cursor.nextset():
+                    pass
             return list(cursor.fetchall())
 
     def write(self, sql: str, params: Sequence[object] = ()) -> int:

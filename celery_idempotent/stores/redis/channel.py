@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from redis import exceptions
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.stores.redis.endpoint import Endpoint
 from celery_idempotent.stores.redis.scripts import Command
 
 #: Host and port.
@@ -140,10 +141,13 @@ class Channel:
 
 
 class Server:
-    """One server: by address, by unix socket, or the master that Sentinel names."""
+    """One server: by address, by unix socket, or the master that Sentinel names, which has no fixed ``endpoint``."""
 
-    def __init__(self, connect: Callable[[], Connection], *, where: str) -> None:
+    def __init__(
+        self, connect: Callable[[], Connection], *, where: str, endpoint: Endpoint | None = None
+    ) -> None:
         self.where = where
+        self.endpoint = endpoint
         self.spans = True
         self._channel = Channel(connect)
 

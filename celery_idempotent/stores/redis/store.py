@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 
-from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     Answer,
@@ -22,33 +22,32 @@ from celery_idempotent.records import (
     Reserved,
     ReserveRequest,
     Settled,
-    SettleRequest,
     State,
     Stored,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.interventions import pack_intervention
 from celery_idempotent.stores.redis.browse import Browsing
-from celery_idempotent.stores.redis.channel import Reply, exchange
+from celery_idempotent.stores.redis.channel import Reply
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import (
     pack_claimant,
     pack_flags,
     pack_message,
-    pack_settled,
     pack_state,
     pack_token,
     unpack_record,
     unreadable,
 )
-from celery_idempotent.stores.redis.scripts import VERBS, Command, plain, script
+from celery_idempotent.stores.redis.scripts import VERBS, plain, script
+from celery_idempotent.stores.redis.settling import Settling
 from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix
 from celery_idempotent.stores.values import pack_text, pack_value
 
 
-class RedisStore(Browsing, Upkeep, Store):
+class RedisStore(Browsing, Settling, Upkeep, Store):
     """Stores the records in Redis (6.2 or later) or Valkey, alone, under Sentinel or in a Cluster.
 
     ``url`` is ``redis://``, ``rediss://``, ``unix://``, ``sentinel://h1:p1;h2:p2/master/db`` or
@@ -143,27 +142,6 @@ class RedisStore(Browsing, Upkeep, Store):
             )
         return [answer == b"renewed" for answer in self._ask_all(commands)]
 
-    def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, unless the key has another token by now."""
-        identity = request.record.identity
-        bucket, name, leases, failures, _, interrupted = self._names(identity)
-        word, replicated = self._ask_replicated(
-            script("settle").call(
-                bucket,
-                (name, leases, failures, interrupted),
-                pack_settled(request),
-                b"%d" % max(request.keep_ms, 1),
-                b"1" if self.replicas else b"",
-                b"" if request.restore else pack_state(request.record.state),
-                pack_intervention(request.intervention),
-            )
-        )
-        if word == b"unreadable":
-            raise unreadable(identity)
-        if word == b"settled" and not replicated:
-            raise self._not_replicated("settle", identity)
-        return bool(word == b"settled")
-
     def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published."""
         identity, deadline_ms = request.identity, request.deadline_ms
@@ -255,12 +233,6 @@ class RedisStore(Browsing, Upkeep, Store):
         word = self._ask(script("forget").call(bucket, keys, *only))
         return bool(word == b"forgotten")
 
-    def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
-        """Return the bucket, and the names of the record and of the bucket's indexes and token."""
-        bucket, name = self._keys.locate(identity)
-        leases, failures, interrupted, token = self._keys.indexes(bucket)
-        return bucket, name, leases, failures, token, interrupted
-
     def _refusal(
         self, identity: Identity, word: bytes, rest: Sequence[Reply]
     ) -> Held | Settled | Mismatched:
@@ -285,26 +257,11 @@ class RedisStore(Browsing, Upkeep, Store):
         word = self._ask_about("release", identity, pack_token(token), deadline, crashes)
         return bool(word != b"lost")
 
-    def _not_replicated(self, verb: str, identity: Identity) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self._link.where}: fewer than {self.replicas} replicas acknowledged the {verb} of"
-            f" {identity} within {self._replica_timeout_ms} ms"
-        )
-
     def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
         """Run the script of a verb that needs the record, the leases and what is interrupted."""
         bucket, name = self._keys.locate(identity)
         keys = (name, self._keys.leases(bucket), self._keys.interrupted(bucket))
         return self._ask(script(verb).call(bucket, keys, *arguments))
-
-    def _ask_replicated(self, command: Command) -> tuple[Reply, bool]:
-        """Return the answer, and whether as many replicas as we want have what was written."""
-        if not self.replicas:
-            return self._ask(command), True
-        wanted, patience = b"%d" % self.replicas, b"%d" % self._replica_timeout_ms
-        wait = plain(command.bucket, b"WAIT", wanted, patience)
-        answer, acknowledged = exchange(self._link, (command, wait))
-        return answer, acknowledged >= self.replicas
 
 
 def _fingerprint_argument(fingerprint: bytes | None) -> bytes:

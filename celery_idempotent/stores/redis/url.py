@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.stores.redis.channel import Address, Connection, Link, Server
 from celery_idempotent.stores.redis.cluster import Cluster
+from celery_idempotent.stores.redis.endpoint import endpoint_of
 from celery_idempotent.stores.redis.sentinel import Sentinels
 
 DEFAULT_PREFIX = "idem"
@@ -75,7 +76,8 @@ def _single_server(
         where = f"Redis at {kwargs.get('path')}"
     else:
         where = f"Redis at {kwargs.get('host', 'localhost')}:{kwargs.get('port', _REDIS_PORT)}"
-    return Server(functools.partial(pool.connection_class, **kwargs), where=where)
+    connect = functools.partial(pool.connection_class, **kwargs)
+    return Server(connect, where=where, endpoint=endpoint_of(pool))
 
 
 def _cluster(scheme: str, rest: str, query: dict[str, str], options: Mapping[str, object]) -> Link:

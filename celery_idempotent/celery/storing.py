@@ -1,0 +1,269 @@
+"""The result of a task, stored by the very script that settles its record, where both are in one Redis.
+
+Celery's tracer stores it after the run, in two round trips of its own. Here these are left out::
+
+    apart      run ─ settle ─ GET (a SUCCESS already?) ─ MULTI, SETEX, PUBLISH, EXEC ─ hooks, signals ─ ack
+    together   run ─ settle, GET, PUBLISH, SETEX in one script ────────────────────── hooks, signals ─ ack
+
+The result is the backend's own: its fields, its serializer and compression, its key, channel and expiry. Whatever is
+unusual has it stored apart, as ever: a backend that is no plain ``RedisBackend``, or has a method replaced; another
+server, database or login than the store's; a request that has something to send afterwards. So has whatever goes wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from functools import partial
+from types import FrameType, FunctionType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from billiard.einfo import ExceptionInfo
+from celery import states
+from celery.app import trace
+from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.serialization import get_pickleable_etype, get_pickleable_exception
+
+from celery_idempotent.celery.entering import entry_of
+from celery_idempotent.records import EndState, ResultWrite, State
+
+if TYPE_CHECKING:
+    from celery.app.task import Context
+
+    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.stores.base import Store
+
+#: On a request: of which task id and state the result is stored, until the tracer would store it.
+_WRITTEN = "idempotency_result"
+
+_STATES: dict[State, str] = {State.COMPLETED: states.SUCCESS, State.FAILED: states.FAILURE}
+
+#: What is left out of a backend. Who replaced one of these wants something to happen there.
+_LEFT_OUT = (
+    "mark_as_done",
+    "mark_as_failure",
+    "store_result",
+    "_store_result",
+    "_get_task_meta_for",
+    "_set_with_state",
+    "_set",
+    "ensure",
+    "get",
+    "set",
+)
+_CELERYS = {"celery.backends.base", "celery.backends.redis"}
+
+#: A larger result takes its time on the way: it is left to Celery, which waits longer for Redis than a store does.
+_LARGEST = 1024 * 1024
+
+
+class _Plan(NamedTuple):
+    """For how many seconds a backend keeps results, by state; a state is missing if this store cannot write them."""
+
+    store: Store
+    expires_s: dict[str, int]
+
+
+_plans: weakref.WeakKeyDictionary[Any, _Plan] = weakref.WeakKeyDictionary()
+
+
+def ignores_result(task: IdempotentTask, request: Context) -> bool:
+    """Does Celery's tracer leave the result of this request alone?"""
+    actual = getattr(trace, "get_actual_ignore_result", None)  # Celery >= 5.7
+    return bool(actual(task, request) if actual else task.ignore_result)
+
+
+class RequestResult:
+    """What the run of a request ended with, a value or an exception, as Celery's tracer would store it."""
+
+    __slots__ = ("_outcome", "_request", "_task")
+
+    def __init__(self, task: IdempotentTask, request: Any, outcome: object) -> None:
+        self._task, self._request, self._outcome = task, request, outcome
+
+    def write_for(self, store: Store, state: EndState) -> ResultWrite | None:
+        """Return what this store is to write; ``None`` if the result is left to Celery."""
+        try:
+            if self._is_plain(state):
+                return self._written(store, _STATES[state])
+        except Exception:  # noqa: BLE001, S110  Celery says what is wrong with it, when it stores it
+            pass
+        return None
+
+    def note_written(self, state: EndState) -> None:
+        """Let the tracer leave it out."""
+        vars(self._request)[_WRITTEN] = (self._request.id, _STATES[state])
+
+    def _is_plain(self, state: EndState) -> bool:
+        """Will Celery store this outcome, and do nothing else for it?"""
+        task, request = self._task, self._request
+        if request.is_eager or not request.id:
+            return False
+        # Of the body's own making: with any in its message this would not be asked.
+        if request.callbacks or request.errbacks or request.chain or request.chord:
+            return False
+        if not state.raises:
+            return not (request.ignore_result or ignores_result(task, request))
+        if isinstance(self._outcome, (Ignore, Reject, Retry)):
+            return False
+        return bool(task.store_errors_even_if_ignored or not ignores_result(task, request))
+
+    def _written(self, store: Store, state: str) -> ResultWrite | None:
+        backend: Any = self._task.backend
+        plan = _plans.get(backend)
+        if plan is None or plan.store is not store:
+            plan = _plans[backend] = _plan_of(backend, store)
+        expires_s = plan.expires_s.get(state)
+        if expires_s is None:
+            return None
+        outcome, traceback = self._outcome, None
+        if state == states.FAILURE:
+            outcome, traceback = _failure(outcome)
+        meta = _meta(backend, self._request, outcome, state, traceback)
+        payload = backend.encode(meta)
+        if isinstance(payload, str):
+            payload = payload.encode()
+        if not isinstance(payload, bytes) or len(payload) > _LARGEST:
+            return None
+        key = backend.get_key_for_task(self._request.id)
+        return ResultWrite(key=key, payload=payload, expires_s=expires_s)
+
+
+class _WrittenBackend:
+    """Stands for a result backend in the one call by which the tracer would store what is stored."""
+
+    def __init__(self, backend: Any, task_id: str, state: str) -> None:
+        self._backend, self._task_id, self._state = backend, task_id, state
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._backend, name)
+
+    def mark_as_done(
+        self,
+        task_id: str,
+        result: object,
+        request: object = None,
+        store_result: bool = True,
+        state: str = states.SUCCESS,
+    ) -> object:
+        stores = store_result and (task_id, state) != (self._task_id, self._state)
+        return self._backend.mark_as_done(task_id, result, request, stores, state)
+
+    def mark_as_failure(self, task_id: str, exc: object, *rest: Any, **options: Any) -> object:
+        if (task_id, options.get("state", states.FAILURE)) == (self._task_id, self._state):
+            options["store_result"] = False
+        return self._backend.mark_as_failure(task_id, exc, *rest, **options)
+
+
+def unless_written(backend: Any, request: object) -> Any:
+    """Return the backend of a task; once, after a run whose result is stored, one that does not store it."""
+    if request is None or _WRITTEN not in vars(request) or entry_of(request) is not None:
+        return backend
+    return _WrittenBackend(backend, *vars(request).pop(_WRITTEN))
+
+
+# -- what a backend writes ---------------------------------------------------------------------------------------------
+
+
+def _meta(
+    backend: Any, request: Any, outcome: object, state: str, traceback: str | None
+) -> dict[str, object]:
+    result = backend.encode_result(outcome, state)
+    meta: dict[str, object] = backend._get_result_meta(  # noqa: SLF001  so does its own _store_result
+        result=result, state=state, traceback=traceback, request=request
+    )
+    meta["task_id"] = request.id
+    return meta
+
+
+def _failure(error: Any) -> tuple[object, str | None]:
+    """Return an exception and the text of its traceback, as the tracer hands them to the backend."""
+    found = get_pickleable_exception(error)
+    kind = get_pickleable_etype(type(error))
+    info = ExceptionInfo((kind, found, _up_to_tracer(error.__traceback__)))
+    return found, info.traceback
+
+
+def _up_to_tracer(traceback: TracebackType) -> TracebackType:
+    """Return the traceback as it will be in the tracer: what the exception has still to leave is on the stack."""
+    frame: FrameType | None = traceback.tb_frame
+    while frame is not None and frame.f_code.co_name != "trace_task":
+        frame = frame.f_back
+        if frame is not None:
+            traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
+    if frame is None:
+        raise LookupError("no tracer")
+    return traceback
+
+
+def _plan_of(backend: Any, store: Store) -> _Plan:
+    """Ask Celery's own code what this backend writes: it is called with a client that only notes what it should do."""
+    found: dict[str, int] = {}
+    if _is_plain_redis(backend) and store.stores_results_of(backend.client.connection_pool):
+        for state in _STATES.values():
+            expires_s = _expires_s(backend, state)
+            if expires_s is not None:
+                found[state] = expires_s
+    return _Plan(store, found)
+
+
+def _is_plain_redis(backend: Any) -> bool:
+    kind = type(backend)
+    if (kind.__module__, kind.__name__) != ("celery.backends.redis", "RedisBackend"):
+        return False
+    for name in _LEFT_OUT:
+        method = inspect.getattr_static(kind, name)
+        if name in vars(backend) or not isinstance(method, FunctionType):
+            return False
+        if method.__globals__["__name__"] not in _CELERYS:
+            return False
+    import redis
+
+    client = backend.client
+    return type(client) is redis.Redis and type(client.connection_pool) is redis.ConnectionPool
+
+
+class _Notes(list[tuple[object, ...]]):
+    """A client of Redis, and its pipeline, that only notes what they are asked for."""
+
+    def __getattr__(self, name: str) -> object:
+        return partial(self._note, name)
+
+    def _note(self, name: str, *args: object) -> None:
+        self.append((name, *args))
+
+    def pipeline(self) -> _Notes:
+        return self
+
+    def __enter__(self) -> _Notes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _expires_s(backend: Any, state: str) -> int | None:
+    """Return for how long a backend keeps a result (0: for ever), ``None`` if it writes it otherwise than expected."""
+    from celery.app.task import Context
+
+    request = Context(id="idempotency", task="idempotency", children=[])
+    notes, encoded = _Notes(), []
+
+    def encode(meta: dict[str, object]) -> str:
+        encoded.append(meta)
+        return "encoded"
+
+    noting = object.__new__(type(backend))
+    noting.__dict__ = {**vars(backend), "client": notes, "encode": encode}
+    noting.store_result(request.id, None, state, request=request)
+    expected = _meta(backend, request, None, state, None)
+    for meta in (expected, *encoded):
+        meta.pop("date_done", None)
+    key = backend.get_key_for_task(request.id)
+    expires_s = 0
+    write: tuple[object, ...] = ("set", key, "encoded")
+    match notes:
+        case [_, ("setex", _, int(expires_s), _), *_]:
+            write = ("setex", key, expires_s, "encoded")
+    wanted = [("get", key), write, ("publish", key, "encoded"), ("execute",)]
+    return expires_s if notes == wanted and encoded == [expected] else None

@@ -1,0 +1,368 @@
+"""A RedisStore settles a record and stores the task's result in one step, where both are in one database."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import (
+    ClaimRequest,
+    Identity,
+    Record,
+    ResultWrite,
+    SettledWith,
+    SettleRequest,
+    State,
+)
+from celery_idempotent.stores.forwarding import ForwardingStore
+from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.stores.redis.store import RedisStore
+from tests.support.servers import EmbeddedRedis
+
+KEY = Identity(namespace="charge", key="order-17")
+
+
+def meta(state: str, **more: object) -> bytes:
+    """Return a result as Celery writes it."""
+    return json.dumps({"status": state, "result": 1, **more}).encode()
+
+
+class TestWhatIsOneDatabase:
+    """No server is asked."""
+
+    @pytest.fixture
+    def pool_of(self) -> Iterator[Callable[..., redis.ConnectionPool]]:
+        apps: list[Celery] = []
+
+        def pool_of(url: str, **settings: Any) -> redis.ConnectionPool:
+            app = Celery(backend=url, set_as_current=False)
+            app.conf.update(settings)
+            apps.append(app)
+            backend: Any = app.backend
+            pool: redis.ConnectionPool = backend.client.connection_pool
+            return pool
+
+        yield pool_of
+        for app in apps:
+            app.close()
+
+    @pytest.mark.parametrize(
+        ("store", "backend", "settings"),
+        [
+            ("redis://h/0", "redis://h", {}),
+            ("redis://h:6379", "redis://h/0", {}),
+            ("redis://h:1/7?prefix=x&socket_timeout=1", "redis://h:1/7", {}),
+            ("redis://localhost", "redis://", {}),
+            ("redis://u:p@h/3", "redis://u:p@h/3", {}),
+            ("redis://:p@h", "redis://h", {"redis_password": "p"}),
+            ("redis://:a%2Fb@h", "redis://:a%2Fb@h", {}),
+            ("unix:///run/redis.sock?db=2", "redis+socket:///run/redis.sock?virtual_host=2", {}),
+            (
+                "rediss://h/1",
+                "rediss://h/1",
+                {"redis_backend_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED}},
+            ),
+            ("rediss://h", "rediss://h?ssl_cert_reqs=CERT_REQUIRED", {}),
+        ],
+    )
+    def test_the_same(
+        self, pool_of: Callable[..., redis.ConnectionPool], store: str, backend: str, settings: Any
+    ):
+        assert RedisStore(store).stores_results_of(pool_of(backend, **settings))
+
+    @pytest.mark.parametrize(
+        ("store", "backend", "settings"),
+        [
+            pytest.param("redis://h/0", "redis://h/1", {}, id="database"),
+            pytest.param("redis://h", "redis://i", {}, id="host"),
+            pytest.param("redis://localhost", "redis://127.0.0.1", {}, id="name of a host"),
+            pytest.param("redis://h:1", "redis://h:2", {}, id="port"),
+            pytest.param("redis://h", "redis://:p@h", {}, id="password"),
+            pytest.param("redis://u:p@h", "redis://v:p@h", {}, id="user"),
+            pytest.param("redis://h", "redis://h", {"redis_username": "u"}, id="user by setting"),
+            pytest.param("redis://h", "rediss://h?ssl_cert_reqs=CERT_NONE", {}, id="TLS"),
+            pytest.param(
+                "rediss://h?ssl_certfile=a",
+                "rediss://h?ssl_cert_reqs=CERT_NONE&ssl_certfile=b",
+                {},
+                id="certificate",
+            ),
+            pytest.param(
+                "unix:///run/a.sock", "redis+socket:///run/b.sock", {}, id="path of a socket"
+            ),
+            pytest.param("unix:///run/a.sock", "redis://localhost", {}, id="socket and address"),
+            pytest.param(
+                "sentinel://h:1/main/0",
+                "sentinel://h:1/0",
+                {"result_backend_transport_options": {"master_name": "main"}},
+                id="Sentinel",
+            ),
+            pytest.param("redis+cluster://h:1", "redis://h:1", {}, id="Cluster"),
+            pytest.param("redis://h", "redis://h?encoding=latin-1", {}, id="other bytes"),
+        ],
+    )
+    def test_another_or_perhaps_another(
+        self, pool_of: Callable[..., redis.ConnectionPool], store: str, backend: str, settings: Any
+    ):
+        assert not RedisStore(store).stores_results_of(pool_of(backend, **settings))
+
+    def test_not_with_credentials_of_a_provider(self, pool_of: Callable[..., redis.ConnectionPool]):
+        provider = redis.UsernamePasswordCredentialProvider("u", "p")
+        pool = pool_of("redis://h", redis_backend_credential_provider=provider)
+        assert not RedisStore("redis://h").stores_results_of(pool)
+
+    def test_not_where_replicas_are_waited_for(self, pool_of: Callable[..., redis.ConnectionPool]):
+        assert not RedisStore("redis://h", replicas=1).stores_results_of(pool_of("redis://h"))
+
+    def test_not_by_a_store_that_settles_in_its_own_way(
+        self, pool_of: Callable[..., redis.ConnectionPool]
+    ):
+        class Audited(RedisStore):
+            def settle(self, request: SettleRequest) -> bool:
+                return super().settle(request)
+
+        assert not Audited("redis://h").stores_results_of(pool_of("redis://h"))
+
+    def test_not_by_other_stores(self, pool_of: Callable[..., redis.ConnectionPool]):
+        pool = pool_of("redis://h")
+        assert not MemoryStore().stores_results_of(pool)
+        # A cache before another store, or two identities as one: a settle there is more than one write.
+        assert not ForwardingStore(RedisStore("redis://h")).stores_results_of(pool)
+
+    def test_a_password_is_not_shown(self):
+        assert "secret" not in repr(RedisStore("redis://u:secret@h")._link.endpoint)
+
+
+@pytest.mark.redis
+class TestSettlingWithAResult:
+    @pytest.fixture
+    def store(self, redis_store: RedisStore) -> RedisStore:
+        return redis_store
+
+    @pytest.fixture
+    def record(self, store: RedisStore) -> Record:
+        return claim(store, b"attempt1")
+
+    @pytest.fixture
+    def name(self, prefix: str) -> str:
+        return f"{prefix}-result"
+
+    @pytest.fixture
+    def heard(self, redis_client: redis.Redis, name: str) -> Iterator[Callable[[], list[bytes]]]:
+        with redis_client.pubsub(ignore_subscribe_messages=True) as channel:
+            channel.subscribe(name)
+            channel.get_message(timeout=5)
+
+            def heard() -> list[bytes]:
+                """Return what was published until now."""
+                redis_client.publish(name, "end")
+                found: list[bytes] = []
+                while (message := channel.get_message(timeout=5)) is not None:
+                    if message["data"] == b"end":
+                        return found
+                    found.append(message["data"])
+                raise AssertionError("nothing more is heard")
+
+            yield heard
+
+    def test_all_is_written_and_told(self, store, record, name, redis_client, heard):
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+        assert state_of(store) is State.COMPLETED
+        assert redis_client.get(name) == meta("SUCCESS")
+        assert 500 < redis_client.ttl(name) <= 600
+        assert heard() == [meta("SUCCESS")]
+
+    def test_a_result_without_expiry_stays(self, store, record, name, redis_client):
+        assert settle(store, record, name, meta("SUCCESS"), expires_s=0) is SettledWith.RESULT
+        assert redis_client.ttl(name) == -1
+
+    def test_a_late_worker_stores_and_tells_nothing(self, store, record, name, redis_client, heard):
+        assert store.release(KEY, token=record.token)
+        claim(store, b"attempt2")
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.LOST
+        assert state_of(store) is State.PROCESSING
+        assert redis_client.get(name) is None
+        assert heard() == []
+
+    def test_who_may_not_bring_a_record_back_stores_nothing(
+        self, store, record, name, redis_client
+    ):
+        store.forget(KEY)
+        request = SettleRequest(
+            record=record, state=State.COMPLETED, value=None, keep_ms=1000, restore=False
+        )
+        result = ResultWrite(key=name.encode(), payload=b"x", expires_s=600)
+        assert store.settle_with_result(request, result) is SettledWith.LOST
+        assert redis_client.get(name) is None
+
+    def test_a_record_that_was_forgotten_meanwhile_is_settled(
+        self, store, record, name, redis_client
+    ):
+        store.forget(KEY)
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+        assert state_of(store) is State.COMPLETED
+        assert redis_client.get(name) == meta("SUCCESS")
+
+    @pytest.mark.parametrize("state", ["SUCCESS", "FAILURE"])
+    def test_a_repetition_stores_and_tells_nothing_twice(
+        self, store, record, name, redis_client, heard, state
+    ):
+        for _ in range(3):
+            assert settle(store, record, name, meta(state)) is SettledWith.RESULT
+        assert redis_client.get(name) == meta(state)
+        assert heard() == [meta(state)]
+
+    def test_a_repetition_makes_sure_of_the_result(self, store, record, name, redis_client, heard):
+        assert store.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        )
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+        assert redis_client.get(name) == meta("SUCCESS")
+        assert heard() == [meta("SUCCESS")]
+
+    def test_a_success_of_before_stays_as_with_celery(
+        self, store, record, name, redis_client, heard
+    ):
+        first = meta("SUCCESS", worker="the first")
+        redis_client.set(name, first)
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+        assert state_of(store) is State.COMPLETED
+        assert redis_client.get(name) == first
+        assert heard() == []
+
+    @pytest.mark.parametrize("state", ["STARTED", "RETRY", "FAILURE", "50 % of it"])
+    def test_any_other_state_is_written_over(self, store, record, name, redis_client, heard, state):
+        redis_client.set(name, meta(state))
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.RESULT
+        assert redis_client.get(name) == meta("SUCCESS")
+        assert redis_client.ttl(name) > 500
+        assert heard() == [meta("SUCCESS")]
+
+    @pytest.mark.parametrize(
+        "known",
+        [b"\x80\x05pickled", b'{"result": 1, "status": "SUCCESS"}', b'{"status": "a\\"b"}', b""],
+    )
+    def test_what_only_the_backend_can_read_is_left_to_it(
+        self, store, record, name, redis_client, heard, known
+    ):
+        redis_client.set(name, known)
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.NOTHING
+        assert state_of(store) is State.COMPLETED
+        assert redis_client.get(name) == known
+        assert heard() == []
+
+    def test_a_key_that_holds_something_else_does_not_keep_the_record_from_its_end(
+        self, store, record, name, redis_client
+    ):
+        redis_client.lpush(name, "a list")
+        assert settle(store, record, name, meta("SUCCESS")) is SettledWith.NOTHING
+        assert state_of(store) is State.COMPLETED
+        assert redis_client.lrange(name, 0, -1) == [b"a list"]
+
+    def test_a_failure_is_listed_among_the_failed(self, store, record, name, redis_client):
+        assert settle(store, record, name, meta("FAILURE"), State.FAILED) is SettledWith.RESULT
+        assert store.stats().failed == 1
+        assert redis_client.get(name) == meta("FAILURE")
+
+    def test_other_stores_settle_and_leave_the_result(self):
+        store = MemoryStore()
+        record = claim(store, b"attempt1")
+        assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.NOTHING
+        assert state_of(store) is State.COMPLETED
+        late = claim(MemoryStore(), b"attempt1")
+        assert settle(store, late, "n", meta("SUCCESS")) is SettledWith.LOST
+
+
+@pytest.mark.redis
+class TestRightsThatAreMissing:
+    @pytest.fixture
+    def restricted(self, private_redis: EmbeddedRedis) -> Iterator[Callable[[str], RedisStore]]:
+        """Give a store whose user lacks something."""
+        url = private_redis.url()
+        client = redis.Redis.from_url(url)
+        stores: list[RedisStore] = []
+
+        def restricted(*rules: str) -> RedisStore:
+            client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~*", "&*", "+@all", *rules)
+            stores.append(RedisStore(url.replace("redis://", "redis://u:p@")))
+            return stores[0]
+
+        yield restricted
+        for store in stores:
+            store.close()
+        client.execute_command("ACL", "DELUSER", "u")
+        client.close()
+
+    @pytest.mark.parametrize("rule", ["-setex", "-publish"])
+    def test_the_record_has_its_end_and_the_backend_the_result(self, restricted, rule):
+        store = restricted(rule)
+        record = claim(store, b"attempt1")
+        assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.NOTHING
+        assert state_of(store) is State.COMPLETED
+        with pytest.raises(redis.RedisError):
+            redis.Redis.from_url(f"redis://u:p@127.0.0.1:{_port(store)}").execute_command(
+                *(["SETEX", "n", 1, "x"] if rule == "-setex" else ["PUBLISH", "n", "x"])
+            )
+
+    def test_a_server_that_refuses_the_script_is_not_asked_again(
+        self, restricted, caplog: pytest.LogCaptureFixture
+    ):
+        store = restricted("resetkeys", "~idem:*")
+        first = claim(store, b"attempt1")
+        assert settle(store, first, "n", meta("SUCCESS")) is SettledWith.NOTHING
+        assert state_of(store) is State.COMPLETED
+        assert "results are stored apart from records" in caplog.text
+        caplog.clear()
+        store.forget(KEY)
+        second = claim(store, b"attempt2")
+        assert settle(store, second, "n", meta("SUCCESS")) is SettledWith.NOTHING
+        assert settle(store, first, "n", meta("SUCCESS")) is SettledWith.LOST
+        assert not caplog.text
+
+    def test_what_the_settle_itself_is_refused_is_raised(self, restricted, private_redis):
+        store = restricted()
+        record = claim(store, b"attempt1")
+        with redis.Redis.from_url(private_redis.url()) as client:
+            client.execute_command("ACL", "SETUSER", "u", "-evalsha")
+            with pytest.raises(StoreMisconfigured):
+                settle(store, record, "n", meta("SUCCESS"))
+            client.execute_command("ACL", "SETUSER", "u", "+evalsha")
+        # A login or a right that was missing for a while is no reason to give up.
+        assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.RESULT
+
+
+def _port(store: RedisStore) -> object:
+    endpoint = store._link.endpoint  # type: ignore[attr-defined]
+    return endpoint.address[1]
+
+
+def claim(store: Any, attempt: bytes) -> Record:
+    request = ClaimRequest(identity=KEY, attempt=attempt, lease_ms=60_000, keep_ms=60_000)
+    record: Record = store.claim(request).record
+    return record
+
+
+def settle(
+    store: Any,
+    record: Record,
+    name: str,
+    payload: bytes,
+    state: Any = State.COMPLETED,
+    expires_s: int = 600,
+) -> SettledWith:
+    request = SettleRequest(record=record, state=state, value=None, keep_ms=60_000)
+    result = ResultWrite(key=name.encode(), payload=payload, expires_s=expires_s)
+    settled: SettledWith = store.settle_with_result(request, result)
+    return settled
+
+
+def state_of(store: Any) -> State | None:
+    record = store.get(KEY)
+    return record.state if record else None

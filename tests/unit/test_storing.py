@@ -1,0 +1,648 @@
+"""A task's result is stored by the script that settles its record exactly where nothing but the trips changes."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import celery
+import pytest
+import redis
+from celery import Celery, Task, signals
+from celery.backends.redis import RedisBackend
+from celery.canvas import Signature
+from celery.exceptions import Ignore
+from redis.client import Monitor
+
+from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.records import ClaimRequest, SettledWith, SettleRequest, State
+from celery_idempotent.stores.redis.store import RedisStore
+from celery_idempotent.testing.delivery import message_of, run
+from tests.support.apps import close_app
+
+pytestmark = pytest.mark.redis
+
+NOW = datetime.datetime(2026, 5, 4, 3, 2, 1, 678, tzinfo=datetime.timezone.utc)
+#: What Celery's backend does to store a result.
+CELERYS = ["GET", "MULTI", "SETEX", "PUBLISH", "EXEC"]
+#: What connections begin with, what teaches the server a script, and what writes the counters now and then.
+OTHERS = {"HELLO", "CLIENT", "SELECT", "EVAL", "TIME", "HINCRBY", "EXPIRE"}
+
+
+class Refused(Exception):
+    """The bank will never accept this card."""
+
+
+@dataclass
+class Shop:
+    """An app, one Redis for its results and its records, and what was asked of that."""
+
+    app: Celery
+    url: str
+    asked: list[str] = field(default_factory=list)
+    published: list[bytes] = field(default_factory=list)
+
+    def run(self, name: str, *args: Any, task_id: str = "", **headers: Any) -> str:
+        """Run a message as a worker's child does; return its task id."""
+        task: Any = self.app.tasks[name]
+        message = message_of(task, args, {})
+        sent = ("callbacks", "errbacks", "chain", "chord")
+        embed = {**message.embed, **{each: headers.pop(each, None) for each in sent}}
+        message.headers.update(headers)
+        if task_id:
+            message.headers.update(id=task_id, root_id=task_id)
+        task_id = message.headers["id"]
+        message = replace(message, embed=embed)
+        client = redis.Redis.from_url(self.url)
+        channel = client.pubsub(ignore_subscribe_messages=True)
+        channel.subscribe(self.key(task_id))
+        channel.get_message(timeout=5)
+        end = uuid.uuid4().hex
+        with client.monitor() as monitor, mock.patch.object(self.app, "now", return_value=NOW):
+            self.ended = run(task, message)
+            client.publish(self.key(task_id), end)
+            self.asked = list(self._asked(monitor, end))
+        self.published = []
+        while (told := channel.get_message(timeout=5))["data"] != end.encode():
+            self.published.append(told["data"])
+        channel.close()
+        client.close()
+        return task_id
+
+    def _asked(self, monitor: Monitor, end: str) -> Iterator[str]:
+        while end not in (said := monitor.next_command())["command"]:
+            word = said["command"].split()[0].upper()
+            here = str(said["db"]) == self.url.rpartition("/")[2] and said["client_type"] != "lua"
+            if here and word not in OTHERS:
+                yield word
+
+    def key(self, task_id: str) -> str:
+        backend: Any = self.app.backend
+        return str(backend.get_key_for_task(task_id).decode())
+
+    def stored(self, task_id: str) -> tuple[Any, int, list[bytes]]:
+        """Return the result as it is stored, for how long, and what was published."""
+        with redis.Redis.from_url(self.url) as client:
+            key = self.key(task_id)
+            return client.get(key), client.ttl(key), self.published
+
+    def state(self, name: str, task_id: str) -> State | None:
+        task: Any = self.app.tasks[name]
+        identity = task.identify_delivery({}, (), {}, task_id=task_id).identity
+        record = get_store(self.app).get(identity)
+        return record.state if record else None
+
+
+@pytest.fixture
+def open_shop(databases: Iterator[str]) -> Iterator[Callable[..., Shop]]:
+    shops: list[Shop] = []
+
+    def open_shop(*, results: Any = None, **settings: Any) -> Shop:
+        url = next(databases)
+        app = Celery("shop", broker="memory://", set_as_current=False)
+        app.conf.update(
+            result_backend=results(url) if callable(results) else url,
+            idempotency_store=url,
+            **{"result_expires": 600, **settings},
+        )
+        options: Any = {"shared": False, "bind": True}
+        ours: Any = {**options, "base": IdempotentTask, "idempotency_permanent_errors": Refused}
+        app.task(name="pay", **ours)(pay)
+        app.task(name="apart", idempotency_fused_result=False, **ours)(pay)
+        app.task(name="plain", base=Task, **options)(pay)
+        app.task(name="quiet", ignore_result=True, **ours)(pay)
+        erring: Any = {"ignore_result": True, "store_errors_even_if_ignored": True}
+        app.task(name="erring", **erring, **ours)(pay)
+        app.finalize()
+        shops.append(Shop(app, url))
+        return shops[-1]
+
+    yield open_shop
+    for shop in shops:
+        get_store(shop.app).close()
+        close_app(shop.app)
+
+
+@pytest.fixture
+def shop(open_shop: Callable[..., Shop]) -> Shop:
+    return open_shop()
+
+
+def pay(self: Any, what: str = "") -> Any:
+    """Return, or raise, what the test wants."""
+    match what:
+        case "refused":
+            raise Refused("no", 17)
+        case "refused for a reason":
+            try:
+                int("no")
+            except ValueError as error:
+                raise Refused("no") from error
+        case "broken":
+            raise ValueError("for now")
+        case "nothing":
+            raise Ignore
+        case "children":
+            result = self.app.AsyncResult("a child")
+            self.request.children.append(result)
+        case "result":
+            return self.app.AsyncResult("another")
+        case "unserializable":
+            return object()
+        case "links":
+            self.request.callbacks = [LINK]
+        case "large":
+            return "x" * 2_000_000
+    return {"paid": [1, "€", None, 2.5]}
+
+
+# -- what is left out --------------------------------------------------------------------------------------------------
+
+
+def test_celerys_own_trips_are_left_out(shop: Shop):
+    task_id = shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+    assert shop.ended.value == shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.state("pay", task_id) is State.COMPLETED
+    shop.run("plain")
+    assert shop.asked == CELERYS
+
+
+def test_those_for_a_permanent_error_too(shop: Shop):
+    task_id = shop.run("pay", "refused")
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+    assert shop.state("pay", task_id) is State.FAILED
+    result = shop.app.AsyncResult(task_id)
+    with pytest.raises(Refused):
+        result.get(timeout=5)
+    assert "raise Refused" in str(result.traceback)
+
+
+def test_each_run_has_its_own(shop: Shop):
+    ids = [shop.run("pay", what) for what in ("", "broken", "", "refused", "nothing", "")]
+    states = [shop.app.AsyncResult(each).state for each in ids]
+    assert states == ["SUCCESS", "FAILURE", "SUCCESS", "FAILURE", "PENDING", "SUCCESS"]
+
+
+def test_a_failure_that_gives_the_key_back_is_stored_by_celery(shop: Shop):
+    task_id = shop.run("pay", "broken")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+    assert shop.app.AsyncResult(task_id).state == "FAILURE"
+
+
+def test_a_duplicate_has_its_result_stored_by_celery(shop: Shop):
+    task_id = shop.run("pay")
+    assert shop.run("pay", task_id=task_id) == task_id
+    assert shop.asked == ["EVALSHA", "GET"]
+    other = shop.run("pay", idempotency_key="k")
+    again = shop.run("pay", idempotency_key="k")
+    assert shop.asked == ["EVALSHA", *CELERYS]
+    assert shop.app.AsyncResult(other).result == shop.app.AsyncResult(again).result
+
+
+def test_one_that_is_ignored_is_not_stored(shop: Shop):
+    for name in ("quiet", "erring"):
+        task_id = shop.run(name)
+        assert shop.asked == ["EVALSHA", "EVALSHA"]
+        assert shop.stored(task_id) == (None, -2, [])
+    task_id = shop.run("quiet", "refused")
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+    assert shop.stored(task_id)[0] is None
+
+
+def test_an_error_that_is_stored_even_if_results_are_ignored_is(shop: Shop):
+    task_id = shop.run("erring", "refused")
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+    assert shop.app.AsyncResult(task_id).state == "FAILURE"
+
+
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="the message decides from Celery 5.7 on")
+def test_the_message_decides_whether_it_is_ignored(shop: Shop):
+    ignored, wanted = shop.run("pay", ignore_result=True), shop.run("quiet", ignore_result=False)
+    assert shop.stored(ignored)[0] is None
+    assert shop.app.AsyncResult(wanted).state == "SUCCESS"
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+
+
+LINK = Signature("plain", args=("x",), immutable=True)
+
+
+def test_a_link_that_the_body_made_is_sent_before(shop: Shop):
+    shop.run("pay", "links")
+    assert [each for each in shop.asked if each in CELERYS] == CELERYS
+    assert [each.task for each in shop.ended.published] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"callbacks": [LINK]},
+        {"errbacks": [LINK]},
+        {"chain": [LINK]},
+        {"chord": Signature("plain"), "group": "g"},
+    ],
+    ids=lambda sent: next(iter(sent)),
+)
+@pytest.mark.parametrize("what", ["", "refused"])
+def test_a_request_with_something_to_send_has_it_stored_apart(
+    shop: Shop, sent: dict[str, Any], what: str
+):
+    with mock.patch.object(RedisBackend, "on_chord_part_return"):
+        task_id = shop.run("pay", what, **sent)
+    assert "SETEX" in shop.asked
+    assert shop.app.AsyncResult(task_id).state == ("FAILURE" if what else "SUCCESS")
+
+
+def test_a_member_of_a_group_has_it_with_its_record(shop: Shop):
+    task_id = shop.run("pay", group="the group")
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+    meta = shop.app.backend.get_task_meta(task_id)
+    assert meta["group_id"] == "the group"
+
+
+def test_the_option_leaves_it_to_celery(open_shop: Callable[..., Shop]):
+    shop = open_shop(idempotency_fused_result=False)
+    for what in ("", "refused"):
+        shop.run("pay", what)
+        assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+
+
+def test_to_observe_changes_nothing_about_results(open_shop: Callable[..., Shop]):
+    shop = open_shop(idempotency_mode="observe")
+    shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+
+
+def test_the_option_may_be_set_at_any_time(shop: Shop):
+    shop.run("pay")
+    shop.app.conf.idempotency_fused_result = False
+    shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+
+
+def test_a_large_result_is_left_to_celery(shop: Shop):
+    task_id = shop.run("pay", "large")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+    assert shop.app.AsyncResult(task_id).result == "x" * 2_000_000
+
+
+def test_a_result_that_cannot_be_written_fails_as_with_celery(shop: Shop):
+    task_id = shop.run("pay", "unserializable")
+    assert shop.ended.state == "FAILURE"
+    assert shop.app.AsyncResult(task_id).state == "FAILURE"
+
+
+def test_an_eager_call_stores_nothing(shop: Shop):
+    task: Any = shop.app.tasks["pay"]
+    result = task.apply()
+    assert result.get() == pay(None)
+    assert shop.stored(result.id)[0] is None
+
+
+# -- by another backend, or one that somebody changed ------------------------------------------------------------------
+
+
+class Own(RedisBackend):
+    """A backend of somebody's own."""
+
+
+def counting(method: Any) -> Any:
+    def method_of_somebody(self: Any, *args: Any, **options: Any) -> Any:
+        METHODS.append(method.__name__)
+        return method(self, *args, **options)
+
+    return method_of_somebody
+
+
+METHODS: list[str] = []
+
+
+def test_a_subclass_of_the_backend_stores_by_itself(open_shop: Callable[..., Shop]):
+    shop = open_shop(results=lambda url: f"{__name__}.Own+{url}")
+    shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mark_as_done",
+        "store_result",
+        "_store_result",
+        "_get_task_meta_for",
+        "get",
+        "_set_with_state",
+        "set",
+        "_set",
+        "ensure",
+    ],
+)
+def test_what_somebody_put_into_the_backend_is_called(
+    shop: Shop, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    METHODS.clear()
+    changed = counting(getattr(RedisBackend, name))
+    monkeypatch.setattr(RedisBackend, name, changed, raising=False)
+    shop.run("pay")
+    assert [name] == METHODS
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+
+
+def test_what_somebody_put_into_one_backend_alone_is_called(shop: Shop):
+    backend: Any = shop.app.backend
+    with mock.patch.object(backend, "store_result", wraps=backend.store_result) as stored:
+        shop.run("pay")
+    assert stored.call_count == 1
+    assert "SETEX" in shop.asked
+
+
+def test_a_client_of_somebodys_own_is_used(shop: Shop):
+    class Client(redis.Redis):
+        pass
+
+    backend: Any = shop.app.backend
+    backend.client = Client.from_url(shop.url)
+    shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+
+
+@pytest.mark.parametrize("how", ["the option", "the attribute", "the class"])
+def test_a_task_with_a_backend_of_its_own_uses_that(shop: Shop, databases: Any, how: str):
+    backend = RedisBackend(app=shop.app, url=next(databases))
+    options: Any = {"base": IdempotentTask, "shared": False, "bind": True, "name": "own"}
+    if how == "the class":
+
+        class WithBackend(IdempotentTask):
+            abstract = True
+            backend = property(lambda _: backend)  # type: ignore[assignment]
+
+        options["base"] = WithBackend
+    if how == "the option":
+        options["backend"] = backend
+    task: Any = shop.app.task(**options)(pay)
+    if how == "the attribute":
+        task.backend = backend
+    task_id = shop.run("own")
+    assert shop.asked == ["EVALSHA", "EVALSHA"]  # and the rest elsewhere
+    assert shop.stored(task_id)[0] is None
+    assert backend.get_task_meta(task_id)["status"] == "SUCCESS"
+    backend.client.close()
+
+
+def test_another_database_is_another_place(open_shop: Callable[..., Shop], databases: Any):
+    shop = open_shop(results=lambda _: next(databases))
+    task_id = shop.run("pay")
+    assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.stored(task_id)[0] is None
+
+
+def test_a_celery_that_stores_more_has_it_stored_by_itself(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+):
+    """A release of Celery that does not exist yet."""
+    code: Any = vars(RedisBackend)["_set"]
+
+    def _set(self: Any, key: Any, value: Any, *rest: Any) -> None:
+        self.client.sadd("all results", key)
+        code(self, key, value, *rest)
+
+    new: Any = type(code)(
+        _set.__code__, code.__globals__, "_set", _set.__defaults__, _set.__closure__
+    )
+    monkeypatch.setattr(RedisBackend, "_set", new)
+    shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA", "GET", "SADD", *CELERYS[1:]]
+
+
+# -- the same bytes ----------------------------------------------------------------------------------------------------
+
+SERIALIZERS = [
+    "json",
+    "pickle",
+    "yaml",
+    *(["msgpack"] if importlib.util.find_spec("msgpack") else []),
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    **{each: {"result_serializer": each, "accept_content": ["json", each]} for each in SERIALIZERS},
+    "extended": {"result_extended": True},
+    "a prefix": {"result_backend_transport_options": {"global_keyprefix": "shop"}},
+    "for ever": {"result_expires": None},
+    "always retried": {"result_backend_always_retry": True},
+    "tracked": {"task_track_started": True},
+}
+if celery.VERSION >= (5, 7):
+    SETTINGS["compressed"] = {"result_compression": "gzip"}
+    SETTINGS["failures for less time"] = {"result_failure_expires": 60}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("what", ["", "children", "result"])
+def test_a_result_is_stored_and_told_as_celery_does(
+    open_shop: Callable[..., Shop], settings: dict[str, Any], what: str
+):
+    shop = open_shop(**settings)
+    headers = {"parent_id": "a parent", "stamped_headers": ["by"], "stamps": {"by": "me"}}
+    found = []
+    for name in ("plain", "pay"):
+        task_id = shop.run(name, what, task_id="the-task", **headers)
+        found.append(shop.stored(task_id))
+        with redis.Redis.from_url(shop.url) as client:
+            client.delete(shop.key(task_id))
+    assert shop.asked[-1] == "EVALSHA"
+    (payload, left, told), (payload_2, left_2, told_2) = found
+    if "result_extended" in settings:
+        payload = payload.replace(b'"name": "plain"', b'"name": "pay"')
+        told = [each.replace(b'"name": "plain"', b'"name": "pay"') for each in told]
+    assert payload_2 == payload
+    assert told_2 == told
+    assert told[-1] == payload
+    assert left_2 == pytest.approx(left, abs=5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("what", ["refused", "refused for a reason"])
+def test_an_error_is_stored_and_told_as_celery_does(
+    open_shop: Callable[..., Shop], settings: dict[str, Any], what: str
+):
+    shop = open_shop(**settings)
+    found = []
+    for name in ("apart", "pay"):
+        task_id = shop.run(name, what, task_id="the-task")
+        found.append(shop.stored(task_id))
+        with redis.Redis.from_url(shop.url) as client:
+            client.delete(shop.key(task_id))
+    assert shop.asked[-1] == "EVALSHA"
+    (payload, left, told), (payload_2, left_2, told_2) = found
+    if "result_extended" in settings:
+        payload = payload.replace(b'"name": "apart"', b'"name": "pay"')
+        told = [each.replace(b'"name": "apart"', b'"name": "pay"') for each in told]
+    assert payload_2 == payload
+    assert told_2 == told
+    assert left_2 == pytest.approx(left, abs=5)
+
+
+def test_a_result_that_is_there_already_stays(shop: Shop):
+    """The record was forgotten, and the message came back: as with Celery the first success counts."""
+    task_id = shop.run("pay", "result")
+    first = shop.stored(task_id)[0]
+    task: Any = shop.app.tasks["pay"]
+    identity = task.identify_delivery({}, (), {}, task_id=task_id).identity
+    assert get_store(shop.app).forget(identity)
+    shop.run("pay", task_id=task_id)
+    assert shop.stored(task_id)[0] == first
+
+
+# -- hooks and signals -------------------------------------------------------------------------------------------------
+
+
+def test_hooks_and_signals_find_the_request_and_the_backend_as_ever(shop: Shop):
+    heard: list[Any] = []
+
+    class Heard(IdempotentTask):
+        abstract = True
+
+        def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+            note("on_success", self)
+
+        def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+            note("on_failure", self)
+
+        def after_return(self, status: str, *_: Any) -> None:
+            note(f"after_return {status}", self)
+
+    def note(what: str, task: Any) -> None:
+        kind = type(task.backend)
+        heard.append(
+            (what, task.request.ignore_result, kind, task.AsyncResult(task.request.id).state)
+        )
+
+    options: Any = {"base": Heard, "shared": False, "bind": True, "name": "heard"}
+    shop.app.task(idempotency_permanent_errors=Refused, **options)(pay)
+    receivers = {
+        name: (lambda sender, _name=name, **_: note(_name, sender))
+        for name in ("task_success", "task_failure", "task_postrun")
+    }
+    for name, receiver in receivers.items():
+        getattr(signals, name).connect(receiver, sender=shop.app.tasks["heard"])
+    for what, names in {
+        "": ["on_success", "task_success", "after_return SUCCESS", "task_postrun"],
+        "refused": ["on_failure", "task_failure", "after_return FAILURE", "task_postrun"],
+    }.items():
+        heard.clear()
+        shop.run("heard", what)
+        assert "SETEX" not in shop.asked
+        state = "FAILURE" if what else "SUCCESS"
+        if celery.VERSION < (5, 7):
+            names.sort(key=lambda each: not each.startswith(("on_", "task_s", "task_f")))
+        assert [each[0] for each in heard] == names
+        assert {each[1:] for each in heard} == {(False, RedisBackend, state)}
+
+
+def test_a_receiver_that_looks_at_the_backend_takes_nothing_away(shop: Shop):
+    from celery_idempotent import signals as outcomes
+
+    found: list[Any] = []
+
+    def look(sender: Any, **_: Any) -> None:
+        found.extend([type(sender.backend), sender.AsyncResult("another").state])
+
+    outcomes.settled.connect(look)
+    try:
+        shop.run("pay")
+    finally:
+        outcomes.settled.disconnect(look)
+    assert found == [RedisBackend, "PENDING"]
+    assert shop.asked == ["EVALSHA", "EVALSHA", "GET"]  # which is that look
+
+
+def test_another_id_is_stored_whoever_asks_first(shop: Shop):
+    """Somebody between the task and the tracer asks for the backend: only what is stored is left out."""
+    task: Any = shop.app.tasks["pay"]
+    seen = []
+    inner = type(task).__call__
+
+    def outer(self: Any, *args: Any, **options: Any) -> Any:
+        value = inner(self, *args, **options)
+        backend = self.backend
+        backend.mark_as_done("another", "x", None)
+        backend.mark_as_failure("a third", ValueError("no"))
+        seen.append(backend.get_task_meta("another")["status"])
+        return value
+
+    with mock.patch.object(type(task), "__call__", outer):
+        task_id = shop.run("pay")
+    assert seen == ["SUCCESS"]
+    assert shop.app.AsyncResult("a third").state == "FAILURE"
+    assert shop.app.AsyncResult(task_id).state == "SUCCESS"
+
+
+# -- trouble -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_late_worker_stores_and_tells_nothing_of_its_own(shop: Shop):
+    task: Any = shop.app.tasks["pay"]
+    store: Any = get_store(shop.app)
+    settle = RedisStore.settle_with_result
+
+    def late(self: Any, request: Any, result: Any) -> SettledWith:
+        """Settle after another worker has claimed and settled the key."""
+        identity, keep_ms = request.record.identity, 60_000
+        store.release(identity, token=request.record.token)
+        record = store.claim(
+            ClaimRequest(
+                identity=identity,
+                attempt=b"attempt9",
+                lease_ms=60_000,
+                keep_ms=keep_ms,
+                task_id="another",
+            )
+        ).record
+        value = task.idempotency_definition().codec.dump_value("of the winner")
+        end = SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=keep_ms)
+        assert store.settle(end)
+        answers.append(settle(self, request, result))
+        return answers[0]
+
+    answers: list[SettledWith] = []
+    with mock.patch.object(RedisStore, "settle_with_result", late):
+        task_id = shop.run("pay")
+    assert answers == [SettledWith.LOST]
+    assert shop.app.AsyncResult(task_id).result == "of the winner"
+    assert len(shop.published) == 1
+    assert shop.asked[-len(CELERYS) :] == CELERYS
+
+
+def test_a_store_that_stays_away_leaves_it_to_celery(shop: Shop):
+    shop.app.conf.idempotency_lease = 0.1
+    away = mock.Mock(side_effect=StoreUnavailable("away"))
+    with mock.patch.object(RedisStore, "settle_with_result", away):
+        task_id = shop.run("pay")
+    assert away.call_count > 1
+    assert [each for each in shop.asked if each != "EVALSHA"] == CELERYS
+    assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.state("pay", task_id) is State.PROCESSING
+
+
+def test_an_answer_that_is_lost_is_asked_for_again_and_is_told_once(shop: Shop):
+    settle = RedisStore.settle_with_result
+    lost = iter([True, True, False])
+
+    def deaf(self: Any, request: Any, result: Any) -> SettledWith:
+        answer = settle(self, request, result)
+        if next(lost):
+            raise StoreUnavailable("no answer")
+        return answer
+
+    with mock.patch.object(RedisStore, "settle_with_result", deaf):
+        task_id = shop.run("pay")
+    assert shop.asked == ["EVALSHA"] * 4
+    assert len(shop.published) == 1
+    assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.state("pay", task_id) is State.COMPLETED
