@@ -7,7 +7,6 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
@@ -33,7 +32,6 @@ _HOST = socket.gethostname()
 _ORIGIN = os.urandom(4).hex()
 
 
-@lru_cache(maxsize=16)
 def worker_name(pid: int) -> str:
     """Return how records name this process, or a child that it forked: ``hostname:pid/id``."""
     return f"{_HOST}:{pid}/{_ORIGIN}"
