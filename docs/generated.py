@@ -1,4 +1,8 @@
-"""What pages have from the code: it takes the place of ``<!-- generated: checks -->`` and its like at build time."""
+"""What pages have from the code, between ``<!-- generated: checks -->`` and ``<!-- end -->``.
+
+The site is built with what the code says now. The pages have it, too, for who reads them in the repository:
+``python -m docs.generated`` (`make format`) writes it there, and a test compares.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,23 @@ _COLUMNS = {
 #: An option in a sentence.
 _OPTION = re.compile(r"(?<![\w`-])(--[\w-]+)")
 
-_MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^(<!-- generated: (\w+) -->\n).*?(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 
 
 def fill(text: str) -> str:
     """Put in what the code says."""
-    return _MARK.sub(lambda match: GENERATED[match[1]](), text)
+    return _MARK.sub(
+        lambda match: f"{match[1]}\n{GENERATED[match[2]]().strip()}\n\n{match[3]}", text
+    )
+
+
+def pages() -> list[Path]:
+    """Return the pages with a part from the code."""
+    return [
+        page
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        if _MARK.search(page.read_text(encoding="utf-8"))
+    ]
 
 
 def _said(node: ast.expr | None) -> str:
@@ -69,7 +84,7 @@ def findings() -> dict[str, list[tuple[str, str]]]:
 def _checks() -> str:
     lines = []
     for name, places in findings().items():
-        lines += [f"## `{name}`", ""]
+        lines += [f"### `{name}`", ""]
         for problem, hint in places:
             lines += [problem or "Its text is that of the error, which says what to set.", ""]
             lines += [f"**What to do:** {hint}", ""] if hint else []
@@ -266,3 +281,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "supported": _supported,
     "tables": _tables,
 }
+
+
+if __name__ == "__main__":
+    for each in pages():
+        each.write_text(fill(each.read_text(encoding="utf-8")), encoding="utf-8")
