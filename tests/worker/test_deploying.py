@@ -105,7 +105,6 @@ class RenamedSite(sites.Site):
         return run_idempotency(renamed_app.__name__, env, *words)
 
 
-@pytest.mark.wide
 def test_a_rename_is_caught_by_the_file_of_keys_and_its_transition_runs_nothing_twice(
     request: pytest.FixtureRequest,
     ledger: Ledger,
