@@ -57,9 +57,10 @@ lint: $(VENV)/.dev  ## style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/.dev  ## put the style right
+format: $(VENV)/.dev  ## put the style right, and what pages have from the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python -m docs.generated
 
 types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy

@@ -1,4 +1,8 @@
-"""What pages have from the code: it takes the place of ``<!-- generated: checks -->`` and its like at build time."""
+"""What pages have from the code, between ``<!-- generated: checks -->`` and ``<!-- end -->``.
+
+The site is built with what the code says now. The pages have it, too, for who reads them in the repository:
+``python -m docs.generated`` (`make format`) writes it there, and a test compares.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,23 @@ _COLUMNS = {
 #: An option in a sentence.
 _OPTION = re.compile(r"(?<![\w`-])(--[\w-]+)")
 
-_MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^(<!-- generated: (\w+) -->\n).*?(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 
 
 def fill(text: str) -> str:
     """Put in what the code says."""
-    return _MARK.sub(lambda match: GENERATED[match[1]](), text)
+    return _MARK.sub(
+        lambda match: f"{match[1]}\n{GENERATED[match[2]]().strip()}\n\n{match[3]}", text
+    )
+
+
+def pages() -> list[Path]:
+    """Return the pages with a part from the code."""
+    return [
+        page
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        if _MARK.search(page.read_text(encoding="utf-8"))
+    ]
 
 
 def _said(node: ast.expr | None) -> str:
@@ -69,7 +84,7 @@ def findings() -> dict[str, list[tuple[str, str]]]:
 def _checks() -> str:
     lines = []
     for name, places in findings().items():
-        lines += [f"## `{name}`", ""]
+        lines += [f"### `{name}`", ""]
         for problem, hint in places:
             lines += [problem or "Its text is that of the error, which says what to set.", ""]
             lines += [f"**What to do:** {hint}", ""] if hint else []
@@ -96,7 +111,7 @@ def _commands() -> str:
         lines += [
             _OPTION.sub(r"`\1`", re.sub(r"\s+", " ", command.help or "")),
             "",
-            "| option | |",
+            "| option | meaning |",
             "|---|---|",
         ]
         for option in command.params:
@@ -149,7 +164,7 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
 
 
 def _metrics() -> str:
-    lines = ["| metric | kind and labels | |", "|---|---|---|"]
+    lines = ["| metric | kind and labels | meaning |", "|---|---|---|"]
     for name, kind, labels, text in metrics():
         by = f" by {', '.join(f'`{each}`' for each in labels)}" if labels else ""
         lines.append(f"| `{name}` | {kind}{by} | {text} |")
@@ -215,7 +230,7 @@ def _markdown(text: str) -> str:
 def _tables() -> str:
     lines = []
     for name, about, columns, indexed in tables():
-        lines += [f"## `{name}`", "", about, "", "| column | type | |", "|---|---|---|"]
+        lines += [f"## `{name}`", "", about, "", "| column | type | meaning |", "|---|---|---|"]
         lines += [f"| `{column}` | {kind} | {text} |" for column, kind, text in columns]
         lines += ["", *(f"- Indexed together: {fields}" for fields in indexed), ""]
     return "\n".join(lines)
@@ -232,7 +247,7 @@ def options() -> Iterator[tuple[str, str, str]]:
 
 
 def _options() -> str:
-    lines = ["| option | default | |", "|---|---|---|"]
+    lines = ["| option | default | meaning |", "|---|---|---|"]
     lines += [f"| [`{name}`](#{name}) | {default} | {text} |" for name, default, text in options()]
     return "\n".join(lines)
 
@@ -253,7 +268,7 @@ def supported() -> list[tuple[str, str]]:
 
 
 def _supported() -> str:
-    lines = ["| | versions |", "|---|---|"]
+    lines = ["| what | versions |", "|---|---|"]
     return "\n".join(lines + [f"| {name} | {versions} |" for name, versions in supported()])
 
 
@@ -266,3 +281,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "supported": _supported,
     "tables": _tables,
 }
+
+
+if __name__ == "__main__":
+    for each in pages():
+        each.write_text(fill(each.read_text(encoding="utf-8")), encoding="utf-8")

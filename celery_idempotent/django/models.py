@@ -150,8 +150,9 @@ class Refusals(models.Model):
     digest = ShortBinaryField(max_length=16, primary_key=True)
     #: The record's.
     created_ms = models.BigIntegerField()
-    #: The last five, latest first, each of 118 characters: ``c`` conflict or ``m`` mismatch; length of the task id in 3
-    #: digits; task id (cut to 100 bytes) filled up to 100 characters; time in 14 digits.
+    #: The last five, latest first, each of 118 characters. First ``c`` conflict or ``m`` mismatch, then the length of
+    #: the task id in 3 digits. Then the task id, cut to 100 bytes and filled up to 100 characters, and the time in 14
+    #: digits.
     entries = models.TextField()
 
     class Meta:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -32,10 +32,12 @@ from celery_idempotent.records import (
     State,
 )
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.memory import MemoryStore
 
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
+
+#: What a request to claim has from the call, by the names that both give it.
+_OF_CALL = tuple(each.name for each in fields(Call) if each.name in ClaimRequest.__slots__)
 
 
 class ClaimAttempt(NamedTuple):
@@ -83,16 +85,11 @@ class Claiming:
         """Claim the identity of a call, and the one that it had before a deploy as well."""
         store = self._store()
         request = ClaimRequest(
-            identity=call.identity,
             attempt=attempt,
             lease_ms=self._policy.lease_ms,
             keep_ms=self._keep_ms,
-            fingerprint=call.fingerprint,
-            task_id=call.task_id,
-            worker=call.worker,
             on_stale=self._policy.on_stale,
-            message=call.message,
-            unanswered=call.unanswered,
+            **{name: getattr(call, name) for name in _OF_CALL},
         )
         answer, sent = self._claim(store, request)
         before, old = call.before, None
@@ -165,6 +162,8 @@ class Claiming:
         try:
             store = self._store()
         except STORE_ERRORS:
+            from celery_idempotent.stores.memory import MemoryStore
+
             store = MemoryStore()  # it is never asked: this claim neither renews nor records
         return UnguardedClaim(store, record, self._renewal(record), self._codec, sent=0)
 

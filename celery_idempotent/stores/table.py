@@ -35,8 +35,6 @@ ANY = (*LIVE, *ENDS)
 #: What the next claim or reservation of a key takes over.
 HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps")
 CLAIM = (*HISTORY, "reserved")
-#: What stays of a claim once it is settled.
-OUTCOME = ("token", "created_ms", "crashes", "attempts", "fingerprint", "task_id")
 #: All but the state, the deadline and the time of the last change.
 WHOLE = tuple(
     field.name
@@ -52,6 +50,10 @@ def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
     return tuple(name for name in fields if name not in left_out)
 
 
+#: What only an unfinished record has.
+_UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted")
+#: What stays of a claim once it is settled; the rest of a settled record comes with the settle.
+OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
 #: What a reservation has when it is repeated; its transaction may be committed by now.
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
