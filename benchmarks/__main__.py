@@ -15,7 +15,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from benchmarks import (
     admin,
+    http,
     hybrid,
+    imports,
     instructions,
     memory,
     peers,
@@ -45,6 +47,8 @@ _BENCHMARKS = {
     "sql": (sql.run, "Time of a verb on PostgreSQL, p50"),
     "prune": (prune.run, "Deleting what is past its retention, on PostgreSQL"),
     "admin": (admin.run, "Pages of the admin, from request to answer"),
+    "http": (http.run, "Time that @idempotent_view adds to a request"),
+    "import": (imports.run, "CPU time to import the library and to bind a task"),
     "scale": (scale.run, "Many keys against 100,000"),
     "instructions": (instructions.run, "User-space instructions"),
 }

@@ -111,7 +111,7 @@ def _commands() -> str:
         lines += [
             _OPTION.sub(r"`\1`", re.sub(r"\s+", " ", command.help or "")),
             "",
-            "| option | |",
+            "| option | meaning |",
             "|---|---|",
         ]
         for option in command.params:
@@ -164,7 +164,7 @@ def metrics() -> Iterator[tuple[str, str, list[str], str]]:
 
 
 def _metrics() -> str:
-    lines = ["| metric | kind and labels | |", "|---|---|---|"]
+    lines = ["| metric | kind and labels | meaning |", "|---|---|---|"]
     for name, kind, labels, text in metrics():
         by = f" by {', '.join(f'`{each}`' for each in labels)}" if labels else ""
         lines.append(f"| `{name}` | {kind}{by} | {text} |")
@@ -230,7 +230,7 @@ def _markdown(text: str) -> str:
 def _tables() -> str:
     lines = []
     for name, about, columns, indexed in tables():
-        lines += [f"## `{name}`", "", about, "", "| column | type | |", "|---|---|---|"]
+        lines += [f"## `{name}`", "", about, "", "| column | type | meaning |", "|---|---|---|"]
         lines += [f"| `{column}` | {kind} | {text} |" for column, kind, text in columns]
         lines += ["", *(f"- Indexed together: {fields}" for fields in indexed), ""]
     return "\n".join(lines)
@@ -247,7 +247,7 @@ def options() -> Iterator[tuple[str, str, str]]:
 
 
 def _options() -> str:
-    lines = ["| option | default | |", "|---|---|---|"]
+    lines = ["| option | default | meaning |", "|---|---|---|"]
     lines += [f"| [`{name}`](#{name}) | {default} | {text} |" for name, default, text in options()]
     return "\n".join(lines)
 
@@ -268,7 +268,7 @@ def supported() -> list[tuple[str, str]]:
 
 
 def _supported() -> str:
-    lines = ["| | versions |", "|---|---|"]
+    lines = ["| what | versions |", "|---|---|"]
     return "\n".join(lines + [f"| {name} | {versions} |" for name, versions in supported()])
 
 

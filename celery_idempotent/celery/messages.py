@@ -45,7 +45,11 @@ def _raw_headers(options: Options) -> Mapping[str, object] | None:
         stamped = options.get("stamped_headers") or ()
         given = {name: options.pop(name) for name in names if name not in stamped}
         headers = {**given, **as_mapping(headers)}
-    if not isinstance(headers, Mapping) or stamp.RAW.keys().isdisjoint(headers):
+    if (
+        not headers
+        or not isinstance(headers, (dict, Mapping))
+        or stamp.RAW.keys().isdisjoint(headers)
+    ):
         return None
     return dict(headers)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery_idempotent.celery.checks import insist, worker
 from celery_idempotent.celery.registry import has_tasks
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
@@ -24,6 +23,8 @@ def make_store(sender: WorkController, **_: object) -> None:
     Raises:
         SystemExit: if no task could run: the worker would take messages, and get rid of them.
     """
+    from celery_idempotent.celery.checks import insist
+
     try:
         insist(sender.app)
     except Exception as error:
@@ -33,6 +34,8 @@ def make_store(sender: WorkController, **_: object) -> None:
 def check_setup(sender: Consumer, **_: object) -> None:
     """Let the checks look at how the worker is set up."""
     if has_tasks(sender.app):
+        from celery_idempotent.celery.checks import worker
+
         worker.begin(sender.app)
 
 

@@ -38,7 +38,7 @@ def tell_keys(
         lock = accept(was, now, found, [*accepted])
         _write(path, lock_text(lock))
         found = compare(lock, now)
-        note(f"Written: {path}, with {len(lock):,} tasks.")
+        note(f"Written: {path}, with {len(lock):,} {'task' if len(lock) == 1 else 'tasks'}.")
     _tell_difference(found, as_json=as_json)
     ctx.exit(FOUND if found.differences else 0)
 

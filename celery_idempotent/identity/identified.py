@@ -66,7 +66,7 @@ class Identified:
             return None
         if not isinstance(header, (dict, Mapping)):
             raise InvalidKey(f"A message of {namespace} has a stamp that is not a mapping.")
-        if "id" in header and not header.keys() & cls.WORDS:
+        if "id" in header and cls.WORDS.isdisjoint(header):
             return None
         key, scope = header.get("key"), header.get("scope", "")
         if not is_text(key) or not (scope == "" or is_text(scope)):

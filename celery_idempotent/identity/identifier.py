@@ -92,13 +92,14 @@ class Identifier(KeyRules):
         try:
             computed = self.identify(args, kwargs, **about)
         except InvalidKey:
-            computed = stamped
+            # The call gave the key, or the arguments are those of a retry: the stamp alone has it.
+            if self.before is None:
+                return stamped
+            return self.renamed(stamped) if coming is None else self._after(coming, stamped)
         if coming is not None and self._follows(computed, coming, stamped):
             if computed.same_key(coming):
                 return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
-            return (
-                coming if self.before is None else replace(coming, before=self._of_before(stamped))
-            )
+            return coming if self.before is None else self._after(coming, stamped)
         if self.before is None:
             return stamped
         if computed.same_key(stamped):
@@ -115,6 +116,10 @@ class Identifier(KeyRules):
         if self.before is None or self.before.namespace == self.namespace:
             return identified
         return replace(identified, before=self._of_before(identified))
+
+    def _after(self, coming: Identified, stamped: Identified) -> Identified:
+        """Return the key that a stamp names as the next one, and in ``before`` the one that it names first."""
+        return replace(coming, before=self._of_before(stamped))
 
     def _of_before(self, identified: Identified) -> Identified:
         """Return the same key in the old namespace."""

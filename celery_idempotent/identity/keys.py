@@ -71,7 +71,7 @@ def canonical(value: object, *, what: str = "key", task: str) -> str:
         plain = _json_form(value)
         if plain in ("", []):
             raise _RefusedError("is empty")
-        bare = isinstance(plain, str) and not _MISTAKABLE.match(plain)
+        bare = not _MISTAKABLE.match(plain) if isinstance(plain, str) else isinstance(plain, int)
         text = str(plain) if bare else _compact(plain)
         if len(text) > MAX_CHARS:
             raise _RefusedError(excess(plain))

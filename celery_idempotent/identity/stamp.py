@@ -77,8 +77,9 @@ def with_stamp(
     """
     said = read_stamp(headers, task_id)
     if identified is not None:
-        for word in (RAW_KEY, RAW_SCOPE, *Identified.WORDS):
-            said.pop(word, None)
+        if said:
+            for word in (RAW_KEY, RAW_SCOPE, *Identified.WORDS):
+                said.pop(word, None)
         said |= identified.to_header()
     rest = {name: value for name, value in headers.items() if name not in RAW}
     return {**rest, STAMP_HEADER: {**said, **(more or {}), "id": task_id}}

@@ -13,6 +13,7 @@ from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import redelivery, sweeps
 from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import (
+    REFUSED,
     holder,
     intervention_in_words,
     moment,
@@ -176,7 +177,7 @@ class _Teller:
         said += " held the key"
         if self.definition is None or not refusal.task_id:
             return said
-        return f"{said}, and {_REFUSED['retry' if again else self.policy.on_conflict]}"
+        return f"{said}, and {REFUSED['retry' if again else self.policy.on_conflict]}"
 
     def _present(self) -> Iterator[str]:
         """Tell of the last change of the state."""
@@ -241,8 +242,11 @@ class _Teller:
                 if self.definition is None:
                     yield f"It waits for another delivery, call or request. {claimed}"
                 else:
-                    yield f"It waits for the broker to deliver its message again, or for another call. {claimed}"
-                    yield redelivery(self.app)
+                    lost = "the broker to deliver its message again"
+                    it = lost if record.crashes else "its retry, if it asked for one"
+                    yield f"It waits for {it}, or for another call. {claimed}"
+                    if record.crashes:
+                        yield redelivery(self.app)
                     kept = time_in_words(self.policy.keep_ms)
                     yield f"Kept for {kept} after the end of its lease: then a call runs as if it were the first."
             case State.COMPLETED:
@@ -330,14 +334,6 @@ _SWEPT = {
 }
 
 _AGAIN = "by a sweep or an operator after its worker was lost, or by its own run for a retry (the log says)."
-
-#: What came of a call under another task id that was refused, as its task's idempotency_on_conflict says.
-_REFUSED = {
-    "retry": "it went back to the queue, to try again",
-    "wait": "it was to wait for its end, and to go back to the queue if that took too long",
-    "ignore": "it was dropped (idempotency_on_conflict)",
-    "raise": "it failed with InProgress",
-}
 
 #: Of no task of this app; in most cases of a view.
 _MEANWHILE_ELSE = "A duplicate meanwhile is refused; a request over HTTP is answered 409."

@@ -6,7 +6,24 @@ from datetime import datetime, timedelta, timezone
 
 from celery_idempotent.records import Intervention, Record
 
-__all__ = ["ago", "holder", "intervention_in_words", "iso", "moment", "time_in_words", "times"]
+__all__ = [
+    "REFUSED",
+    "ago",
+    "holder",
+    "intervention_in_words",
+    "iso",
+    "moment",
+    "time_in_words",
+    "times",
+]
+
+#: What came of a call under another task id that was refused, as its task's idempotency_on_conflict says.
+REFUSED = {
+    "retry": "it went back to the queue, to try again",
+    "wait": "it was to wait for its end, and to go back to the queue if that took too long",
+    "ignore": "it was dropped (idempotency_on_conflict)",
+    "raise": "it failed with InProgress",
+}
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 

@@ -32,7 +32,6 @@ from celery_idempotent.records import (
     State,
 )
 from celery_idempotent.stores.base import Store
-from celery_idempotent.stores.memory import MemoryStore
 
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
@@ -163,6 +162,8 @@ class Claiming:
         try:
             store = self._store()
         except STORE_ERRORS:
+            from celery_idempotent.stores.memory import MemoryStore
+
             store = MemoryStore()  # it is never asked: this claim neither renews nor records
         return UnguardedClaim(store, record, self._renewal(record), self._codec, sent=0)
 

@@ -271,7 +271,15 @@ class Runner:
                 heartbeat.add(claim)
             store = claim.store if asked.before is None else None
             took, state = time.monotonic() - asked.sent, State.PROCESSING
-            self._report(signals.claimed, call, record, store=store, state=state, seconds=took)
+            self.reporter.report(
+                signals.claimed,
+                call.identity,
+                call.task_id,
+                record,
+                store=store,
+                state=state,
+                seconds=took,
+            )
             value = outcome.run()
             if self._refuses(value):
                 raise unfinished.close(self.name, value)

@@ -149,8 +149,8 @@ def swap_store(app: Celery, store: Store | None) -> None:
 
 
 def _unwrapped(app: Celery) -> Celery:
-    found: Celery = getattr(app, "_get_current_object", lambda: app)()
-    return found
+    current = getattr(app, "_get_current_object", None)
+    return app if current is None else current()
 
 
 def _all_is_here(app: Celery) -> bool:

@@ -12,6 +12,7 @@ from celery_idempotent.testing.delivery import (
     assert_ran_once,
     deliver,
     deliver_at_once,
+    deliver_message,
     deliver_twice,
 )
 from celery_idempotent.testing.isolation import (
@@ -35,6 +36,7 @@ __all__ = [
     "crash_matrix",
     "deliver",
     "deliver_at_once",
+    "deliver_message",
     "deliver_twice",
     "idempotency_off",
     "isolated_records",

@@ -13,6 +13,8 @@ from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
+from celery.canvas import Signature
+
 from celery_idempotent.records import Selection, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.clock import FakeClock
@@ -30,7 +32,7 @@ from celery_idempotent.testing.processes import (
 )
 
 if TYPE_CHECKING:
-    from celery_idempotent.celery.typed import AnyTask
+    from celery_idempotent.celery.typed import AnyTask, Sig
     from celery_idempotent.stores.base import Store
 
 __all__ = ["CrashReport", "KilledAt", "crash_matrix", "lose_worker"]
@@ -99,7 +101,7 @@ def _row(places: Sequence[KilledAt], number: str, text: str) -> list[str]:
 def crash_matrix(
     task: AnyTask,
     *,
-    arguments: Callable[[str], Sequence[object]],
+    arguments: Callable[[str], Sequence[object] | Sig],
     effects: Callable[[str], object],
     within: Sequence[Callable[..., object]] = (),
     timeout_s: float = 60,
@@ -107,9 +109,10 @@ def crash_matrix(
     """Kill a task after every line that it executes, deliver it again, and look at what it brought about.
 
     Each kill is one of an operation of its own. ``arguments`` gets its name, a UUID as text, and returns the task's
-    positional arguments, which must give each operation a key of its own. ``effects`` gets the name too, and says what
-    the operation brought about, as seen from outside of the process: the rows of a database, the lines of a file,
-    what a provider's sandbox counted. It is compared with what a run that nothing disturbed brings about::
+    positional arguments, or a signature with arguments and options (``charge.s(1999).set(idempotency_key=name)``). They
+    must give each operation a key of its own. ``effects`` gets the name too, and says what the operation brought about,
+    as seen from outside of the process: the rows of a database, the lines of a file, what a provider's sandbox counted.
+    It is compared with what a run that nothing disturbed brings about::
 
         def test_a_kill_at_any_line_charges_once(bank):
             crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
@@ -205,14 +208,18 @@ class _Operation:
         self,
         task: AnyTask,
         watched: Sequence[CodeType],
-        arguments: Callable[[str], Sequence[object]],
+        arguments: Callable[[str], Sequence[object] | Sig],
         effects: Callable[[str], object],
         timeout_s: float,
     ) -> None:
         self._effects = effects
         self._run = partial(run_and_kill, task, watched=watched, timeout_s=timeout_s)
         self._name = str(uuid.uuid4())
-        self._message = message_of(task, arguments(self._name), {})
+        given = arguments(self._name)
+        if isinstance(given, Signature):
+            self._message = message_of(given, (), {})
+        else:
+            self._message = message_of(task, given, {})
 
     def deliver(self, kill: Kill | None = None, *, redelivered: bool = False) -> ProcessEnd:
         return self._run(self._message, kill=kill, redelivered=redelivered)

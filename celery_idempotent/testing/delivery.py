@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import states
 from celery.app.trace import build_tracer
+from celery.canvas import Signature
 from celery.signals import before_task_publish
 from kombu.serialization import dumps, loads
 
@@ -21,9 +22,17 @@ from celery_idempotent.signals import Event
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.celery.typed import AnyTask
+    from celery_idempotent.celery.typed import AnyTask, Sig
 
-__all__ = ["Delivery", "Message", "assert_ran_once", "deliver", "deliver_at_once", "deliver_twice"]
+__all__ = [
+    "Delivery",
+    "Message",
+    "assert_ran_once",
+    "deliver",
+    "deliver_at_once",
+    "deliver_message",
+    "deliver_twice",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +89,23 @@ def _capture(app: Celery) -> Iterator[list[Message]]:
             amqp.send_task_message, app.conf.task_always_eager = sender, eager
 
 
-def message_of(task: AnyTask, args: Sequence[object], kwargs: Mapping[str, object]) -> Message:
+def message_of(
+    call: AnyTask | Sig, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Message:
     """Return the message that a call of the task publishes, also where the app runs tasks eagerly."""
+    task = task_of(call)
     with _capture(task.app) as found:
         # Without a result, the backend is not asked to listen for one.
-        task.apply_async(tuple(args), dict(kwargs), ignore_result=True)
+        call.apply_async(tuple(args), dict(kwargs), ignore_result=True)
     if not found:
         raise AssertionError(f"a call of {task.name} published no message: its key is taken")
     found[-1].headers["ignore_result"] = task.ignore_result
     return found[-1]
+
+
+def task_of(call: AnyTask | Sig) -> AnyTask:
+    """Return the task that is called: a signature has one."""
+    return call.type if isinstance(call, Signature) else call
 
 
 def run(task: AnyTask, message: Message, *, redelivered: bool = False) -> Delivery:
@@ -118,18 +135,29 @@ def _trace(
     return Delivery(info.state, info.retval, tuple(published))
 
 
-def deliver(task: AnyTask, *args: object, **kwargs: object) -> Delivery:
-    """Call the task and deliver the message once; it goes neither to a broker nor to a worker."""
-    return run(task, message_of(task, args, kwargs))
+def deliver(task: AnyTask | Sig, *args: object, **kwargs: object) -> Delivery:
+    """Call the task and deliver the message once; it goes neither to a broker nor to a worker.
+
+    A signature brings options of the call: ``deliver(charge.s(1999).set(idempotency_key="order-17"))``.
+    """
+    return run(task_of(task), message_of(task, args, kwargs))
 
 
-def deliver_twice(task: AnyTask, *args: object, **kwargs: object) -> tuple[Delivery, Delivery]:
+def deliver_message(task: AnyTask, message: Message) -> Delivery:
+    """Deliver what a delivery published: a retry, a message that was republished."""
+    return run(task, message)
+
+
+def deliver_twice(
+    task: AnyTask | Sig, *args: object, **kwargs: object
+) -> tuple[Delivery, Delivery]:
     """Call the task once and deliver the message twice, as a broker does when the acknowledgement is lost."""
     message = message_of(task, args, kwargs)
-    return run(task, message), run(task, message, redelivered=True)
+    of = task_of(task)
+    return run(of, message), run(of, message, redelivered=True)
 
 
-def deliver_at_once(task: AnyTask, n: int, *args: object, **kwargs: object) -> list[Delivery]:
+def deliver_at_once(task: AnyTask | Sig, n: int, *args: object, **kwargs: object) -> list[Delivery]:
     """Call the task ``n`` times and deliver the messages at the same time, each in a thread.
 
     Which one of them runs is left to chance. The others wait as ``idempotency_on_conflict`` says; by default their
@@ -137,11 +165,11 @@ def deliver_at_once(task: AnyTask, n: int, *args: object, **kwargs: object) -> l
     """
     messages = [message_of(task, args, kwargs) for _ in range(n)]
     ready = threading.Barrier(n)
-    with _capture(task.app) as published, ThreadPoolExecutor(n) as pool:
+    with _capture(task_of(task).app) as published, ThreadPoolExecutor(n) as pool:
 
         def go(message: Message) -> Delivery:
             ready.wait(timeout=30)
-            return _trace(task, message, False, published)
+            return _trace(task_of(task), message, False, published)
 
         return list(pool.map(go, messages))
 

@@ -313,6 +313,33 @@ class TestAKeyOfItsOwn:
         assert other.run(other.publish("o-1", **mine)) == ("SUCCESS", "receipt")
         assert other.runs == []
 
+    @pytest.mark.parametrize("first", ["before", "after"])
+    def test_that_each_call_has_to_give_outlives_a_new_name(self, version, first):
+        """Nothing computes it: the arguments have no rule."""
+        before = version(idempotency_require_key=True)
+        renamed = {"name": "pay", "idempotency_namespace_before": "charge"}
+        after = version(idempotency_require_key=True, **renamed)
+        one, other = publishers(before, after, first)
+        sent = one.publish("o-1", idempotency_key="mine")
+        one.run(sent)
+        again = other.publish("o-1", idempotency_key="mine")
+        assert other.run(again) == ("SUCCESS", "receipt")
+        assert other.run(sent) == ("SUCCESS", "receipt")
+        assert other.runs == []
+
+    @pytest.mark.parametrize("change", ["a name", "a finer key", "all of them"])
+    def test_that_the_arguments_of_a_retry_do_not_have(self, version, change):
+        """Its stamp has it: a version that knows both rules claims both identities."""
+        old, new = CHANGES[change]
+        before, after = version(**old), version(**new)
+        for order, first, other in (("o-1", before, after), ("o-2", after, before)):
+            sent = first.publish(order)
+            sent.args = (None,)
+            assert first.run(sent) == ("SUCCESS", "receipt")
+            assert other.run(sent) == ("SUCCESS", "receipt")
+            assert (len(first.runs), len(other.runs)) == (1, 0)
+            first.runs.clear()
+
     def test_that_was_given_with_the_call_has_its_new_scope_in_between(self, version):
         """So tenants can use the same key, and the version after that finds what was done."""
         _, new = CHANGES["a scope"]

@@ -17,6 +17,7 @@ from celery_idempotent.testing import (
     crash_matrix,
     deliver,
     deliver_at_once,
+    deliver_message,
     deliver_twice,
     idempotency_off,
     isolated_records,
@@ -157,6 +158,47 @@ def forgetful(bank: Bank) -> Callable[..., Any]:
             bank.charge(order)
 
     return forgetful
+
+
+class TestSignatures:
+    """They bring what a call takes beside its arguments: a key, a scope."""
+
+    def test_a_key_is_given_with_the_call(self, task, bank):
+        def charge(order: str) -> Any:
+            return bank.charge(order)
+
+        charged = task(charge, idempotency_key=None, idempotency_require_key=True, bind=False)
+        call = charged.s("o-1").set(idempotency_key="click-1")
+        with assert_ran_once(charged):
+            first, second = deliver_twice(call)
+        assert first.value == second.value
+        assert deliver(call).value == first.value
+        assert len(deliver_at_once(call, 2)) == 2
+        assert bank.charges("o-1") == 1
+
+    def test_each_operation_of_a_matrix_has_one(self, task, bank):
+        def charge(self: Any, order: str) -> Any:
+            return bank.charge(order, key=self.idempotency.derived_key("charge"))
+
+        charged = task(charge, idempotency_key=None, idempotency_require_key=True)
+        report = crash_matrix(
+            charged,
+            arguments=lambda name: charged.s(name).set(idempotency_key=name),
+            effects=bank.charges,
+        )
+        assert report.ok
+
+    def test_a_retry_that_was_published_is_delivered(self, task, bank):
+        def charge(self: Any, order: str) -> Any:
+            if not self.request.retries:
+                raise self.retry(countdown=5)
+            return bank.charge(order)
+
+        charged = task(charge)
+        first = deliver(charged, "o-1")
+        assert first.state == "RETRY"
+        assert deliver_message(charged, first.published[0]).state == "SUCCESS"
+        assert bank.charges("o-1") == 1
 
 
 class TestCrashMatrix:

@@ -190,6 +190,47 @@ def test_importing_the_package_imports_no_optional_dependency(tmp_path):
     assert run(BLOCKED_IMPORT, cwd=tmp_path).stderr == ""
 
 
+#: Binds a task, and says which of the modules that only some processes need are loaded by then.
+BOUND = """
+import sys
+import celery, celery.app.task, celery.app.trace, celery.canvas, celery.result
+before = set(sys.modules)
+import celery_idempotent
+app = celery.Celery("x", broker="memory://", set_as_current=False)
+def body(): pass
+task = app.task(body, name="t", base=celery_idempotent.IdempotentTask, shared=False)
+app.finalize()
+assert task.idempotency_policy
+print([name for name in sys.argv[1:] if name in sys.modules and name not in before])
+"""
+#: What a worker, a sweep, an operator, a test or another store loads once it is there; and what they load in turn.
+LATER = (
+    "asyncio",
+    "celery.worker",
+    "click",
+    "importlib.resources",
+    "rich",
+    "redis",
+    "celery_idempotent.celery.checks",
+    "celery_idempotent.celery.request",
+    "celery_idempotent.cli",
+    "celery_idempotent.django",
+    "celery_idempotent.metrics",
+    "celery_idempotent.protocol.background",
+    "celery_idempotent.stores.cas",
+    "celery_idempotent.stores.hybrid",
+    "celery_idempotent.stores.memory",
+    "celery_idempotent.stores.redis",
+    "celery_idempotent.testing",
+    "celery_idempotent.tracing",
+    "celery_idempotent.worker_events",
+)
+
+
+def test_a_task_is_bound_without_what_only_other_processes_need(tmp_path):
+    assert run(BOUND, *LATER, cwd=tmp_path).stdout.strip() == "[]"
+
+
 #: Imports each module in a fork of its own, of a process that has imported only what comes from elsewhere.
 ALONE = """
 import importlib, os, sys

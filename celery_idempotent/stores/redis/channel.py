@@ -162,9 +162,10 @@ class Server:
             # The server had closed an idle connection, or there was a failover. Every verb may be sent twice: a claim
             # names its attempt, and all others a token.
             return self._again(packed)
-        if "READONLY" in [passing(refusal) for refusal in _refusals(answers)]:
-            # A replica answered: it is no longer the master.
-            return self._again(packed)
+        for answer in answers:
+            if isinstance(answer, exceptions.RedisError) and passing(answer) == "READONLY":
+                # A replica answered: it is no longer the master.
+                return self._again(packed)
         return answers
 
     def nodes(self) -> list[int]:
@@ -187,7 +188,10 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
     """
     try:
         answers = link.exchange(commands)
-        if not _refusals(answers):
+        for answer in answers:
+            if isinstance(answer, exceptions.RedisError):
+                break
+        else:
             return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
@@ -199,13 +203,10 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
                 answers[n] = answer
     except (exceptions.RedisError, OSError) as error:
         raise trouble(error, link.where) from error
-    for refusal in _refusals(answers):
-        raise trouble(refusal, link.where) from refusal
+    for answer in answers:
+        if isinstance(answer, exceptions.RedisError):
+            raise trouble(answer, link.where) from answer
     return answers
-
-
-def _refusals(answers: Sequence[Reply]) -> list[exceptions.RedisError]:
-    return [answer for answer in answers if isinstance(answer, exceptions.RedisError)]
 
 
 def passing(answer: object) -> str:

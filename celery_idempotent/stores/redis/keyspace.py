@@ -62,6 +62,11 @@ class Keyspace:
         bucket = zlib.crc32(text) % BUCKETS
         return bucket, self._heads[bucket] + b":" + text
 
+    def indexes(self, bucket: int) -> tuple[bytes, bytes, bytes, bytes]:
+        """Name the bucket's indexes of leases, failures and interrupted records, and its mark of tokens."""
+        head = self._heads[bucket]
+        return head + b"!leases", head + b"!failures", head + b"!interrupted", head + b"!token"
+
     def identity(self, name: bytes) -> Identity:
         """Return the identity that :meth:`locate` gave this name."""
         text = name[len(self._start) :].partition(b"}:")[2].decode()

@@ -89,9 +89,8 @@ class Settling(Servers):
     def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
         """Return the bucket, and the names of the record and of the bucket's indexes and token."""
         bucket, name = self._keys.locate(identity)
-        keys = self._keys
-        leases, failures = keys.leases(bucket), keys.failures(bucket)
-        return bucket, name, leases, failures, keys.token(bucket), keys.interrupted(bucket)
+        leases, failures, interrupted, token = self._keys.indexes(bucket)
+        return bucket, name, leases, failures, token, interrupted
 
     def _ask_replicated(self, command: Command) -> tuple[Reply, bool]:
         """Return the answer, and whether as many replicas as we want have what was written."""
