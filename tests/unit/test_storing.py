@@ -35,7 +35,7 @@ NOW = datetime.datetime(2026, 5, 4, 3, 2, 1, 678, tzinfo=datetime.timezone.utc)
 #: What Celery's backend does to store a result.
 CELERYS = ["GET", "MULTI", "SETEX", "PUBLISH", "EXEC"]
 #: What connections begin with, what teaches the server a script, and what writes the counters now and then.
-OTHERS = {"HELLO", "CLIENT", "SELECT", "EVAL", "TIME", "HINCRBY", "EXPIRE"}
+OTHERS = {"HELLO", "UNSUBSCRIBE", "CLIENT", "SELECT", "EVAL", "TIME", "HINCRBY", "EXPIRE"}
 
 
 class Refused(Exception):

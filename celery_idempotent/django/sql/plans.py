@@ -27,8 +27,6 @@ from celery_idempotent.django.sql.dialects import error_code
 if TYPE_CHECKING:
     from celery_idempotent.django.sql.connections import Session
 
-__all__ = ["rows"]
-
 #: A connection that closes after a task or a request (Django's ``CONN_MAX_AGE``) is not worth it.
 _WARM = 3
 #: How often a plan is used. A table that was all but empty then may have a million rows by now.

@@ -7,8 +7,6 @@ from typing import Any
 
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 
-__all__ = ["Endpoint", "endpoint_of"]
-
 #: With one of these arguments a connection may lead elsewhere, log in otherwise, or write other bytes.
 _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
 
