@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-__all__ = ["Story", "story_of", "story_of_nothing"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:

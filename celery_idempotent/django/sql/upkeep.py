@@ -9,8 +9,6 @@ from celery_idempotent.django.sql.columns import Row, digest
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.records import Renewal
 
-__all__ = ["PRUNE_BATCH", "find_due", "prune", "renew"]
-
 #: How many rows one transaction of a prune deletes: see docs/sql.md for what others cost.
 PRUNE_BATCH = 1_000
 
