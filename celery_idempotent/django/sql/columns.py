@@ -48,6 +48,7 @@ RELEASED = "R"
 _INTERVENTION = frozenset(field.name for field in fields(Intervention))
 #: A row as it was read: its columns have types of their own.
 Row = Sequence[Any]
+Rows = list[tuple[Any, ...]]
 
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 

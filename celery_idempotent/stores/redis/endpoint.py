@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
 
@@ -42,5 +42,5 @@ def endpoint_of(pool: ConnectionPool) -> Endpoint | None:
     )
 
 
-def _writes_utf8(given: dict[str, Any]) -> bool:
+def _writes_utf8(given: Mapping[str, object]) -> bool:
     return str(given.get("encoding") or "utf-8").lower() in {"utf-8", "utf8"}
