@@ -214,9 +214,7 @@ class _Teller:
 
     def future(self) -> Iterator[str]:
         record = self.record
-        kept = self._kept_until()
-        if kept:
-            yield kept
+        yield from filter(None, [self._kept_until()])
         match record.state:
             case State.QUEUED:
                 yield from self._queued()
