@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from django.db import Error
 
-from celery_idempotent.django.sql.columns import Row, Rows
+from celery_idempotent.django.sql.columns import ColumnValues, ReadRows
 from celery_idempotent.django.sql.dialects import error_code
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class _Statement(NamedTuple):
 _of_connection: WeakKeyDictionary[object, _Plans] = WeakKeyDictionary()
 
 
-def rows(session: Session, sql: str, params: Row) -> Rows:
+def rows(session: Session, sql: str, params: ColumnValues) -> ReadRows:
     """Run a query that is a transaction of its own, by its plan if it is run often."""
     raw: object = session.connection.connection
     pooled = session.connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
