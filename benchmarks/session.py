@@ -103,10 +103,12 @@ class Session:
 
 
 def children_environment(**more: object) -> dict[str, str]:
-    """Return the environment for a worker or another child: without Django, whose task class is another."""
-    environment = {
-        name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"
-    }
+    """Return the environment for a worker or another child.
+
+    Without Django, whose task class is another; and bytecode is kept, as where a package is installed.
+    """
+    left_out = ("DJANGO_SETTINGS_MODULE", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**environment, **{name: str(value) for name, value in more.items()}}
 
 

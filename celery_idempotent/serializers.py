@@ -18,18 +18,6 @@ from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, Serial
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 
-__all__ = [
-    "LARGEST",
-    "NotStored",
-    "Serializer",
-    "content_types",
-    "decode",
-    "first_accepted",
-    "from_bytes",
-    "installed",
-    "to_bytes",
-]
-
 _JSON = "application/json"
 
 #: A value that takes more bytes once decompressed is not read, unless results may be larger.

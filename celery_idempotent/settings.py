@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Snapshot", "loaded", "milliseconds"]
-
 
 class Snapshot:
     """The values of some settings that were changed in this process: ``app.conf.name = value``, ``app.conf.update()``.

@@ -22,7 +22,7 @@ _about = ConfigParser()
 _about.read(ROOT / "setup.cfg", encoding="utf-8")
 
 project = "celery-idempotent"
-author = "celery-idempotent contributors"
+author = project_copyright = "celery-idempotent contributors"
 release = version = _about["metadata"]["version"]
 repository = _about["metadata"]["url"]
 files = f"{repository}/blob/main"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-__all__ = ["Operation", "Operator", "Outcome"]
-
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
 
 #: What the log says that an operator did.

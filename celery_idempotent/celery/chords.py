@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from celery.app.task import Context
     from celery.backends.base import Backend
 
+    from celery_idempotent.celery.typed import AnyBackend, AnyRequest
+
     Base = Backend
 else:
     Base = object
@@ -85,7 +87,7 @@ def _modules(error: BaseException) -> list[str]:
 
 def patient(backend: Backend) -> PatientBackend:
     """Return a view of this backend that raises :class:`Undelivered`; for one delivery."""
-    kind: Any = type(backend)
+    kind: AnyBackend = type(backend)
     view = object.__new__(_patient_kind(kind))
     view.__dict__ = backend.__dict__  # the same: what connects when it is first used does so once
     view.whole, view.trouble, view.claim = backend, None, None
@@ -98,7 +100,7 @@ class PatientBackend(Base):
     __slots__ = ("claim", "trouble", "whole")
 
     app: Any
-    whole: Any
+    whole: AnyBackend
     trouble: Undelivered | None
     #: The key and the token of the right to publish a body (Celery >= 5.7).
     claim: tuple[str, str] | None
@@ -107,7 +109,7 @@ class PatientBackend(Base):
         """Return the request with a body of its chord that is published by us."""
         if not request.chord:
             return request
-        prepared: Any = copy.copy(request)
+        prepared: AnyRequest = copy.copy(request)
         body: Any = maybe_signature(prepared.chord, app=self.app, clone=True)
         body.delay = partial(self._publish, body)
         prepared.chord = body

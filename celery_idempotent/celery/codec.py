@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from celery.canvas import Signature
 from celery.result import ResultBase
@@ -23,6 +23,8 @@ from celery_idempotent.serializers import (
 
 if TYPE_CHECKING:
     from celery import Celery
+
+    from celery_idempotent.celery.typed import AnyBackend
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,7 @@ class TaskCodec:
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""
-        backend: Any = self._app.backend  # its stubs are narrower than it is
+        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
         return self._dump(backend.prepare_exception(error, self._serializer.name), "exception")
 
     def load_error(self, stored: Stored | None) -> Exception:
@@ -151,7 +153,7 @@ class TaskCodec:
             return ResultUnavailable(
                 f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
             )
-        backend: Any = self._app.backend  # its stubs are narrower than it is
+        backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
         written = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
         try:
             error = backend.exception_to_python(written)

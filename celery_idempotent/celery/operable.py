@@ -13,8 +13,6 @@ from celery_idempotent.stores import get_store
 if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
 
-__all__ = ["OperableTask"]
-
 
 class OperableTask(TaskBase):
     """A task that has records."""

@@ -235,7 +235,7 @@ def _retrying_run(task: IdempotentTask, definition: Definition, options: Options
 
 def _identified_of(claim: Claim) -> Identified:
     """Return the identity of a run, from its claim."""
-    record, old = claim.record, claim.old
+    record, old = claim.record, claim.before
     before = None if old is None else Identified(old.identity, old.fingerprint)
     return Identified(record.identity, record.fingerprint, before)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.typed import AnyBackend
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoRet
     """Drop a duplicate; its result state becomes IGNORED, so that it does not look PENDING for ever."""
     logger.info("idempotency: %s[%s] is dropped: %s", task.name, request.id, error)
     if not request.ignore_result:
-        backend: Any = task.backend
+        backend: AnyBackend = task.backend
         try:
             backend.store_result(request.id, str(error), "IGNORED", request=request)
         except Exception:

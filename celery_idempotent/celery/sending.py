@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.typed import AnyRequest
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def _is_celerys(request: Context) -> bool:
 
 
 def _send_success(
-    task: IdempotentTask, request: Any, value: object
+    task: IdempotentTask, request: AnyRequest, value: object
 ) -> None:  # its stub takes a chain for a text
     """Send what follows a success, as Celery's tracer does."""
     app = task.app

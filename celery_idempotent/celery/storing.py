@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.typed import AnyBackend, AnyRequest
     from celery_idempotent.stores.base import Store
 
 #: On a request: of which task id and state the result is stored, until the tracer would store it.
@@ -64,7 +65,7 @@ class _Plan(NamedTuple):
     expires_s: dict[str, int]
 
 
-_plans: weakref.WeakKeyDictionary[Any, _Plan] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[AnyBackend, _Plan] = weakref.WeakKeyDictionary()
 
 
 def ignores_result(task: IdempotentTask, request: Context) -> bool:
@@ -109,7 +110,7 @@ class RequestResult:
         return bool(task.store_errors_even_if_ignored or not ignores_result(task, request))
 
     def _written(self, store: Store, state: str) -> ResultWrite | None:
-        backend: Any = self._task.backend
+        backend: AnyBackend = self._task.backend
         plan = _plans.get(backend)
         if plan is None or plan.store is not store:
             plan = _plans[backend] = _plan_of(backend, store)
@@ -132,7 +133,7 @@ class RequestResult:
 class _WrittenBackend:
     """Stands for a result backend in the one call by which the tracer would store what is stored."""
 
-    def __init__(self, backend: Any, task_id: str, state: str) -> None:
+    def __init__(self, backend: AnyBackend, task_id: str, state: str) -> None:
         self._backend, self._task_id, self._state = backend, task_id, state
 
     def __getattr__(self, name: str) -> object:
@@ -149,13 +150,15 @@ class _WrittenBackend:
         stores = store_result and (task_id, state) != (self._task_id, self._state)
         return self._backend.mark_as_done(task_id, result, request, stores, state)
 
-    def mark_as_failure(self, task_id: str, exc: object, *rest: Any, **options: Any) -> object:
+    def mark_as_failure(
+        self, task_id: str, exc: object, *rest: object, **options: object
+    ) -> object:
         if (task_id, options.get("state", states.FAILURE)) == (self._task_id, self._state):
             options["store_result"] = False
         return self._backend.mark_as_failure(task_id, exc, *rest, **options)
 
 
-def unless_written(backend: Any, request: object) -> Any:
+def unless_written(backend: AnyBackend, request: object) -> AnyBackend:
     """Return the backend of a task; once, after a run whose result is stored, one that does not store it."""
     if request is None or _WRITTEN not in vars(request) or entry_of(request) is not None:
         return backend
@@ -166,7 +169,7 @@ def unless_written(backend: Any, request: object) -> Any:
 
 
 def _meta(
-    backend: Any, request: Any, outcome: object, state: str, traceback: str | None
+    backend: AnyBackend, request: AnyRequest, outcome: object, state: str, traceback: str | None
 ) -> dict[str, object]:
     result = backend.encode_result(outcome, state)
     meta: dict[str, object] = backend._get_result_meta(  # noqa: SLF001  so does its own _store_result
@@ -196,7 +199,7 @@ def _up_to_tracer(traceback: TracebackType) -> TracebackType:
     return traceback
 
 
-def _plan_of(backend: Any, store: Store) -> _Plan:
+def _plan_of(backend: AnyBackend, store: Store) -> _Plan:
     """Ask Celery's own code what this backend writes: it is called with a client that only notes what it should do."""
     found: dict[str, int] = {}
     if _is_plain_redis(backend) and store.stores_results_of(backend.client.connection_pool):
@@ -207,7 +210,7 @@ def _plan_of(backend: Any, store: Store) -> _Plan:
     return _Plan(store, found)
 
 
-def _is_plain_redis(backend: Any) -> bool:
+def _is_plain_redis(backend: AnyBackend) -> bool:
     kind = type(backend)
     if (kind.__module__, kind.__name__) != ("celery.backends.redis", "RedisBackend"):
         return False
@@ -242,7 +245,7 @@ class _Notes(list[tuple[object, ...]]):
         pass
 
 
-def _expires_s(backend: Any, state: str) -> int | None:
+def _expires_s(backend: AnyBackend, state: str) -> int | None:
     """Return for how long a backend keeps a result (0: for ever), ``None`` if it writes it otherwise than expected."""
     from celery.app.task import Context
 

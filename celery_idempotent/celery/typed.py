@@ -5,7 +5,7 @@ The stubs of Celery list all options one by one. Nothing here is there when a pr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from celery import Celery, Task
 from celery.canvas import Signature
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     Result = AsyncResult[Any]
     Sig = Signature[Any]
     AnyTask = Task[Any, Any]
+    #: A result backend, and a task's request: each kind has more than the stubs say, and some of it may be missing.
+    AnyBackend: TypeAlias = Any
+    AnyRequest: TypeAlias = Any
     #: An app, whatever the class of its tasks.
     AnyCelery = Celery[Any]
 

@@ -34,14 +34,6 @@ from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Page, Record
 from celery_idempotent.serializers import LARGEST
 
-__all__ = [
-    "complete_command",
-    "fail_command",
-    "forget_command",
-    "release_command",
-    "requeue_command",
-]
-
 #: So many records are shown as a sample.
 _SAMPLE = 5
 

@@ -23,8 +23,6 @@ from celery_idempotent.cli.session import (
 from celery_idempotent.operations.health import Health, health
 from celery_idempotent.operations.wording import time_in_words
 
-__all__ = ["check_command"]
-
 #: Findings that mean that the store does not answer.
 _STORE_DOWN = "E006"
 

@@ -19,8 +19,6 @@ from celery_idempotent.operations import Operation, Outcome
 from celery_idempotent.operations.bulk import Ended, carry_out
 from celery_idempotent.records import Record, Stored
 
-__all__ = ["DONE", "OWNER_IS_LIVE", "Order", "do", "order_of", "order_options", "records_in_words"]
-
 DONE: dict[Operation, str] = {
     "release": "released",
     "requeue": "requeued",

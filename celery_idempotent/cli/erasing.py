@@ -17,8 +17,6 @@ from celery_idempotent.records import Record, State
 if TYPE_CHECKING:
     from celery_idempotent.django.outbox import Pending
 
-__all__ = ["erase_command"]
-
 #: So many staged messages are looked for at a time.
 _STAGED = 500
 

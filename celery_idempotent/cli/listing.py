@@ -23,8 +23,6 @@ from celery_idempotent.operations.finding import pages
 from celery_idempotent.operations.wording import ago, iso
 from celery_idempotent.records import Record
 
-__all__ = ["list_command", "stats_command"]
-
 #: What the table of counts shows, in this order: what ran, what was spared, what needs somebody.
 _OUTCOMES = (
     ("RUNS", ("claimed",)),

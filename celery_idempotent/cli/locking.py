@@ -21,8 +21,6 @@ from celery_idempotent.celery.checks.locked import (
 from celery_idempotent.cli.output import note, paragraph, write_json
 from celery_idempotent.cli.session import FOUND, loaded_app
 
-__all__ = ["tell_keys"]
-
 
 def tell_keys(
     ctx: click.Context, path: Path, *, write: bool, accepted: tuple[str, ...], as_json: bool

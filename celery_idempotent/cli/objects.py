@@ -8,8 +8,6 @@ from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.wording import ago, iso
 from celery_idempotent.records import Record
 
-__all__ = ["COLUMNS", "object_of", "row_of", "shown_state"]
-
 #: Of a list; the narrow ones come first.
 COLUMNS = (
     Column(title="KEY", least=16),

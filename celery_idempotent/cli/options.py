@@ -24,8 +24,6 @@ from celery_idempotent.records import State
 #: What click hands to a command: each option has a type of its own.
 Given = dict[str, Any]
 
-__all__ = ["filter_of", "filter_options", "json_option", "key_options", "scopes_of"]
-
 F = TypeVar("F", bound=Callable[..., object])
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}

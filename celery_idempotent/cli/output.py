@@ -13,8 +13,6 @@ from types import TracebackType
 
 import click
 
-__all__ = ["Column", "Progress", "note", "on_terminal", "paragraph", "table", "width", "write_json"]
-
 #: Colours of states, on a terminal.
 _COLOURS = {
     "QUEUED": "blue",

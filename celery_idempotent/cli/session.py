@@ -24,18 +24,6 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-__all__ = [
-    "FOUND",
-    "UNREACHABLE",
-    "OurCommand",
-    "Session",
-    "app_of",
-    "command",
-    "django_part",
-    "loaded_app",
-    "session_of",
-]
-
 #: Exit codes: something was found or refused; the store cannot be reached. Wrong usage is click's 2.
 FOUND, UNREACHABLE = 1, 3
 

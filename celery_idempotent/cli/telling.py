@@ -25,8 +25,6 @@ from celery_idempotent.operations.values import shown
 from celery_idempotent.operations.wording import intervention_in_words, iso, moment
 from celery_idempotent.records import Record, State
 
-__all__ = ["explain_command", "find_one", "show_command"]
-
 _scan_option = click.option(
     "--scan", is_flag=True, help="Look at every key for a task id: completed ones have no index."
 )

@@ -10,8 +10,6 @@ from celery_idempotent.cli.output import Column, Progress, note, paragraph, tabl
 from celery_idempotent.cli.session import FOUND, Session, command, django_part
 from celery_idempotent.operations.wording import time_in_words
 
-__all__ = ["outbox_command", "prune_command", "sweep_command"]
-
 _LIMIT = click.option(
     "--limit",
     type=click.IntRange(1),

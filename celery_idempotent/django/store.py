@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from celery import Celery
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["DjangoStore", "open_django"]
-
 T = TypeVar("T")
 
 

@@ -1,4 +1,15 @@
-"""The canonical form of arguments, equal before and after the broker, and its digest."""
+"""The canonical form of arguments, equal before and after the broker, and its digest.
+
+A publisher has Python objects, a worker has what JSON made of them. Both must come to one form::
+
+    charge((1, 2))         the publisher          [0x1,0x2]
+    charge([1, 2])         the worker, by JSON    [0x1,0x2]     the same
+    charge([1, 2.0])       another call           [0x1,2.0]     JSON keeps int and float apart, so it is another one
+    charge({"b": 1, "a": None})                   {"a":None,"b":0x1}    keys are sorted
+
+``repr`` of an object is never part of it: that may have an address, which differs from process to process. A value of a
+type that neither kombu's JSON nor pickle carries in a known way has no form (:class:`NoFormError`).
+"""
 
 from __future__ import annotations
 

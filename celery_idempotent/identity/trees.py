@@ -48,7 +48,10 @@ def with_parts(
 def with_tasks(
     signature: object, change: Callable[[AnySignature, Place], AnySignature], place: Place = ()
 ) -> Any:
-    """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks."""
+    """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks.
+
+    The signatures that it is given stay as they are: the caller may publish them again, under other keys.
+    """
     if not isinstance(signature, Mapping):
         return signature
     if not is_canvas(signature):
@@ -61,7 +64,13 @@ def with_tasks(
 
 
 def with_last_task(signature: object, change: Callable[[AnySignature], AnySignature]) -> Any:
-    """Return a copy of a canvas with ``change(task)`` for what runs last in it, which may be a group."""
+    """Return a copy of a canvas with ``change(task)`` for what runs last in it, which may be a group.
+
+    That is where a callback of the whole canvas belongs::
+
+        chain(a, chord([b, c], d))    the body of the last part: d
+        chain(a, group(b, c))         the group: its members run beside each other, and none is the last
+    """
     if not isinstance(signature, Mapping):
         return signature
     name = _LAST.get(str(signature.get("task")), "")

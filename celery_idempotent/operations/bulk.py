@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-__all__ = ["Ended", "Seen", "Verdict", "carry_out", "collect", "may_repeat", "verdict"]
-
 logger = logging.getLogger(__name__)
 
 #: What is to become of a record: it is done; its owner is live; the operation means nothing for it.

@@ -12,8 +12,6 @@ from celery_idempotent.records import Record, State
 if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
 
-__all__ = ["EFFECTS", "STEP_EFFECTS", "Choice", "choices_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:

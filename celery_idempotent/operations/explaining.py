@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-__all__ = ["Story", "story_of", "story_of_nothing"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
@@ -216,9 +214,7 @@ class _Teller:
 
     def future(self) -> Iterator[str]:
         record = self.record
-        kept = self._kept_until()
-        if kept:
-            yield kept
+        yield from filter(None, [self._kept_until()])
         match record.state:
             case State.QUEUED:
                 yield from self._queued()

@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
-__all__ = [
-    "UNFINISHED_AND_FAILED",
-    "Filter",
-    "Found",
-    "find_key",
-    "find_task_id",
-    "namespace_of",
-    "pages",
-    "scope_in_words",
-    "scope_of_user",
-    "spellings",
-    "task_name",
-]
-
 logger = logging.getLogger(__name__)
 
 #: What an index finds: all but COMPLETED records.

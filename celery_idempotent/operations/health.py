@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores import Store
 
-__all__ = ["OUTBOX_MS", "Health", "Sweeps", "health", "redelivery", "sweeps"]
-
 #: A message that waits in the outbox for longer has lost its sender, or its broker.
 OUTBOX_MS = 60_000
 

@@ -18,8 +18,6 @@ from celery_idempotent.serializers import LARGEST
 if TYPE_CHECKING:
     from celery import Celery
 
-__all__ = ["Shown", "error_name", "shown", "text_of", "too_large", "value_from_json"]
-
 logger = logging.getLogger(__name__)
 
 #: So many characters of a value are shown.

@@ -6,17 +6,6 @@ from datetime import datetime, timedelta, timezone
 
 from celery_idempotent.records import Intervention, Record
 
-__all__ = [
-    "REFUSED",
-    "ago",
-    "holder",
-    "intervention_in_words",
-    "iso",
-    "moment",
-    "time_in_words",
-    "times",
-]
-
 #: What came of a call under another task id that was refused, as its task's idempotency_on_conflict says.
 REFUSED = {
     "retry": "it went back to the queue, to try again",

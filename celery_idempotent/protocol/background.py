@@ -1,4 +1,13 @@
-"""One thread with a bounded queue: writes of a worker's main process, which must not wait for the store."""
+"""One thread with a bounded queue: writes of a worker's main process, which must not wait for the store.
+
+A worker's main process (of the prefork pool) talks to the broker and looks after its children. If it waited for a store
+that does not answer, no task would be started and no time limit kept. So it leaves two kinds of writes to this thread:
+
+- a child is gone: *interrupt* its claim, so that the next delivery runs now and not when the lease is over (urgent);
+- a message had expired or was revoked before it ran: *release* the key that its publisher reserved.
+
+If such a write is lost, nothing breaks: the lease, or the deadline of the reservation, does the same later.
+"""
 
 from __future__ import annotations
 

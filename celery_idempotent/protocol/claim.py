@@ -82,8 +82,8 @@ class Claim:
     #: thread calls, relies on that.
     phase = Phase.RUNNING
 
-    #: While a deploy changes keys: the record under the operation's old identity, claimed together with this one.
-    old: Record | None = None
+    #: While a deploy changes keys: the record under the identity of before, claimed together with this one.
+    before: Record | None = None
     #: It was reported that a newer claim has the key.
     superseded = False
     #: When the settle began (``time.monotonic``), for the duration in its report; ``None`` before, and for a claim
@@ -141,10 +141,9 @@ class Claim:
         """How many earlier runs of this key ended in a crash of their worker."""
         return self.record.crashes
 
-    @property
-    def over(self) -> bool:
-        """Is there nothing to renew any more? The body may still be at work: see :data:`AT_WORK`."""
-        return self.phase is not Phase.RUNNING
+    def needs_renewal(self) -> bool:
+        """Is there a lease to renew? Without one the body may still be at work: see :data:`AT_WORK`."""
+        return self.phase is Phase.RUNNING
 
     def lose(self) -> None:
         """RUNNING becomes LOST: the store refused a renewal or a step. Every other phase stays what it is.
@@ -199,9 +198,9 @@ class Claim:
 
     def derived_key(self, name: str) -> str:
         """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
-        identity, old = self.record.identity, self.old
-        if old is not None and old.created_ms < self.record.created_ms:
-            identity = old.identity  # the first run may have used it with the outside system
+        identity, before = self.record.identity, self.before
+        if before is not None and before.created_ms < self.record.created_ms:
+            identity = before.identity  # the first run may have used it with the outside system
         parts = (identity.namespace, identity.scope, identity.key, name)
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
         return str(uuid.UUID(bytes=hashlib.sha256(framed).digest()[:16]))

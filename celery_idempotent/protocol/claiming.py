@@ -44,14 +44,14 @@ class ClaimAttempt(NamedTuple):
     """The answer to an attempt to claim, and when that was sent (``time.monotonic``).
 
     ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`), ``store`` who answered.
-    ``old``: the record under the identity of before a deploy, if that was claimed as well.
+    ``before``: the record under the identity of before a deploy, if that was claimed as well.
     """
 
     answer: Answer
     attempt: bytes
     sent: float
     store: Store
-    old: Record | None = None
+    before: Record | None = None
 
 
 class Claiming:
@@ -139,12 +139,12 @@ class Claiming:
     def hold(self, record: Record, asked: ClaimAttempt) -> Claim:
         """Return the claim of a run whose attempt was answered with :class:`Claimed`."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
-        store, old = asked.store, asked.old
-        if old is not None:
-            store = key_change.both(store, old)
+        store, before = asked.store, asked.before
+        if before is not None:
+            store = key_change.both(store, before)
         claim = kind(store, record, self._renewal(record), self._codec, sent=asked.sent)
-        if old is not None:
-            claim.old = old
+        if before is not None:
+            claim.before = before
         return claim
 
     def unguarded(self, call: Call) -> Claim:

@@ -57,11 +57,13 @@ class DeferredEnd:
         self._thread = threading.get_ident()
         self._hooks: list[weakref.ref[_Hook]] = []
 
-    @property
-    def over(self) -> bool:
-        """Is there nothing to renew any more? The heartbeat asks this, and so frees the key after a rollback."""
+    def needs_renewal(self) -> bool:
+        """Free the key if the transaction was rolled back; does the end still wait for its commit?
+
+        This is how a rollback is noticed where no further eager call looks for it: by the next beat of the heartbeat.
+        """
         self.release_if_rolled_back()
-        return self.claim_id not in _waiting
+        return self.claim_id in _waiting
 
     def lose(self) -> None:
         """Do nothing: the store will refuse the settle, too."""

@@ -153,7 +153,7 @@ class Endings:
 
     def has_newer_claim(self, call: Call, claim: Claim) -> bool:
         """Ask whether a newer claim has the key; if so, report that the lease is lost."""
-        claimed = [claim.record, *([claim.old] if claim.old else [])]
+        claimed = [claim.record, *([claim.before] if claim.before else [])]
         try:
             found = [claim.store.get(record.identity) for record in claimed]
         except STORE_ERRORS:
@@ -324,7 +324,7 @@ class Endings:
         claim.superseded = True
         observed = self.policy.mode == "observe"
         self._report(signals.lease_lost, call, claim, observed=observed)
-        if claim.old is not None and claim.phase is not Phase.RELEASED:
+        if claim.before is not None and claim.phase is not Phase.RELEASED:
             # Two identities, and the newer claim may have the old one alone: the new one is not to wait for its lease.
             claim.phase = Phase.RELEASED
             with suppress(*STORE_ERRORS):
@@ -334,7 +334,7 @@ class Endings:
         self, outcome: Signal, about: Call | Record, claim: Claim, **details: Unpack[Details]
     ) -> None:
         # A claim of two identities has a store that writes both. Counters are for the task's own, which is the default.
-        store = claim.store if claim.old is None else None
+        store = claim.store if claim.before is None else None
         self._reporter.report(
             outcome, about.identity, about.task_id, claim.record, store=store, **details
         )

@@ -1,4 +1,16 @@
-"""Keeping claims alive: one thread per process renews the leases of all of them."""
+"""Keeping claims alive: one thread per process renews the leases of all of them.
+
+With a lease of 60 seconds::
+
+     0 s   claim               the lease ends at  60 s
+    20 s   renew               the lease ends at  80 s
+    40 s   renew: no answer    the lease ends at  80 s: there are 40 seconds left to try again
+    41 s   renew               the lease ends at 101 s
+
+A store that does not answer says nothing about the claim, so the renewal is repeated. A store that refuses does: a
+newer claim has the key, and this one becomes LOST. Its run goes on, for a thread cannot be stopped from outside, and
+what it returns is not stored.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +55,8 @@ class Renewable(Protocol):
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
     renewed_at: float
 
-    @property
-    def over(self) -> bool:
-        """Is there nothing to renew any more?"""
+    def needs_renewal(self) -> bool:
+        """Is there still something to renew? The heartbeat asks before each renewal, in its own thread."""
         ...
 
     def lose(self) -> None:
@@ -177,7 +188,7 @@ class Heartbeat:
         by_store: dict[Store, list[Renewable]] = defaultdict(list)
         for known in due:
             claim = known()
-            if claim is not None and not claim.over:
+            if claim is not None and claim.needs_renewal():
                 by_store[claim.store].append(claim)
             else:
                 with self._lock:

@@ -269,7 +269,7 @@ class Runner:
             running.set(claim)
             if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
-            store = claim.store if asked.old is None else None
+            store = claim.store if asked.before is None else None
             took, state = time.monotonic() - asked.sent, State.PROCESSING
             self.reporter.report(
                 signals.claimed,

@@ -8,8 +8,6 @@ from typing import Literal
 
 from celery_idempotent.records.record import EPOCH, Record, State
 
-__all__ = ["Counted", "Page", "Selection", "Stats", "SweepReport"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:

@@ -9,20 +9,6 @@ from typing import Literal, get_args
 
 from celery_idempotent.records.frozen import frozen
 
-__all__ = [
-    "EPOCH",
-    "FINGERPRINT_BYTES",
-    "EndState",
-    "Identity",
-    "Intervention",
-    "OnStale",
-    "Record",
-    "Refusal",
-    "RefusalKind",
-    "State",
-    "Stored",
-]
-
 #: A fingerprint is the first 16 bytes of a SHA-256: enough that two calls never share one by accident,
 #: and half the memory of the whole digest in every record.
 FINGERPRINT_BYTES = 16

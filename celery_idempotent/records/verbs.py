@@ -16,23 +16,6 @@ from celery_idempotent.records.record import (
     Stored,
 )
 
-__all__ = [
-    "Answer",
-    "ClaimRequest",
-    "Claimed",
-    "Held",
-    "Mismatched",
-    "Renewal",
-    "Reservation",
-    "ReserveRequest",
-    "Reserved",
-    "ResultWrite",
-    "Retained",
-    "SettleRequest",
-    "Settled",
-    "SettledWith",
-]
-
 
 @frozen(frozen=True, slots=True, kw_only=True)
 class ClaimRequest:

@@ -16,8 +16,6 @@ from dataclasses import replace
 from celery_idempotent.records import Intervention
 from celery_idempotent.stores.refusals import KEPT, WHO_BYTES, cut, entries, pack_entry
 
-__all__ = ["REASON_BYTES", "pack_intervention", "unpack_interventions", "with_intervention"]
-
 #: How many bytes of a reason are stored, and how many of them one entry has.
 REASON_BYTES = 500
 _PART_BYTES = 250

@@ -19,9 +19,6 @@ from celery_idempotent.records import Intervention, Record, Refusal, RefusalKind
 from celery_idempotent.stores.interventions import with_intervention
 from celery_idempotent.stores.table import TABLE, Rule, Verb
 
-__all__ = ["Asked", "Move", "StoredRecord", "decide"]
-
-
 #: Fields of a record by their names, each of a type of its own.
 Fields = dict[str, Any]
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.hybrid.cache import RedisCache
 
-__all__ = ["from_app", "hybrid", "memory", "redis", "replication"]
-
 
 def memory(_url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
     """Open ``memory://``, which has no replicas to wait for."""

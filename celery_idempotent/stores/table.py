@@ -17,8 +17,6 @@ from typing import Literal
 
 from celery_idempotent.records import Record, RefusalKind, State
 
-__all__ = ["TABLE", "Rule", "Verb"]
-
 # fmt: off
 Verb = Literal[
     "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "amend", "mark_delivered", "requeue",

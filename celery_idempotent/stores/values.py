@@ -14,8 +14,6 @@ from __future__ import annotations
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import State, Stored
 
-__all__ = ["LETTERS", "STATES", "pack_text", "pack_value", "unpack_text", "unpack_value"]
-
 #: The letter that stands for each state. Letters are stored: add, never change.
 LETTERS = {
     State.QUEUED: "Q",

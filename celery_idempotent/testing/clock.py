@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FakeClock"]
-
 _START_US = 1_700_000_000_000_000
 
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask, Sig
     from celery_idempotent.stores.base import Store
 
-__all__ = ["CrashReport", "KilledAt", "crash_matrix", "lose_worker"]
-
 #: So many kills at most: a loop over many items is tried with few.
 MAX_KILLS = 500
 

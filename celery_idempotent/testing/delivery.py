@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.typed import AnyTask, Sig
 
-__all__ = [
-    "Delivery",
-    "Message",
-    "assert_ran_once",
-    "deliver",
-    "deliver_at_once",
-    "deliver_message",
-    "deliver_twice",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Message:

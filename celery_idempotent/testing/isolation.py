@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.typed import AnyCelery
 
-__all__ = ["IsolatedRecords", "idempotency_off", "isolated_records"]
-
 
 @contextmanager
 def isolated_records(app: AnyCelery, *, clock: Callable[[], int] | None = None) -> Iterator[Store]:

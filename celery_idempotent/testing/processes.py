@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
-__all__ = [
-    "AFTER_THE_RUN",
-    "RETURN",
-    "Kill",
-    "ProcessEnd",
-    "WatchedLine",
-    "body_of",
-    "code_of",
-    "run_and_kill",
-]
-
 #: A function of those that are watched, by its place among them, and the number of a line in it.
 WatchedLine = tuple[int, int]
 

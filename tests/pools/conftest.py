@@ -135,7 +135,6 @@ def open_site(
             settings = {
                 "broker_url": next(databases),
                 "result_backend": next(databases),
-                "idempotency_store": next(databases),
                 "task_default_queue": f"queue.{uuid.uuid4().hex}",
                 "broker_connection_retry_on_startup": True,
                 "task_track_started": True,

@@ -306,7 +306,7 @@ def test_a_commit_while_the_heartbeat_looks_is_no_rollback(open_shop: Callable[.
             shop.pay.apply(("order",))
             (end,) = deferred._waiting.values()
             end._hooks = Watched(end._hooks)
-            assert not end.over
+            assert end.needs_renewal()
             assert len(end._hooks) == 1
             assert shop.state() is State.PROCESSING
         assert shop.state() is State.COMPLETED

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import celery
 import pytest
 import redis
 from celery import Celery
@@ -113,6 +114,7 @@ class TestWhatIsOneDatabase:
     ):
         assert not RedisStore(store).stores_results_of(pool_of(backend, **settings))
 
+    @pytest.mark.skipif(celery.VERSION < (5, 6), reason="Celery has none before 5.6")
     def test_not_with_credentials_of_a_provider(self, pool_of: Callable[..., redis.ConnectionPool]):
         provider = redis.UsernamePasswordCredentialProvider("u", "p")
         pool = pool_of("redis://h", redis_backend_credential_provider=provider)

@@ -38,8 +38,6 @@ from celery_idempotent.errors import (
 from celery_idempotent.records import Identity, Record, SettleRequest
 from celery_idempotent.stores.values import LETTERS, pack_value
 
-__all__ = ["ClaimTransaction", "abandon", "answer", "transaction"]
-
 #: Those that may still wait to hear what became of their COMMIT, by identity and token.
 _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from celery_idempotent.django.sql.atomic import ClaimTransaction
 
-__all__ = ["RunBlock", "refuse_outer"]
-
 
 class RunBlock(Atomic):
     """``transaction.atomic`` that begins with the run's first statements, on a live connection."""

@@ -47,7 +47,8 @@ RELEASED = "R"
 #: A later version may write more.
 _INTERVENTION = frozenset(field.name for field in fields(Intervention))
 #: A row as it was read: its columns have types of their own.
-Row = Sequence[Any]
+ColumnValues = Sequence[Any]
+ReadRows = list[tuple[Any, ...]]
 
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 
@@ -87,7 +88,7 @@ def summary_columns(words: Dialect) -> str:
     )
 
 
-def record_of(row: Row) -> Record:
+def record_of(row: ColumnValues) -> Record:
     """Return the record of a row with the summary columns."""
     namespace, scope, key, *rest = row
     record, lease = rest[: len(RECORD)], rest[len(RECORD) :]
@@ -139,8 +140,8 @@ def lease_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
 
 def stored_record(
     identity: Identity,
-    record: Row,
-    lease: Row | None,
+    record: ColumnValues,
+    lease: ColumnValues | None,
     refusals: tuple[Refusal, ...] = (),
 ) -> StoredRecord:
     """Return the record of what was read; ``lease``: of its lease row, if that counts."""

@@ -19,14 +19,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, NotSupportedError, connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from celery_idempotent import backoff
-from celery_idempotent.django.sql.columns import Row
+from celery_idempotent.django.sql.columns import ColumnValues, ReadRows
 from celery_idempotent.django.sql.dialects import Dialect, Kind, dialect, error_code, kind
 from celery_idempotent.django.sql.forking import unforked
 from celery_idempotent.django.sql.spare_connections import SpareConnections, is_inherited
@@ -65,20 +65,20 @@ class Session:
         self.begun = inside
         self._savepoints = 0
 
-    def execute(self, sql: str, params: Row = ()) -> int:
+    def execute(self, sql: str, params: ColumnValues = ()) -> int:
         """Run a statement; return how many rows it touched."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
             touched: int = cursor.rowcount
             return touched
 
-    def rows(self, sql: str, params: Row = ()) -> list[tuple[Any, ...]]:
+    def rows(self, sql: str, params: ColumnValues = ()) -> ReadRows:
         """Run a query."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql, params)
             return list(cursor.fetchall())
 
-    def rows_of_last(self, sql: str) -> list[tuple[Any, ...]]:
+    def rows_of_last(self, sql: str) -> ReadRows:
         """Run several statements without parameters at once; return what the last one found. PostgreSQL only."""
         with self.connection.cursor() as cursor:
             cursor.execute(sql)

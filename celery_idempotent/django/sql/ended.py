@@ -1,4 +1,14 @@
-"""Whether the transaction of an atomic run is still open when it is to be settled; if not, what the task did to it."""
+"""Whether the transaction of an atomic run is still open when it is to be settled; if not, what the task did to it.
+
+The record is settled by the last statement of the very transaction that has the task's writes. A task that ends this
+transaction by itself breaks that, and Django does not notice::
+
+    BEGIN ─ SAVEPOINT ─ the task's writes ─ the task's COMMIT ─ more writes, in no transaction ─ settle ─ COMMIT
+                                            └▶ the effect is there, and no record: the next delivery makes it again
+
+So a savepoint is set when the transaction begins, and released right before the record is settled. A savepoint lives as
+long as its transaction: if the server knows it no more, that transaction is over.
+"""
 
 from __future__ import annotations
 

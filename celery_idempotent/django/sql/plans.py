@@ -14,20 +14,18 @@ Where the project says that there is such a pooler (``DISABLE_SERVER_SIDE_CURSOR
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from django.db import Error
 
+from celery_idempotent.django.sql.columns import ColumnValues, ReadRows
 from celery_idempotent.django.sql.dialects import error_code
 
 if TYPE_CHECKING:
     from celery_idempotent.django.sql.connections import Session
-
-__all__ = ["rows"]
 
 #: A connection that closes after a task or a request (Django's ``CONN_MAX_AGE``) is not worth it.
 _WARM = 3
@@ -60,7 +58,7 @@ class _Statement(NamedTuple):
 _of_connection: WeakKeyDictionary[object, _Plans] = WeakKeyDictionary()
 
 
-def rows(session: Session, sql: str, params: Sequence[Any]) -> list[tuple[Any, ...]]:
+def rows(session: Session, sql: str, params: ColumnValues) -> ReadRows:
     """Run a query that is a transaction of its own, by its plan if it is run often."""
     raw: object = session.connection.connection
     pooled = session.connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")

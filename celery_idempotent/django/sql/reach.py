@@ -1,4 +1,10 @@
-"""Which waits the settings of a database leave unbounded: for a server that accepts connections and never answers."""
+"""Which waits the settings of a database leave unbounded: for a server that accepts connections and never answers.
+
+A machine that loses its power or its network closes no connection. Without these options a driver waits for its answer
+for as long as TCP does, which may be hours; the run's lease is over by then, and its worker process can do nothing
+else. The system checks name what is missing (``missing_bounds``); they set nothing by themselves, because the settings
+are the project's.
+"""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ from celery_idempotent.stores.refusals import KEPT, KINDS, WHO_BYTES, cut
 if TYPE_CHECKING:
     from celery_idempotent.django.sql.rows import Row
 
-__all__ = ["note_refusal", "split_refusals"]
-
 #: Kind, length of the task id, task id, milliseconds.
 _CALLER = 1 + 3 + WHO_BYTES
 _WIDTH = _CALLER + 14

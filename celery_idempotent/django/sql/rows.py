@@ -27,8 +27,6 @@ from celery_idempotent.records import Identity, RefusalKind, State
 from celery_idempotent.stores.cas import Look
 from celery_idempotent.stores.machine import StoredRecord
 
-__all__ = ["HIGH_WATER", "ROW_ID", "Row", "read", "read_columns", "row_of"]
-
 _SET_RECORD = ", ".join(f"{column} = %s" for column in RECORD)
 _SET_LEASE = ", ".join(f"{column} = %s" for column in LEASE)
 

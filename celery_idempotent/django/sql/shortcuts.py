@@ -31,9 +31,6 @@ from celery_idempotent.stores.machine import Asked, decide
 from celery_idempotent.stores.table import Verb
 from celery_idempotent.stores.values import LETTERS, pack_value
 
-__all__ = ["SHORTCUTS", "claim"]
-
-
 #: How the columns are computed from what they have if the time is 0 and there is no token yet.
 _OF_RECORD = {
     "token": "greatest(us, %s + coalesce((SELECT max(token) FROM celery_idempotent_highwatermark), 0))",

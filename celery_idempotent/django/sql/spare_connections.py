@@ -1,5 +1,11 @@
 """The connections that a store opens for itself, beside those of the threads.
 
+A verb commits at once, and must not commit what the caller has in a transaction. So while the thread's own connection
+is in one, the verb takes a connection from here::
+
+    the thread's connection   BEGIN ─ the caller's writes ──────────────────────────── COMMIT or ROLLBACK
+    a spare connection                                     claim, committed at once
+
 Two settings of the project do not apply to them:
 
 - ``OPTIONS["pool"]``. A task in a transaction holds one connection of the pool while its verb would wait for a second:
@@ -47,6 +53,7 @@ class SpareConnections:
         _known.append(weakref.ref(self))
 
     def _forget(self) -> None:
+        """Begin without connections: at first, and in a forked child."""
         self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
         # Not a Semaphore: that is Python, and an exception out of a signal handler could leave its lock taken.
         self._tickets: queue.SimpleQueue[None] = queue.SimpleQueue()

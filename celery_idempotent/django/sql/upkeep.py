@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from celery_idempotent.django.sql.columns import Row, digest
+from celery_idempotent.django.sql.columns import ColumnValues, digest
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.records import Renewal
-
-__all__ = ["PRUNE_BATCH", "find_due", "prune", "renew"]
 
 #: How many rows one transaction of a prune deletes: see docs/sql.md for what others cost.
 PRUNE_BATCH = 1_000
@@ -153,7 +151,7 @@ def _prune(session: Session, batch: int) -> tuple[int, int]:
     return len(found), len(over)
 
 
-def _lives(session: Session, rows: Iterable[Row]) -> dict[tuple[bytes, int], int]:
+def _lives(session: Session, rows: Iterable[ColumnValues]) -> dict[tuple[bytes, int], int]:
     """Return when the leases of these unfinished records say that they are over."""
     names = [bytes(row[1]) for row in rows]
     if not names:
@@ -166,7 +164,7 @@ def _lives(session: Session, rows: Iterable[Row]) -> dict[tuple[bytes, int], int
     return {(bytes(name), token): expires_ms for name, token, expires_ms in found}
 
 
-def _delete(session: Session, rows: Sequence[Row]) -> None:
+def _delete(session: Session, rows: Sequence[ColumnValues]) -> None:
     ids, names = [row[0] for row in rows], [bytes(row[1]) for row in rows]
     tables = (("record", "id", ids), ("lease", "digest", names), ("refusals", "digest", names))
     for table, column, values in tables:

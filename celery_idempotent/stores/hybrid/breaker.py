@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from celery_idempotent import backoff
 
-__all__ = ["Breaker"]
-
 #: The first pause after a failure and the longest one, in seconds.
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 10.0

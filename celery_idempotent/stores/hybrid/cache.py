@@ -35,8 +35,6 @@ from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpa
 from celery_idempotent.stores.redis.scripts import CACHE_VERBS, script
 from celery_idempotent.stores.redis.url import link_and_prefix
 
-__all__ = ["Cached", "RedisCache", "Ticket"]
-
 logger = logging.getLogger(__name__)
 
 #: A cache that takes longer than that, in seconds, is not worth waiting for. A URL's query may say otherwise.

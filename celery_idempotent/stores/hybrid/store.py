@@ -21,8 +21,6 @@ from celery_idempotent.stores.base import Store, Transaction
 from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
 
-__all__ = ["HybridStore"]
-
 
 class HybridStore(ForwardingStore):
     """Keeps the records in ``truth``, and answers for settled keys from ``cache`` where that is safe.

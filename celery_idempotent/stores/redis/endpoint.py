@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
-
-__all__ = ["Endpoint", "endpoint_of"]
 
 #: With one of these arguments a connection may lead elsewhere, log in otherwise, or write other bytes.
 _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
@@ -44,5 +42,5 @@ def endpoint_of(pool: ConnectionPool) -> Endpoint | None:
     )
 
 
-def _writes_utf8(given: dict[str, Any]) -> bool:
+def _writes_utf8(given: Mapping[str, object]) -> bool:
     return str(given.get("encoding") or "utf-8").lower() in {"utf-8", "utf8"}

@@ -14,7 +14,7 @@ from redis.exceptions import ClusterCrossSlotError
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Record, State, SweepReport
 from celery_idempotent.stores.base import ATTEMPT_BYTES
-from celery_idempotent.stores.redis.facts import Servers
+from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.packed import unpack_record
 from celery_idempotent.stores.redis.scripts import Command, plain, script
@@ -138,26 +138,29 @@ class Upkeep(Servers):
         """
         start = random.randrange(BUCKETS)
         buckets = [*range(start, BUCKETS), *range(start)]
+        most = b"%d" % each
         if self._link.spans:
             try:
-                return self._look(index, buckets, _PER_LOOK, each)
+                return self._look([index(bucket) for bucket in buckets], buckets, most)
             except StoreMisconfigured as error:
                 if not isinstance(error.__cause__, ClusterCrossSlotError):
                     raise
                 # A cluster behind one address: its scripts have one bucket each, as in any cluster.
                 self._link.spans = False
-        return self._look(index, buckets, 1, each)
+        # A script for each bucket would cost the servers five times as much. One node's time serves for all: this only
+        # finds candidates, and a script decides about each by its own server's time.
+        words = (b"-inf", b"%d" % now_ms(self._link, start), b"LIMIT", b"0", most)
+        found = self._ask_all([plain(b, b"ZRANGEBYSCORE", index(b), *words) for b in buckets])
+        return [(bucket, names) for bucket, names in zip(buckets, found, strict=True) if names]
 
-    def _look(
-        self, index: Callable[[int], bytes], buckets: Sequence[int], at_once: int, each: int
-    ) -> list[_Due]:
-        groups = [buckets[at : at + at_once] for at in range(0, len(buckets), at_once)]
-        due, most = script("due"), b"%d" % each
+    def _look(self, indexes: Sequence[bytes], buckets: Sequence[int], most: bytes) -> list[_Due]:
+        starts = range(0, len(indexes), _PER_LOOK)
+        due = script("due")
         answers = self._ask_all(
-            [due.call(group[0], [index(bucket) for bucket in group], most) for group in groups]
+            [due.call(buckets[at], indexes[at : at + _PER_LOOK], most) for at in starts]
         )
         return [
-            (group[place - 1], names)
-            for group, answer in zip(groups, answers, strict=True)
+            (buckets[at + place - 1], names)
+            for at, answer in zip(starts, answers, strict=True)
             for place, names in answer
         ]

@@ -31,26 +31,6 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.machine import Fields
 
-__all__ = [
-    "ENDS",
-    "END_STATES",
-    "EVERY",
-    "FINGERPRINT",
-    "KEY",
-    "MESSAGE",
-    "NAMES",
-    "OTHER_FINGERPRINT",
-    "STATES",
-    "TASK_ID",
-    "VALUE",
-    "Advance",
-    "ContractBase",
-    "EndState",
-    "all_at_once",
-    "attempt",
-    "crowd",
-]
-
 Advance = Callable[[float], None]
 T = TypeVar("T")
 

@@ -27,8 +27,6 @@ from celery_idempotent.testing.contract.base import (
     attempt,
 )
 
-__all__ = ["CellContract"]
-
 #: The attempt of the claim that is there.
 MINE = b"attempt1"
 ENDING = Stored(content_type="text/plain", content_encoding="utf-8", body=b"an end")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Claimed, Held, Mismatched, Renewal, Settled, State
+from celery_idempotent.records import Claimed, EndState, Held, Mismatched, Renewal, Settled, State
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
@@ -18,7 +18,6 @@ from celery_idempotent.testing.contract.base import (
     VALUE,
     Advance,
     ContractBase,
-    EndState,
     all_at_once,
     attempt,
 )

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Claimed, Record, Settled, State, Stored
+from celery_idempotent.records import Claimed, EndState, Record, Settled, State, Stored
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     END_STATES,
@@ -18,7 +18,6 @@ from celery_idempotent.testing.contract.base import (
     VALUE,
     Advance,
     ContractBase,
-    EndState,
     crowd,
 )
 

@@ -6,7 +6,16 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Held, Intervention, Mismatched, Record, Settled, State, Stored
+from celery_idempotent.records import (
+    EndState,
+    Held,
+    Intervention,
+    Mismatched,
+    Record,
+    Settled,
+    State,
+    Stored,
+)
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     END_STATES,
@@ -15,7 +24,6 @@ from celery_idempotent.testing.contract.base import (
     VALUE,
     Advance,
     ContractBase,
-    EndState,
 )
 
 ALICE = Intervention(operation="complete", who="alice", reason="ticket 47: \u20ac 12 were paid")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_idempotent.records import Claimed, Held, Mismatched, Record, Settled, State
+from celery_idempotent.records import Claimed, EndState, Held, Mismatched, Record, Settled, State
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
@@ -17,7 +17,6 @@ from celery_idempotent.testing.contract.base import (
     VALUE,
     Advance,
     ContractBase,
-    EndState,
     all_at_once,
     crowd,
 )

@@ -6,7 +6,16 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Claimed, Held, Identity, Mismatched, Reserved, Settled, State
+from celery_idempotent.records import (
+    Claimed,
+    EndState,
+    Held,
+    Identity,
+    Mismatched,
+    Reserved,
+    Settled,
+    State,
+)
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     FINGERPRINT,
@@ -19,7 +28,6 @@ from celery_idempotent.testing.contract.base import (
     VALUE,
     Advance,
     ContractBase,
-    EndState,
     attempt,
     crowd,
 )

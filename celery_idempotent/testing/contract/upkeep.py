@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from celery_idempotent.records import Claimed, Held, Identity, Reserved, Selection, State
+from celery_idempotent.records import Claimed, EndState, Held, Identity, Reserved, Selection, State
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
     KEY,
@@ -17,7 +17,6 @@ from celery_idempotent.testing.contract.base import (
     STATES,
     Advance,
     ContractBase,
-    EndState,
     all_at_once,
 )
 
