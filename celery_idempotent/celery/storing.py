@@ -7,7 +7,8 @@ Celery's tracer stores it after the run, in two round trips of its own. Here the
 
 The result is the backend's own: its fields, its serializer and compression, its key, channel and expiry. Whatever is
 unusual has it stored apart, as ever: a backend that is no plain ``RedisBackend``, or has a method replaced; another
-server, database or login than the store's; a request that has something to send afterwards. So has whatever goes wrong.
+server, database or login than the store's; a request that has something to send afterwards. After any error, too,
+Celery stores the result.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _WRITTEN = "idempotency_result"
 
 _STATES: dict[State, str] = {State.COMPLETED: states.SUCCESS, State.FAILED: states.FAILURE}
 
-#: What is left out of a backend. Who replaced one of these wants something to happen there.
+#: The methods of a backend that are bypassed. Where one of them is overridden, Celery stores the result.
 _LEFT_OUT = (
     "mark_as_done",
     "mark_as_failure",
@@ -54,7 +55,7 @@ _LEFT_OUT = (
 )
 _CELERYS = {"celery.backends.base", "celery.backends.redis"}
 
-#: A larger result takes its time on the way: it is left to Celery, which waits longer for Redis than a store does.
+#: A larger result takes long to send: it is left to Celery, which waits longer for Redis than a store does.
 _LARGEST = 1024 * 1024
 
 
@@ -86,7 +87,7 @@ class RequestResult:
         """Return what this store is to write; ``None`` if the result is left to Celery."""
         try:
             if self._is_plain(state):
-                return self._written(store, _STATES[state])
+                return self._build_write(store, _STATES[state])
         except Exception:  # noqa: BLE001, S110  Celery says what is wrong with it, when it stores it
             pass
         return None
@@ -100,7 +101,7 @@ class RequestResult:
         task, request = self._task, self._request
         if request.is_eager or not request.id:
             return False
-        # Of the body's own making: with any in its message this would not be asked.
+        # The body added them: a message that has callbacks never comes here (running.py).
         if request.callbacks or request.errbacks or request.chain or request.chord:
             return False
         if not state.raises:
@@ -109,7 +110,7 @@ class RequestResult:
             return False
         return bool(task.store_errors_even_if_ignored or not ignores_result(task, request))
 
-    def _written(self, store: Store, state: str) -> ResultWrite | None:
+    def _build_write(self, store: Store, state: str) -> ResultWrite | None:
         backend: AnyBackend = self._task.backend
         plan = _plans.get(backend)
         if plan is None or plan.store is not store:
@@ -158,7 +159,7 @@ class _WrittenBackend:
         return self._backend.mark_as_failure(task_id, exc, *rest, **options)
 
 
-def unless_written(backend: AnyBackend, request: object) -> AnyBackend:
+def backend_for_tracer(backend: AnyBackend, request: object) -> AnyBackend:
     """Return the backend of a task; once, after a run whose result is stored, one that does not store it."""
     if request is None or _WRITTEN not in vars(request) or entry_of(request) is not None:
         return backend
@@ -188,7 +189,10 @@ def _failure(error: Any) -> tuple[object, str | None]:
 
 
 def _up_to_tracer(traceback: TracebackType) -> TracebackType:
-    """Return the traceback as it will be in the tracer: what the exception has still to leave is on the stack."""
+    """Return the traceback as it will be in the tracer.
+
+    The exception has not got there yet: the frames between are on the stack, and are added.
+    """
     frame: FrameType | None = traceback.tb_frame
     while frame is not None and frame.f_code.co_name != "trace_task":
         frame = frame.f_back
@@ -204,7 +208,7 @@ def _plan_of(backend: AnyBackend, store: Store) -> _Plan:
     found: dict[str, int] = {}
     if _is_plain_redis(backend) and store.stores_results_of(backend.client.connection_pool):
         for state in _STATES.values():
-            expires_s = _expires_s(backend, state)
+            expires_s = _probe_expiry(backend, state)
             if expires_s is not None:
                 found[state] = expires_s
     return _Plan(store, found)
@@ -245,8 +249,11 @@ class _Notes(list[tuple[object, ...]]):
         pass
 
 
-def _expires_s(backend: AnyBackend, state: str) -> int | None:
-    """Return for how long a backend keeps a result (0: for ever), ``None`` if it writes it otherwise than expected."""
+def _probe_expiry(backend: AnyBackend, state: str) -> int | None:
+    """Return for how many seconds a backend keeps a result (0: for ever); ``None``: it writes otherwise than expected.
+
+    Its own ``store_result`` is called, with a client that only notes the commands.
+    """
     from celery.app.task import Context
 
     request = Context(id="idempotency", task="idempotency", children=[])
@@ -266,7 +273,7 @@ def _expires_s(backend: AnyBackend, state: str) -> int | None:
     expires_s = 0
     write: tuple[object, ...] = ("set", key, "encoded")
     match notes:
-        case [_, ("setex", _, int(expires_s), _), *_]:
-            write = ("setex", key, expires_s, "encoded")
+        case [_, ("setex", _, int(seconds), _), *_]:
+            expires_s, write = seconds, ("setex", key, seconds, "encoded")
     wanted = [("get", key), write, ("publish", key, "encoded"), ("execute",)]
     return expires_s if notes == wanted and encoded == [expected] else None

@@ -23,7 +23,7 @@ class Settlement(NamedTuple):
     error: BaseException | None = None
     #: What is logged instead of the usual line.
     line: Line | None = None
-    #: The result as its caller stores it elsewhere, if that may be done here.
+    #: Celery's result, if it may be written together with the record.
     result: OutcomeResult | None = None
 
     def write(self, store: Store, request: SettleRequest) -> bool:
