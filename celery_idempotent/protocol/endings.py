@@ -200,6 +200,8 @@ class Endings:
                 last_error = failure
                 failures += 1
                 not_of_store += not isinstance(failure, STORE_ERRORS)
+                # The result may have been in the way. Its backend finds it, if it was stored and the answer was lost.
+                settlement = settlement._replace(result=None)
             except BaseException:
                 if claim.phase not in REPORTED:
                     self._last_try(call, claim, settlement)
@@ -266,7 +268,7 @@ class Endings:
         # Without ``around``: after the commit, the settle is not to be deferred again.
         call_then, settlement_then = (
             replace(call, around=None),
-            settlement._replace(dump=lambda: value),
+            settlement._replace(dump=lambda: value, result=None),
         )
         # For duplicates in the same transaction, which are answered before the store has this.
         for_duplicates = replace(

@@ -28,8 +28,7 @@ class Settlement(NamedTuple):
 
     def write(self, store: Store, request: SettleRequest) -> bool:
         """Write the end state, and the result with it where that can be; ``False``: a newer claim has the key."""
-        result = None if self.result is None else self.result.write_for(store, self.state)
-        if self.result is None or result is None:
+        if self.result is None or (result := self.result.write_for(store, self.state)) is None:
             return store.settle(request)
         written = store.settle_with_result(request, result)
         if written is SettledWith.RESULT:
