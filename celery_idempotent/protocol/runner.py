@@ -163,7 +163,7 @@ class Runner:
     @staticmethod
     def _look_again(looks: int, until: float, record: Record, left_ms: int) -> bool:
         """Wait for the holder a little; ``False`` if there is no more to wait for."""
-        if deferred.end_of(record) is not None:
+        if deferred.record_after_commit(record) is not None:
             return False
         # Its lease may end before the next look would be due.
         longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
@@ -173,7 +173,7 @@ class Runner:
         self, call: Call, record: Record, store: Store, left_ms: int, came: float
     ) -> Replay | Conflict:
         """Answer from a run in the caller's transaction; else it is a conflict."""
-        ended, waited = deferred.end_of(record), time.monotonic() - came
+        ended, waited = deferred.record_after_commit(record), time.monotonic() - came
         if ended is not None:
             self._report(signals.replayed, call, ended, store=store, seconds=waited)
             return Replay(ended, 0)
