@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from io import SEEK_END, BytesIO
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -93,18 +92,20 @@ def _receive_chunks(request: HttpRequest, options: HttpOptions) -> int:
 def _receive_all(request: HttpRequest, stream: BinaryIO, options: HttpOptions) -> int:
     """Put the body where it can be read at leisure, a large one into a file; return its size."""
     whole: BinaryIO = BytesIO()
-    with ExitStack() as stack:
+    found = 0
+    try:
         while piece := _next_piece(stream):
-            size = whole.tell() + len(piece)
-            _check_size(size, options)
-            if size > settings.FILE_UPLOAD_MAX_MEMORY_SIZE and isinstance(whole, BytesIO):
-                file = stack.enter_context(tempfile.TemporaryFile())
-                file.write(whole.getvalue())
-                whole = file
+            found += len(piece)
+            _check_size(found, options)
+            if isinstance(whole, BytesIO) and found > settings.FILE_UPLOAD_MAX_MEMORY_SIZE:
+                before, whole = whole.getvalue(), tempfile.TemporaryFile()  # noqa: SIM115  it outlives this function
+                whole.write(before)
             whole.write(piece)
-        if not isinstance(whole, BytesIO):
-            vars(request)["close"] = _and_then(request.close, stack.pop_all().close)
-    found: int = whole.tell()
+    except BaseException:
+        whole.close()
+        raise
+    if not isinstance(whole, BytesIO):
+        vars(request)["close"] = _and_then(request.close, whole.close)
     whole.seek(0)
     request._stream = whole
     return found
