@@ -80,18 +80,18 @@ def publish(
         FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
     """
     intercept = take_interceptor()
-    retried_run = _retrying_run(task, definition, options)
-    # Asked before stamp_call() sets a task id: now an id is one that the caller chose, and waits for.
-    may_reserve = retried_run is None and _may_reserve(task, definition, options)
-    identified = stamp_call(definition, args, kwargs, options, retried_run)
+    retried_claim = _retrying_run(task, definition, options)
+    # Asked before stamp_call() adds a task id: one that is there already was chosen by the caller, who waits for it.
+    may_reserve = retried_claim is None and _may_reserve(task, definition, options)
+    identified = stamp_call(definition, args, kwargs, options, retried_claim)
     _give_ids_to_callbacks(task, options)
     # A key that is only the task id belongs to this message alone: there is nothing to reserve.
     reserve = may_reserve and identified is not None and not identified.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
         return intercept(task, call)
-    if retried_run is not None:
-        return _send_retry(task, definition, retried_run, partial(send, args, kwargs), options)
+    if retried_claim is not None:
+        return _send_retry(task, definition, retried_claim, partial(send, args, kwargs), options)
     if reserve and identified is not None:
         return reserve_and_send(task, definition, identified, partial(send, args, kwargs), options)
     return send(args, kwargs, **options)
@@ -102,7 +102,7 @@ def stamp_call(
     args: Args,
     kwargs: Kwargs,
     options: Options,
-    retried_run: Claim | None = None,
+    retried_claim: Claim | None = None,
     *,
     eager: bool = False,
 ) -> Identified | None:
@@ -110,8 +110,9 @@ def stamp_call(
 
     Returns the identity, or ``None`` if no stamp was written.
 
-    Two kinds of calls get no new stamp. A message that has one (a retry, a republished copy) keeps the key of its first
-    publish, whatever its arguments are now. A call without any key needs none: the worker takes the task id as key.
+    Two kinds of calls get no new stamp. A message whose headers have one (a republished copy) keeps it, whatever its
+    arguments are now. A call without any key needs none: the worker takes the task id as key. A retry of the run in
+    progress is stamped with that run's key.
 
     ``eager``: the call runs here and now. Without a key it gets a random one, for Celery gives all steps of an eager
     chain the same task id.
@@ -122,8 +123,8 @@ def stamp_call(
     in_headers = stamp.read_stamp(headers, task_id)
     if "key" in in_headers and not given:
         return None
-    if retried_run is not None and not given:
-        identified = _identified_of(retried_run)
+    if retried_claim is not None and not given:
+        identified = _identified_of(retried_claim)
     else:
         # Where the caller gave none: one of Celery's stamps, or what a publisher wrote into the headers.
         if key is None:

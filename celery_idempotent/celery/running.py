@@ -98,7 +98,7 @@ def call_of(
     if policy.mode == "enforce" and delivery.has_callbacks(request, said):
         on_settled = partial(_note_due, task, request, identity)
     elif definition.fuses:
-        make_result = partial(RequestResult, task, request)
+        make_result = partial(RequestResult, task, request, task_id)
     waits = policy.on_conflict == "wait"
     return Call(
         identity=identity,

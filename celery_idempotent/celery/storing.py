@@ -7,7 +7,8 @@ Celery's tracer stores it after the run, in two round trips of its own. Here the
 
 The result is the backend's own: its fields, its serializer and compression, its key, channel and expiry. Whatever is
 unusual has it stored apart, as ever: a backend that is no plain ``RedisBackend``, or has a method replaced; another
-server, database or login than the store's; a request that has something to send afterwards. So has whatever goes wrong.
+server, database or login than the store's; a request that has something to send afterwards. After any error, too,
+Celery stores the result.
 """
 
 from __future__ import annotations
@@ -39,29 +40,36 @@ _WRITTEN = "idempotency_result"
 
 _STATES: dict[State, str] = {State.COMPLETED: states.SUCCESS, State.FAILED: states.FAILURE}
 
-#: What is left out of a backend. Who replaced one of these wants something to happen there.
-_LEFT_OUT = (
-    "mark_as_done",
-    "mark_as_failure",
-    "store_result",
-    "_store_result",
-    "_get_task_meta_for",
-    "_set_with_state",
-    "_set",
-    "ensure",
-    "get",
-    "set",
+#: The methods of a backend that are bypassed. Where one of them is overridden, Celery stores the result.
+_BYPASSED = frozenset(
+    {
+        "mark_as_done",
+        "mark_as_failure",
+        "store_result",
+        "_store_result",
+        "_get_task_meta_for",
+        "_set_with_state",
+        "_set",
+        "ensure",
+        "_ensure_retryable",
+        "decode_result",
+        "get",
+        "set",
+    }
 )
 _CELERYS = {"celery.backends.base", "celery.backends.redis"}
 
-#: A larger result takes its time on the way: it is left to Celery, which waits longer for Redis than a store does.
+#: A larger result takes long to send: it is left to Celery, which waits longer for Redis than a store does.
 _LARGEST = 1024 * 1024
 
 
 class _Plan(NamedTuple):
-    """For how many seconds a backend keeps results, by state; a state is missing if this store cannot write them."""
+    """For how many seconds a backend keeps results, by state; a state is missing if this store cannot write them.
 
-    store: Store
+    It was made under these ``circumstances``, and is made anew under others.
+    """
+
+    circumstances: tuple[object, ...]
     expires_s: dict[str, int]
 
 
@@ -77,30 +85,33 @@ def ignores_result(task: IdempotentTask, request: Context) -> bool:
 class RequestResult:
     """What the run of a request ended with, a value or an exception, as Celery's tracer would store it."""
 
-    __slots__ = ("_outcome", "_request", "_task")
+    __slots__ = ("_outcome", "_request", "_task", "_task_id")
 
-    def __init__(self, task: IdempotentTask, request: Any, outcome: object) -> None:
-        self._task, self._request, self._outcome = task, request, outcome
+    def __init__(self, task: IdempotentTask, request: Any, task_id: str, outcome: object) -> None:
+        self._task, self._request, self._task_id, self._outcome = task, request, task_id, outcome
 
     def write_for(self, store: Store, state: EndState) -> ResultWrite | None:
         """Return what this store is to write; ``None`` if the result is left to Celery."""
         try:
             if self._is_plain(state):
-                return self._written(store, _STATES[state])
+                return self._build_write(store, _STATES[state])
         except Exception:  # noqa: BLE001, S110  Celery says what is wrong with it, when it stores it
             pass
         return None
 
     def note_written(self, state: EndState) -> None:
         """Let the tracer leave it out."""
-        vars(self._request)[_WRITTEN] = (self._request.id, _STATES[state])
+        vars(self._request)[_WRITTEN] = (self._task_id, _STATES[state])
 
     def _is_plain(self, state: EndState) -> bool:
         """Will Celery store this outcome, and do nothing else for it?"""
         task, request = self._task, self._request
-        if request.is_eager or not request.id:
+        if request.is_eager or request.id != self._task_id:
             return False
-        # Of the body's own making: with any in its message this would not be asked.
+        # Not of a tracer: somebody pushed a request and called the task. Or a run of a pool that has another on top.
+        if not request.delivery_info or task.request_stack.top is not request:
+            return False
+        # The body added them: a message that has callbacks never comes here (running.py).
         if request.callbacks or request.errbacks or request.chain or request.chord:
             return False
         if not state.raises:
@@ -109,11 +120,12 @@ class RequestResult:
             return False
         return bool(task.store_errors_even_if_ignored or not ignores_result(task, request))
 
-    def _written(self, store: Store, state: str) -> ResultWrite | None:
+    def _build_write(self, store: Store, state: str) -> ResultWrite | None:
         backend: AnyBackend = self._task.backend
         plan = _plans.get(backend)
-        if plan is None or plan.store is not store:
-            plan = _plans[backend] = _plan_of(backend, store)
+        circumstances = _circumstances(backend, store)
+        if plan is None or plan.circumstances != circumstances:
+            plan = _plans[backend] = _Plan(circumstances, _plan_of(backend, store))
         expires_s = plan.expires_s.get(state)
         if expires_s is None:
             return None
@@ -126,7 +138,7 @@ class RequestResult:
             payload = payload.encode()
         if not isinstance(payload, bytes) or len(payload) > _LARGEST:
             return None
-        key = backend.get_key_for_task(self._request.id)
+        key = backend.get_key_for_task(self._task_id)
         return ResultWrite(key=key, payload=payload, expires_s=expires_s)
 
 
@@ -139,6 +151,9 @@ class _WrittenBackend:
     def __getattr__(self, name: str) -> object:
         return getattr(self._backend, name)
 
+    def _is_stored(self, task_id: str, state: str) -> bool:
+        return (task_id, state) == (self._task_id, self._state)
+
     def mark_as_done(
         self,
         task_id: str,
@@ -147,19 +162,31 @@ class _WrittenBackend:
         store_result: bool = True,
         state: str = states.SUCCESS,
     ) -> object:
-        stores = store_result and (task_id, state) != (self._task_id, self._state)
+        stores = store_result and not self._is_stored(task_id, state)
         return self._backend.mark_as_done(task_id, result, request, stores, state)
 
     def mark_as_failure(
-        self, task_id: str, exc: object, *rest: object, **options: object
+        self,
+        task_id: str,
+        exc: object,
+        traceback: object = None,
+        request: object = None,
+        store_result: bool = True,
+        call_errbacks: bool = True,
+        state: str = states.FAILURE,
     ) -> object:
-        if (task_id, options.get("state", states.FAILURE)) == (self._task_id, self._state):
-            options["store_result"] = False
-        return self._backend.mark_as_failure(task_id, exc, *rest, **options)
+        stores = store_result and not self._is_stored(task_id, state)
+        return self._backend.mark_as_failure(
+            task_id, exc, traceback, request, stores, call_errbacks, state
+        )
 
 
-def unless_written(backend: AnyBackend, request: object) -> AnyBackend:
-    """Return the backend of a task; once, after a run whose result is stored, one that does not store it."""
+def backend_for_tracer(backend: AnyBackend, requests: Any) -> AnyBackend:
+    """Return the backend of a task; once, after a run whose result is stored, one that does not store it.
+
+    ``requests`` is the task's stack of them, ``None`` before it is bound.
+    """
+    request = None if requests is None else requests.top
     if request is None or _WRITTEN not in vars(request) or entry_of(request) is not None:
         return backend
     return _WrittenBackend(backend, *vars(request).pop(_WRITTEN))
@@ -188,7 +215,10 @@ def _failure(error: Any) -> tuple[object, str | None]:
 
 
 def _up_to_tracer(traceback: TracebackType) -> TracebackType:
-    """Return the traceback as it will be in the tracer: what the exception has still to leave is on the stack."""
+    """Return the traceback as it will be in the tracer.
+
+    The exception has not got there yet: the frames between are on the stack, and are added.
+    """
     frame: FrameType | None = traceback.tb_frame
     while frame is not None and frame.f_code.co_name != "trace_task":
         frame = frame.f_back
@@ -199,22 +229,28 @@ def _up_to_tracer(traceback: TracebackType) -> TracebackType:
     return traceback
 
 
-def _plan_of(backend: AnyBackend, store: Store) -> _Plan:
+def _circumstances(backend: AnyBackend, store: Store) -> tuple[object, ...]:
+    """Return what a plan depends on and may change while the process runs."""
+    unchanged = _BYPASSED.isdisjoint(vars(backend))
+    return store, backend.client, backend.expires, unchanged
+
+
+def _plan_of(backend: AnyBackend, store: Store) -> dict[str, int]:
     """Ask Celery's own code what this backend writes: it is called with a client that only notes what it should do."""
     found: dict[str, int] = {}
     if _is_plain_redis(backend) and store.stores_results_of(backend.client.connection_pool):
         for state in _STATES.values():
-            expires_s = _expires_s(backend, state)
+            expires_s = _probe_expiry(backend, state)
             if expires_s is not None:
                 found[state] = expires_s
-    return _Plan(store, found)
+    return found
 
 
 def _is_plain_redis(backend: AnyBackend) -> bool:
     kind = type(backend)
     if (kind.__module__, kind.__name__) != ("celery.backends.redis", "RedisBackend"):
         return False
-    for name in _LEFT_OUT:
+    for name in _BYPASSED:
         method = inspect.getattr_static(kind, name)
         if name in vars(backend) or not isinstance(method, FunctionType):
             return False
@@ -245,8 +281,11 @@ class _Notes(list[tuple[object, ...]]):
         pass
 
 
-def _expires_s(backend: AnyBackend, state: str) -> int | None:
-    """Return for how long a backend keeps a result (0: for ever), ``None`` if it writes it otherwise than expected."""
+def _probe_expiry(backend: AnyBackend, state: str) -> int | None:
+    """Return for how many seconds a backend keeps a result (0: for ever); ``None``: it writes otherwise than expected.
+
+    Its own ``store_result`` is called, with a client that only notes the commands.
+    """
     from celery.app.task import Context
 
     request = Context(id="idempotency", task="idempotency", children=[])
@@ -266,7 +305,7 @@ def _expires_s(backend: AnyBackend, state: str) -> int | None:
     expires_s = 0
     write: tuple[object, ...] = ("set", key, "encoded")
     match notes:
-        case [_, ("setex", _, int(expires_s), _), *_]:
-            write = ("setex", key, expires_s, "encoded")
+        case [_, ("setex", _, int(seconds), _), *_]:
+            expires_s, write = seconds, ("setex", key, seconds, "encoded")
     wanted = [("get", key), write, ("publish", key, "encoded"), ("execute",)]
     return expires_s if notes == wanted and encoded == [expected] else None

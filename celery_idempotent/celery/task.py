@@ -226,7 +226,7 @@ class IdempotentTask(OperableTask):
     @property
     def backend(self) -> Any:
         """The result backend, as with any task; Celery finds no more to do there where the settle stored the result."""
-        return storing.unless_written(super().backend, self.request_stack.top)
+        return storing.backend_for_tracer(super().backend, self.request_stack)
 
     @backend.setter
     def backend(self, backend: object) -> None:

@@ -27,7 +27,15 @@ def celery_app(path: str | None = None) -> Celery:
     """
     if path is not None:
         return cast("Celery", import_string(path.replace(":", ".")))
-    found: object = _named()
+    return app_of(named_app())
+
+
+def app_of(found: object) -> Celery:
+    """Return the app for what the settings name: an app, its dotted path, or nothing, which is the project's.
+
+    Raises:
+        ImproperlyConfigured: if it is none of these.
+    """
     if isinstance(found, str):
         try:
             found = import_string(found.replace(":", "."))
@@ -42,7 +50,8 @@ def celery_app(path: str | None = None) -> Celery:
     return found
 
 
-def _named() -> object:
+def named_app() -> object:
+    """Return what the settings name as the app, ``None`` for nothing."""
     views = getattr(settings, _VIEWS, None)
     return getattr(settings, APP_SETTING, None) or (
         views.get("app") if isinstance(views, Mapping) else None
@@ -69,4 +78,4 @@ def has_app() -> bool:
     """Is there an app, or would Celery have to make a default one?"""
     made = getattr(_state, "_tls", None)
     current = getattr(made, "current_app", None) or getattr(_state, "default_app", None)
-    return bool(_named() or current)
+    return bool(named_app() or current)

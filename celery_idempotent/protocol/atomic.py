@@ -185,7 +185,7 @@ class AtomicRun:
             return self._decided(error, patient=patient)
         if patient:
             if self._stage is Stage.REFUSED:
-                return End.NEWER_CLAIM if endings.has_newer_claim(call, claim) else End.GONE
+                return End.NEWER_CLAIM if endings.notice_newer_claim(call, claim) else End.GONE
             if claim.after_rollback is not None:
                 self._follow_up()
                 raise error
@@ -208,10 +208,10 @@ class AtomicRun:
         call, claim, endings = self._call, self._claim, self._endings
         commit = Commit.COMMITTED
         if claim.phase is not Phase.SETTLED:
-            commit = endings.commit_of(call, claim, patient=patient)
+            commit = endings.ask_commit(call, claim, patient=patient)
         match commit:
             case Commit.ROLLED_BACK:
-                if patient and endings.has_newer_claim(call, claim):
+                if patient and endings.notice_newer_claim(call, claim):
                     return End.NEWER_CLAIM
                 return self._rolled_back(error)
             case _ if not patient:

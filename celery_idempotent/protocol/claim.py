@@ -36,6 +36,7 @@ class Phase(Enum):
         claim ─▶ RUNNING ─┬─ its end is written ────────────────────────▶ SETTLED
                           ├─ its end waits for the caller's commit ─────▶ DEFERRED ─┬─ commit ────▶ SETTLED
                           │                                                         └─ rollback ──▶ RELEASED
+                          ├─ its end is refused: a newer claim has the key ─────────────────────────────────────▶ ENDED
                           ├─ a retry, or a failure that is not recorded ▶ RELEASED ── the run is over ──▶ ENDED
                           ├─ the store refused a renewal or a step ─────▶ LOST ─┬─ a newer claim has the key ──▶ ENDED
                           │                                                     └─ no newer claim: settled ───▶ SETTLED
@@ -50,7 +51,7 @@ class Phase(Enum):
     ENDED = "the run is over, and this worker wrote no end"
 
 
-#: In one of these phases the body may still be at work.
+#: In one of these phases the body may still be at work. (A claim that was DEFERRED is RELEASED after its body.)
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
 #: In one of these phases the end was reported: written, or given up.

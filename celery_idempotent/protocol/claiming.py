@@ -94,6 +94,7 @@ class Claiming:
         answer, sent = self._claim(store, request)
         before, old = call.before, None
         if before is not None:
+            # The record under the new identity stores the message, and says what becomes of a stale claim.
             of_before = replace(
                 request,
                 identity=before.identity,
@@ -116,7 +117,7 @@ class Claiming:
             record = answer.record
             if record.task_id == request.task_id or not self._policy.forgets(record):
                 break
-            # With a retention of 0 a settled record is a mark for redeliveries of its own message, and this is another.
+            # With a retention of 0 a settled record is a mark for redeliveries of its own message. This is another one.
             store.forget_mark(request.identity, token=record.token)
             sent = time.monotonic()
         return answer, sent

@@ -75,8 +75,8 @@ class DeferredEnd:
 
     @property
     def _rolled_back(self) -> bool:
-        # The heartbeat's thread asks, too, while the run's may be in committed(). That takes a hook off the list before
-        # Django drops it: a hook that is gone and still on the list (not only in this copy) was dropped by a rollback.
+        # Django drops the hooks of a rollback without calling them. committed() takes its hook off the list first; the
+        # heartbeat's thread may look meanwhile, so a hook that is gone counts only if it is on the list still.
         return any(hook() is None and hook in self._hooks for hook in tuple(self._hooks))
 
     def wait_for(self, transactions: Sequence[OnCommit]) -> None:
@@ -125,7 +125,7 @@ def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
         end.wait_for(transactions)
 
 
-def end_of(record: Record) -> Record | None:
+def record_after_commit(record: Record) -> Record | None:
     """Return how a held record will end, ``None`` if its run is not one that ended in the caller's transaction."""
     end = _waiting.get(_claim_id(record))
     return end.record if end is not None and end.in_this_transaction else None

@@ -68,8 +68,9 @@ class Endings:
         raised a permanent error              settled FAILED
         raised Retry, Ignore, Reject, or      released
         what ends the process
-        raised any other exception            released; settled FAILED if enqueue() sent the message, for its client
-                                              asks for the outcome, and the body recorded no steps
+        raised any other exception            released
+        the same, called by enqueue(),        settled FAILED: the client asks for the outcome
+        and the body recorded no steps
 
     A settle is tried for a whole lease: the effect has happened, and without a record another run would repeat it. A
     release is tried for one second: nothing has happened, and the lease frees the key anyway. Neither can change a
@@ -97,7 +98,7 @@ class Endings:
             return self.settle(call, claim, settlement)
         patient = isinstance(error, Exception)
         end = self.release(claim, patient=patient, error=error)
-        if end is End.GONE and patient and self.has_newer_claim(call, claim):
+        if end is End.GONE and patient and self.notice_newer_claim(call, claim):
             return End.NEWER_CLAIM
         return end
 
@@ -151,7 +152,7 @@ class Endings:
             return State.QUEUED
         return State.INTERRUPTED if claim.stepped else None
 
-    def has_newer_claim(self, call: Call, claim: Claim) -> bool:
+    def notice_newer_claim(self, call: Call, claim: Claim) -> bool:
         """Ask whether a newer claim has the key; if so, report that the lease is lost."""
         claimed = [claim.record, *([claim.before] if claim.before else [])]
         try:
@@ -162,7 +163,7 @@ class Endings:
         pairs = zip(found, claimed, strict=True)
         if all(now is None or now.token == ours.token for now, ours in pairs):
             return False
-        self._report_newer_claim(call, claim)
+        self._lose_to_newer_claim(call, claim)
         return True
 
     # -- to settle -----------------------------------------------------------------------------------------------------
@@ -185,20 +186,22 @@ class Endings:
         if at_exit:
             return self._last_try(call, claim, settlement)
         give_up = claim.settling_since + self.policy.lease_ms / 1000
-        trouble: Exception | None = None
-        failures = faults = 0
+        last_error: Exception | None = None
+        failures = not_of_store = 0
         while claim.phase not in REPORTED:
             try:
-                if trouble is not None and (
+                if last_error is not None and (
                     self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
                 ):
-                    return self._give_up(call, claim, trouble)
-                value = settlement.dump() if faults < MAX_FAULTS else None
+                    return self._give_up(call, claim, last_error)
+                value = settlement.dump() if not_of_store < MAX_FAULTS else None
                 return self._settle_once(call, claim, settlement, value)
             except Exception as failure:  # noqa: BLE001, PERF203  of the store, a time limit, the codec
-                trouble = failure
+                last_error = failure
                 failures += 1
-                faults += not isinstance(failure, STORE_ERRORS)
+                not_of_store += not isinstance(failure, STORE_ERRORS)
+                # The result may have been in the way. Its backend finds it, if it was stored and the answer was lost.
+                settlement = settlement._replace(result=None)
             except BaseException:
                 if claim.phase not in REPORTED:
                     self._last_try(call, claim, settlement)
@@ -225,7 +228,7 @@ class Endings:
             replaced=claim.replaced,
         )
         if not settlement.write(claim.store, request):
-            self._report_newer_claim(call, claim)
+            self._lose_to_newer_claim(call, claim)
             return End.NEWER_CLAIM
         self.report_settled(call, claim, settlement)
         return End.SETTLED
@@ -255,7 +258,7 @@ class Endings:
         self._settle_once(call, claim, settlement, dump())
 
     def _defer(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
-        """Let the end wait for the COMMIT of those of the caller's transactions that the record is not part of."""
+        """Let the end wait for the COMMIT of the caller's transactions, except one that has the record in it."""
         transactions = call.around(claim.store) if call.around is not None else ()
         if not transactions:
             return False
@@ -263,14 +266,19 @@ class Endings:
         with suppress(Exception):  # as in a settle: without a value, if it cannot be serialized
             value = settlement.dump()
         # Without ``around``: after the commit, the settle is not to be deferred again.
-        alone, end = replace(call, around=None), settlement._replace(dump=lambda: value)
+        call_then, settlement_then = (
+            replace(call, around=None),
+            settlement._replace(dump=lambda: value, result=None),
+        )
         # For duplicates in the same transaction, which are answered before the store has this.
-        seen = replace(claim.record, state=settlement.state, value=value, deadline_ms=None)
+        for_duplicates = replace(
+            claim.record, state=settlement.state, value=value, deadline_ms=None
+        )
         deferred.defer(
             deferred.DeferredEnd(
                 claim,
-                seen,
-                settle=lambda: self.settle(alone, claim, end),
+                for_duplicates,
+                settle=lambda: self.settle(call_then, claim, settlement_then),
                 release=lambda: self.release(claim),
             ),
             transactions,
@@ -280,7 +288,7 @@ class Endings:
 
     # -- of a transaction ----------------------------------------------------------------------------------------------
 
-    def commit_of(self, call: Call, claim: Claim, *, patient: bool) -> Commit:
+    def ask_commit(self, call: Call, claim: Claim, *, patient: bool) -> Commit:
         """Ask the database whether the transaction was committed: the answer to its COMMIT was lost.
 
         The record's row decides: the transaction has it locked until it ends, and who writes to it waits for that::
@@ -317,8 +325,8 @@ class Endings:
         """Report that the store failed, and that the run left nothing behind."""
         self._report(signals.store_failed, call, claim, error=error)
 
-    def _report_newer_claim(self, call: Call, claim: Claim) -> None:
-        """Report that a newer claim has the key; once, for the end of a run may find that out several times."""
+    def _lose_to_newer_claim(self, call: Call, claim: Claim) -> None:
+        """Report that a newer claim has the key, once, and let go of the new identity where the claim has two."""
         if claim.superseded:
             return
         claim.superseded = True

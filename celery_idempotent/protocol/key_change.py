@@ -1,7 +1,7 @@
 """A claim under two identities, while a deploy changes one to the other.
 
-Workers of before know an operation by its old identity alone, and those of after the deploy by both. These claim the
-new identity and then the old one, settle both, and so exclude each other and the former, in either order::
+Old workers know an operation by its old identity alone, new workers by both. New workers claim the new identity and
+then the old one, and settle both. So new and old workers exclude each other, in either order::
 
     before   claim O ──────────────────── run ─ settle O
     after      claim N ─ claim O: Held ─ release N, come back: Settled ─ replay
@@ -9,9 +9,11 @@ new identity and then the old one, settle both, and so exclude each other and th
     after    claim N ─ claim O ──────────────── run ─ settle O ─ settle N
     before             claim O: Held ─ come back ───────────────── Settled ─ replay
 
-An old record of other arguments (the old key stood for more than the new one does) is another operation, and no matter
+An old record of other arguments (the old key stood for more than the new one does) is another operation. It is ignored
 once that has ended.
-Should the process die between the two settles, the operation runs again or not as if it had died before both.
+
+A process may die between the two settles. Then the old identity is settled, and the new one is still claimed: a new
+worker that takes it over finds the old one settled, and answers from that.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import Store, Transaction
 from celery_idempotent.stores.forwarding import ForwardingStore
 
-#: A reservation that had to be given back by who could not have the old identity lasts so long.
+#: The deadline of a reservation that is released because the old identity was taken.
 _BACK_MS = 60_000
 
 #: How long to wait for an operation that shares the old key, before it is asked for again.
@@ -71,16 +73,16 @@ def claim_both(
             return answer, None
         case Mismatched(old):
             # Not now: should it fail, a worker of before would find the old identity free, and run this call, too.
-            denial: Answer = Held(old, left_ms=_PAUSE_MS)
+            refusal: Answer = Held(old, left_ms=_PAUSE_MS)
         case Settled(old) as done if record.reserved:
             settle(record, old)
             return done, None
         case other:
-            denial = other
+            refusal = other
     # Should it have been reserved, its message is still to come.
     requeue_ms = _BACK_MS if record.reserved else None
     store.release(record.identity, token=record.token, requeue_ms=requeue_ms)
-    return denial, None
+    return refusal, None
 
 
 def _at_work(old: Record, store: Store) -> bool:
@@ -90,8 +92,9 @@ def _at_work(old: Record, store: Store) -> bool:
 
 def is_other(before: Identified | None, record: Record) -> bool:
     """Is the record of another operation, with which a call shares its old key alone?"""
-    mine, theirs = before and before.fingerprint, record.fingerprint
-    return None not in (mine, theirs) and mine != theirs
+    if before is None or before.fingerprint is None or record.fingerprint is None:
+        return False
+    return before.fingerprint != record.fingerprint
 
 
 def reserve(
@@ -152,7 +155,11 @@ def both(store: Store, old: Record) -> Store:
 
 
 class _Both(ForwardingStore):
-    """The old record comes first: if another has it by now, the claim is lost, and nothing is written."""
+    """A settle, a step and a release write the old record first: if another has it, the claim is lost.
+
+    Then nothing is written to the new one. A renewal asks for both at once; a transaction settles the new one first,
+    since the database was asked to begin for that.
+    """
 
     def __init__(self, store: Store, old: Record) -> None:
         super().__init__(store)
@@ -162,8 +169,8 @@ class _Both(ForwardingStore):
         """Renew each of them, and the old claim."""
         longest = max(leases, key=lambda lease: lease.lease_ms)
         old = replace(longest, identity=self._old.identity, token=self._old.token)
-        *renewed, too = self.inner.renew([*leases, old])
-        return [each and too for each in renewed]
+        *renewed, old_renewed = self.inner.renew([*leases, old])
+        return [each and old_renewed for each in renewed]
 
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state of both."""

@@ -40,19 +40,19 @@ def option(default: T, read: Callable[[object], T], *, views: str = "idempotent"
     ``@keyed_view``, ``"idempotent keyed"`` is both. Tasks ignore it.
     """
     # Annotated as the value, not as a Field: so a type checker accepts it as the default of a field of that type.
-    line: T = field(default=default, metadata={"read": read, "views": views.split()})
-    return line
+    declared: T = field(default=default, metadata={"read": read, "views": views.split()})
+    return declared
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def accept_if(accepts: Callable[[object], bool], allowed: str) -> Reader:
-    """Return a reader that returns a value unchanged if ``accepts(value)``, and else raises ``ValueError(allowed)``."""
+def accept_if(accepts: Callable[[object], bool], message: str) -> Reader:
+    """Return a reader that returns a value unchanged if ``accepts(value)``, and else raises ``ValueError(message)``."""
 
     def read(value: object) -> object:
         if not accepts(value):
-            raise ValueError(allowed)
+            raise ValueError(message)
         return value
 
     return read

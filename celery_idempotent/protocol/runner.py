@@ -128,14 +128,16 @@ class Runner:
                 case Held(record, left_ms):
                     looks += 1
                     if not self._look_again(looks, wait_until, record, left_ms):
-                        return self._held(call, record, left_ms, came)
+                        return self._held(call, record, asked.store, left_ms, came)
                 case Settled(record, age_ms):
                     waited = time.monotonic() - came
-                    self._report(signals.replayed, call, record, seconds=waited)
+                    self._report(signals.replayed, call, record, store=asked.store, seconds=waited)
                     return Replay(record, age_ms)
                 case Mismatched(record):
                     waited = time.monotonic() - came
-                    self._report(signals.mismatched, call, record, seconds=waited)
+                    self._report(
+                        signals.mismatched, call, record, store=asked.store, seconds=waited
+                    )
                     raise FingerprintMismatch(_MISMATCH.format(call.identity, record.task_id))
 
     def _report(
@@ -161,19 +163,21 @@ class Runner:
     @staticmethod
     def _look_again(looks: int, until: float, record: Record, left_ms: int) -> bool:
         """Wait for the holder a little; ``False`` if there is no more to wait for."""
-        if deferred.end_of(record) is not None:
+        if deferred.record_after_commit(record) is not None:
             return False
         # Its lease may end before the next look would be due.
         longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
         return backoff.pause(looks, until=until, first=_FIRST_LOOK, longest=longest)
 
-    def _held(self, call: Call, record: Record, left_ms: int, came: float) -> Replay | Conflict:
+    def _held(
+        self, call: Call, record: Record, store: Store, left_ms: int, came: float
+    ) -> Replay | Conflict:
         """Answer from a run in the caller's transaction; else it is a conflict."""
-        ended, waited = deferred.end_of(record), time.monotonic() - came
+        ended, waited = deferred.record_after_commit(record), time.monotonic() - came
         if ended is not None:
-            self._report(signals.replayed, call, ended, seconds=waited)
+            self._report(signals.replayed, call, ended, store=store, seconds=waited)
             return Replay(ended, 0)
-        self._report(signals.conflicted, call, record, seconds=waited)
+        self._report(signals.conflicted, call, record, store=store, seconds=waited)
         return Conflict(record, left_ms, other=key_change.is_other(call.before, record))
 
     # -- without protection --------------------------------------------------------------------------------------------

@@ -23,13 +23,12 @@ class Settlement(NamedTuple):
     error: BaseException | None = None
     #: What is logged instead of the usual line.
     line: Line | None = None
-    #: The result as its caller stores it elsewhere, if that may be done here.
+    #: Celery's result, if it may be written together with the record.
     result: OutcomeResult | None = None
 
     def write(self, store: Store, request: SettleRequest) -> bool:
         """Write the end state, and the result with it where that can be; ``False``: a newer claim has the key."""
-        result = None if self.result is None else self.result.write_for(store, self.state)
-        if self.result is None or result is None:
+        if self.result is None or (result := self.result.write_for(store, self.state)) is None:
             return store.settle(request)
         written = store.settle_with_result(request, result)
         if written is SettledWith.RESULT:

@@ -458,6 +458,22 @@ def test_a_response_over_its_limit_is_not_kept() -> None:
         read_response(pack_response(HttpResponse("fiver"), options, name="v"))
 
 
+@pytest.mark.parametrize("name", ["Content-Type", "content-type"])
+def test_a_replay_has_the_content_type_of_its_first_answer_however_that_is_written(
+    name: str,
+) -> None:
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http.messages import pack_response, read_response
+    from celery_idempotent.django.http.options import http_options
+
+    made = HttpResponse(b"{}", headers={name: "application/json"})
+    replay = read_response(pack_response(made, http_options(), name="v"))
+    assert replay["Content-Type"] == "application/json"
+    del made["Content-Type"]
+    assert "Content-Type" not in read_response(pack_response(made, http_options(), name="v"))
+
+
 def test_an_attribute_of_a_response_is_set_where_it_is_asked_for() -> None:
     from django.http import HttpResponse
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 
 from django.conf import settings
 from django.core.exceptions import RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent
+from django.core.handlers.wsgi import LimitedStream
 
 from celery_idempotent.django.http.problems import RequestRefused
 
@@ -119,6 +120,8 @@ def _and_then(first: Callable[[], None], second: Callable[[], None]) -> Callable
 
 def _size_in_file(stream: BinaryIO) -> int | None:
     """Return the size of a body that is in a file already, ``None`` if it is still to come."""
+    if isinstance(stream, LimitedStream):  # of WSGI: what its seek() raises takes longer
+        return None
     try:
         stream.seek(0, SEEK_END)
         size: int = stream.tell()

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
@@ -31,6 +31,8 @@ _FLOAT_DIGITS, _FLOAT_POWER = sys.float_info.dig, 280
 
 _FORM = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
+#: The form of a query string without fields.
+_NO_QUERY = form({})
 
 
 def read_body(request: HttpRequest, options: HttpOptions) -> None:
@@ -64,7 +66,8 @@ def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOp
             raise TypeError(f"The fingerprint of a request cannot be used: {refused}.") from None
     else:
         body = _body(request)
-    query = form(dict(request.GET.lists()))
+    has_query = request.META.get("QUERY_STRING") or "GET" in vars(request)
+    query = form(dict(request.GET.lists())) if has_query else _NO_QUERY
     parts = (str(request.method), request.path_info)
     return fingerprint_of(" ".join([*map(quote, parts), query, body]))
 
@@ -100,7 +103,7 @@ def _check_charset(request: HttpRequest) -> None:
 def _json(raw: bytes) -> str | None:
     """Return the canonical form of a JSON body; ``None`` if it is none, or too deep for one: then its bytes count."""
     try:
-        return form(json.loads(raw, parse_float=_number))
+        return form(_JSON.decode(raw.decode(json.detect_encoding(raw), "surrogatepass")))
     except (ValueError, RecursionError, NoFormError):
         return None
 
@@ -120,6 +123,9 @@ def _number(text: str) -> float | Written:
     if not digits or (len(digits) <= _FLOAT_DIGITS and abs(power) <= _FLOAT_POWER):
         return float(text)
     return Written(f"{'-' if text.startswith('-') else ''}{digits}e{power}")
+
+
+_JSON: Final = json.JSONDecoder(parse_float=_number)
 
 
 def _form_fields(data: QueryDict) -> str:

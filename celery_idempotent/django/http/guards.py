@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, cast
 
-from celery_idempotent.django.applications import celery_app
+from celery_idempotent.django.applications import app_of, celery_app, named_app
 from celery_idempotent.django.http.authorizing import refused_replay
 from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.fingerprints import read_body, request_fingerprint
@@ -33,6 +33,7 @@ from celery_idempotent.protocol.calls import (
 )
 from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import Record, Stored
+from celery_idempotent.records.frozen import frozen
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import get_store
 
@@ -48,7 +49,7 @@ class _NotToKeepError(Exception):
         self.response = response
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class Guarded:
     """One request: ``seen`` is what its view gets, with ``args`` and ``kwargs`` of its URL; ``run`` calls the view.
 
@@ -103,10 +104,11 @@ class Guard:
     def __init__(self, name: str, sender: object, options: HttpOptions) -> None:
         self.options = options
         self._name = name
+        path, named = options.app, named_app()
         self._runner = Runner(
             name,
             policy=options.policy,
-            store=lambda: get_store(celery_app(options.app)),
+            store=lambda: get_store(app_of(named) if path is None else celery_app(path)),
             codec=_ResponseCodec(options, name),
             sender=lambda: sender,
         )

@@ -56,7 +56,7 @@ def read_key(request: HttpRequest, *, strict: bool, required: bool = False) -> s
     value = raw.strip(" ")
     if not value:
         raise _invalid("It is empty.")
-    if not all(" " <= char <= "~" for char in value):
+    if not (value.isascii() and value.isprintable()):
         raise _invalid("It has characters other than printable ASCII.")
     key = _key_of(value, strict=strict)
     if not key:

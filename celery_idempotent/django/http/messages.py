@@ -16,6 +16,7 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
@@ -109,7 +110,7 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
         lines.append(f"{_NOT_KEPT}: {why}")
     if options.authorize is not None:
         lines.append(f"{_AUTHORIZED}: yes")
-    kept = {header.lower() for header in (*KEPT_HEADERS, *options.headers)}
+    kept = _kept_headers(options.headers)
     found = [(key, value) for key, value in response.headers.items() if key.lower() in kept]
     lines += [f"{key}: {value}" for key, value in found]
     head = "\r\n".join(lines).encode("latin-1", "replace")
@@ -120,6 +121,11 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
         content_encoding="binary",
         body=head + b"\r\n\r\n" + body,
     )
+
+
+@cache
+def _kept_headers(more: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(header.lower() for header in (*KEPT_HEADERS, *more))
 
 
 def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str, object]:
@@ -175,15 +181,16 @@ def _parse(stored: Stored, known: Collection[str]) -> HttpResponse:
         raise ResultUnavailable(
             f"The request was carried out and answered with {status}; the response was not kept: {why}."
         )
+    headers.pop(_AUTHORIZED, None)
+    attributes = headers.pop(_ATTRIBUTES, None)
+    headers[REPLAYED] = "true"
     response = HttpResponse(body, status=int(status), reason=reason, headers=headers)
-    if "Content-Type" not in headers:
+    if "content-type" not in map(str.lower, headers):
         del response["Content-Type"]
-    for name in (_AUTHORIZED, _ATTRIBUTES):
-        del response[name]
-    for name, value in json.loads(headers.get(_ATTRIBUTES, "{}")).items():
-        if name in known:
-            setattr(response, name, value)
-    response[REPLAYED] = "true"
+    if attributes is not None:
+        for name, value in json.loads(attributes).items():
+            if name in known:
+                setattr(response, name, value)
     return response
 
 

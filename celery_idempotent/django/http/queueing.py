@@ -119,6 +119,7 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
     task_id = str(uuid.uuid4())
     give_up, attempts = time.monotonic() + reservations.REQUEST_PATIENCE, 0
     while True:
+        # promised: the 202 of this request will not wait for a COMMIT.
         match reservations.reserve_key(
             order, task_id, promised=not in_transaction and order.outbox is None
         ):
@@ -128,7 +129,9 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
             case Held(record, _) if _waits_for_commit(order, record):
                 attempts += 1
                 if not backoff.pause(attempts, until=give_up, first=0.02):
-                    raise _in_progress(order, record, "It is not queued yet. Ask again later.")
+                    raise _refuse_in_progress(
+                        order, record, "It is not queued yet. Ask again later."
+                    )
             case Settled(record, _) if _is_retryable(order, record):
                 # Deletes this failure only: if another request has reserved the key meanwhile, the next round finds
                 # that reservation.
@@ -152,7 +155,7 @@ def _answer(
             reservations.queue_message(order, record, in_transaction=in_transaction)
             return _status_response(order, record, replayed=False)
         case Held(record, _) if order.options.on_pending == "refuse":
-            raise _in_progress(order, record, "Ask its status resource, or again later.")
+            raise _refuse_in_progress(order, record, "Ask its status resource, or again later.")
         case Settled(record, _) if record.state.raises:
             order.report(signals.replayed, record)
             failure = failure_of(record, order.task, order.options)
@@ -185,7 +188,7 @@ def _is_retryable(order: TaskOrder, record: Record) -> bool:
     return record.state.raises and failure_of(record, order.task, order.options).retryable
 
 
-def _in_progress(order: TaskOrder, record: Record, advice: str) -> RequestRefused:
+def _refuse_in_progress(order: TaskOrder, record: Record, advice: str) -> RequestRefused:
     order.report(signals.conflicted, record)
     return RequestRefused(
         "request_in_progress",

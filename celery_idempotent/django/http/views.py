@@ -6,6 +6,7 @@ import threading
 
 from django.core.signals import setting_changed
 
+from celery_idempotent.django.applications import APP_SETTING
 from celery_idempotent.django.http.guards import Guard
 from celery_idempotent.django.http.options import (
     HTTP_SETTING,
@@ -40,7 +41,7 @@ class Marks:
         setting_changed.connect(self._forget)
 
     def _forget(self, *, setting: str = "", **_: object) -> None:
-        if setting == HTTP_SETTING:
+        if setting in (HTTP_SETTING, APP_SETTING):
             self._guard = None
 
     @property

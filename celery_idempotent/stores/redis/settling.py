@@ -42,7 +42,7 @@ class Settling(Servers):
         """Are these connections to the same database, with the same login?"""
         link = self._link
         # Who overrides settle() does something in it that a settle with the result would leave out.
-        overridden = type(self).settle is not Settling.settle
+        overridden = type(self).settle is not Settling.settle or "settle" in vars(self)
         if overridden or self.replicas or not isinstance(link, Server):
             return False
         return link.endpoint is not None and link.endpoint == endpoint_of(pool)

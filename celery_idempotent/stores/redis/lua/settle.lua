@@ -57,13 +57,13 @@ end
 local function store(key, result, expiry)
   local known = redis.pcall('GET', key)
   if type(known) == 'table' then return false end
-  if known and known ~= result then
+  if known == result then return true end
+  if known then
     -- Celery leaves a SUCCESS as it is, and writes over any other state. Only the backend can read what is not JSON.
     local state = known:match('^{"status": "([^"\\]+)"')
     if state == 'SUCCESS' then return true end
     if not state then return false end
   end
-  if known == result then return true end
   local told = redis.pcall('PUBLISH', key, result)
   if type(told) == 'table' then return false end
   local set = expiry == '' and redis.pcall('SET', key, result) or redis.pcall('SETEX', key, expiry, result)
