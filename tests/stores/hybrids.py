@@ -141,4 +141,4 @@ class DatedLink:
             HISTORY, b"local info = 'role:master\\r\\nmaster_replid:%040x'" % (self.history << 96)
         )
         assert (dated != source) is (b"INFO" in source)
-        return Command(command.bucket, (b"EVAL", dated, *command.words[2:]))
+        return command._replace(words=(b"EVAL", dated, *command.words[2:]), source=None)

@@ -49,8 +49,8 @@ class ShiftedLink:
         assert moved != source or b"'TIME'" not in source
         script = Script(moved, moved_digest(moved))
         if kind == b"EVAL":
-            return Command(command.bucket, (b"EVAL", moved, *command.words[2:]))
-        return Command(command.bucket, (kind, script.digest, *command.words[2:]), moved)
+            return command._replace(words=(b"EVAL", moved, *command.words[2:]))
+        return command._replace(words=(kind, script.digest, *command.words[2:]), source=moved)
 
 
 def moved_digest(source: bytes) -> bytes:
@@ -115,4 +115,4 @@ class FixedLink:
             return command
         fixed = command.source.replace(TIME, self._read)
         assert fixed != command.source or b"'TIME'" not in command.source
-        return Command(command.bucket, (b"EVAL", fixed, *command.words[2:]))
+        return command._replace(words=(b"EVAL", fixed, *command.words[2:]), source=None)

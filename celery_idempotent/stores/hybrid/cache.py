@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, Record, Retained, SettleRequest
 from celery_idempotent.stores.hybrid.breaker import Breaker
-from celery_idempotent.stores.redis.channel import Reply, exchange, passing
+from celery_idempotent.stores.redis.channel import exchange, passing
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import pack_settled, pack_token, unpack_record
-from celery_idempotent.stores.redis.scripts import CACHE_VERBS, script
+from celery_idempotent.stores.redis.scripts import CACHE_VERBS, Reply, script
 from celery_idempotent.stores.redis.url import link_and_prefix
 
 logger = logging.getLogger(__name__)

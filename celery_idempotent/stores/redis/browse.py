@@ -10,11 +10,11 @@ from typing import TypeGuard
 from celery_idempotent.records import Counted, Page, Record, Selection, State, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
-from celery_idempotent.stores.redis.channel import Link, Reply, exchange
+from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.redis.packed import state_of, unpack_record
-from celery_idempotent.stores.redis.scripts import Command, plain, script
+from celery_idempotent.stores.redis.scripts import Command, Reply, plain, script
 
 #: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
 _HEAD = b"2047"

@@ -16,20 +16,16 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from redis import exceptions
 
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores.redis.endpoint import Endpoint
-from celery_idempotent.stores.redis.scripts import Command
+from celery_idempotent.stores.redis.scripts import Command, Reply
 
 #: Host and port.
 Address: TypeAlias = tuple[str, int]
-
-#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``. Which of them
-#: the caller knows by the command, and mypy does not.
-Reply: TypeAlias = Any
 
 #: How many idle connections stay open after a burst of threads or greenlets.
 _MAX_IDLE = 64
@@ -97,17 +93,22 @@ class Channel:
         self._idle: list[Connection] = []
         self._pid = os.getpid()
 
-    def exchange(self, packed: Sequence[bytes], *, fresh: bool = False) -> list[Reply]:
-        """Send the packed commands at once and read as many answers."""
+    def exchange(self, commands: Sequence[Command], *, fresh: bool = False) -> list[Reply]:
+        """Send the commands at once and read as many answers."""
+        packed = b"".join([command.packed() for command in commands])
         connection = self._connect() if fresh else self._take()
         answers: list[Reply] = []
         try:
-            connection.send_packed_command([b"".join(packed)])
-            for _ in packed:
+            connection.send_packed_command([packed])
+            for command in commands:
                 try:
-                    answers.append(connection.read_response())
-                except exceptions.ResponseError as error:  # noqa: PERF203  one answer is an error, not all
-                    answers.append(error)
+                    answer = connection.read_response()
+                except exceptions.ResponseError as error:
+                    answer = error
+                else:
+                    if command.read is not None:
+                        answer = command.read(answer)
+                answers.append(answer)
         except BaseException:
             connection.disconnect()
             raise
@@ -153,19 +154,18 @@ class Server:
 
     def exchange(self, commands: Sequence[Command]) -> list[Reply]:
         """Return the answer to each command, from another connection if the first was dead."""
-        packed = [command.packed() for command in commands]
         try:
-            answers = self._channel.exchange(packed)
+            answers = self._channel.exchange(commands)
         except exceptions.ConnectionError as error:
             if isinstance(error, _LOGIN_ERRORS):
                 raise
             # The server had closed an idle connection, or there was a failover. Every verb may be sent twice: a claim
             # names its attempt, and all others a token.
-            return self._again(packed)
+            return self._again(commands)
         for answer in answers:
             if isinstance(answer, exceptions.RedisError) and passing(answer) == "READONLY":
                 # A replica answered: it is no longer the master.
-                return self._again(packed)
+                return self._again(commands)
         return answers
 
     def nodes(self) -> list[int]:
@@ -176,9 +176,9 @@ class Server:
         """Close the idle connections."""
         self._channel.close()
 
-    def _again(self, packed: Sequence[bytes]) -> list[Reply]:
+    def _again(self, commands: Sequence[Command]) -> list[Reply]:
         self._channel.close()
-        return self._channel.exchange(packed, fresh=True)
+        return self._channel.exchange(commands, fresh=True)
 
 
 def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:

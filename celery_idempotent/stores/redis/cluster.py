@@ -16,16 +16,16 @@ from redis import exceptions
 from redis.crc import key_slot
 
 from celery_idempotent import backoff
-from celery_idempotent.stores.redis.channel import Address, Channel, Connection, Reply, passing
+from celery_idempotent.stores.redis.channel import Address, Channel, Connection, passing
 from celery_idempotent.stores.redis.keyspace import BUCKETS
-from celery_idempotent.stores.redis.scripts import Command, plain
+from celery_idempotent.stores.redis.scripts import Command, Reply, plain
 
 #: How often an exchange follows the cluster's changes, at once at first, and in 0.35 s altogether. A failover takes
 #: seconds: then the caller's backoff has to do.
 _ROUNDS = 5
 _TRY_AGAIN = {"MOVED", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "READONLY"}
-_SLOTS = plain(0, b"CLUSTER", b"SLOTS").packed()
-_ASKING = plain(0, b"ASKING").packed()
+_SLOTS = plain(0, b"CLUSTER", b"SLOTS")
+_ASKING = plain(0, b"ASKING")
 
 
 class Cluster:
@@ -98,7 +98,7 @@ class Cluster:
     def _ask(self, address: Address, commands: Sequence[Command]) -> list[Reply]:
         channel = self._channel(address)
         try:
-            return channel.exchange([command.packed() for command in commands])
+            return channel.exchange(commands)
         except exceptions.ConnectionError as error:
             if not _gone(error):
                 raise
@@ -109,7 +109,7 @@ class Cluster:
         """Follow ASK: the slot is being moved, and the other node has this key already."""
         host, _, port = str(ask).rpartition(" ")[2].rpartition(":")
         channel = self._channel((host, int(port)))
-        return channel.exchange([_ASKING, command.packed()])[1]
+        return channel.exchange([_ASKING, command])[1]
 
     def _refresh(self) -> None:
         """Ask any node which node serves which slots."""

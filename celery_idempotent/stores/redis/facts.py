@@ -10,9 +10,9 @@ from functools import partial
 from redis.exceptions import RedisError
 
 from celery_idempotent.stores.base import skew_ms
-from celery_idempotent.stores.redis.channel import Link, Reply, exchange
+from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.scripts import Command, plain
+from celery_idempotent.stores.redis.scripts import Command, Reply, plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

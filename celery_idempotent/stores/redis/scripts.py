@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from celery_idempotent.records import State
 from celery_idempotent.stores.values import LETTERS
+
+#: What redis-py reads for a command: bytes, a number, ``None``, a list of these, or a ``ResponseError``. Which of them
+#: the caller knows by the command, and mypy does not.
+Reply: TypeAlias = Any
 
 #: The verbs that are a script.
 VERBS = (
@@ -67,11 +71,16 @@ class Script(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command, and the bucket of its keys, which decides the Cluster node that gets it."""
+    """One command, and the bucket of its keys, which decides the Cluster node that gets it.
+
+    ``read`` makes of an answer that is no error what the caller gets instead, as soon as it is there: while the server
+    still works at the next command.
+    """
 
     bucket: int
     words: tuple[bytes, ...]
     source: bytes | None = None
+    read: Callable[[Reply], Reply] | None = None
 
     def packed(self) -> bytes:
         """Return the command in Redis' protocol, for a fraction of what redis-py's packer takes."""
@@ -86,7 +95,7 @@ class Command(NamedTuple):
         """Return the same call with the script itself, for a server that does not know it."""
         if self.source is None:
             return self
-        return Command(self.bucket, (b"EVAL", self.source, *self.words[2:]))
+        return self._replace(words=(b"EVAL", self.source, *self.words[2:]))
 
 
 def plain(bucket: int, *words: bytes) -> Command:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from redis import exceptions
 
-from celery_idempotent.stores.redis.channel import Address, Connection, Reply
-from celery_idempotent.stores.redis.scripts import plain
+from celery_idempotent.stores.redis.channel import Address, Connection
+from celery_idempotent.stores.redis.scripts import Reply, plain
 
 
 class Sentinels:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import Identity, ResultWrite, SettledWith, SettleRequest
 from celery_idempotent.stores.interventions import pack_intervention
-from celery_idempotent.stores.redis.channel import Reply, Server, exchange
+from celery_idempotent.stores.redis.channel import Server, exchange
 from celery_idempotent.stores.redis.endpoint import endpoint_of
 from celery_idempotent.stores.redis.facts import Servers
 from celery_idempotent.stores.redis.packed import pack_settled, pack_state, unreadable
-from celery_idempotent.stores.redis.scripts import Command, plain, script
+from celery_idempotent.stores.redis.scripts import Command, Reply, plain, script
 
 if TYPE_CHECKING:
     from redis import ConnectionPool

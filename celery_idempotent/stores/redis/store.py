@@ -28,7 +28,6 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.interventions import pack_intervention
 from celery_idempotent.stores.redis.browse import Browsing
-from celery_idempotent.stores.redis.channel import Reply
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import (
@@ -40,7 +39,7 @@ from celery_idempotent.stores.redis.packed import (
     unpack_record,
     unreadable,
 )
-from celery_idempotent.stores.redis.scripts import VERBS, plain, script
+from celery_idempotent.stores.redis.scripts import VERBS, Reply, plain, script
 from celery_idempotent.stores.redis.settling import Settling
 from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 
 from redis.exceptions import ClusterCrossSlotError
@@ -17,7 +18,7 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.packed import unpack_record
-from celery_idempotent.stores.redis.scripts import Command, plain, script
+from celery_idempotent.stores.redis.scripts import Command, Reply, plain, script
 
 #: No script works on more records, or looks into more indexes, than this: Redis serves no other client while one runs.
 _PER_SCRIPT, _PER_LOOK = 50, 256
@@ -51,13 +52,10 @@ class Upkeep(Servers):
         answers = self._ask_all(
             [self._swept_together(each, delay, attempt) for each in self._together(due)]
         )
-        swept = itertools.chain.from_iterable(answers)
         interrupted: list[Record] = []
         requeued: list[Record] = []
-        for name, packed in zip((name for _, names in due for name in names), swept, strict=True):
-            if packed is not None:
-                record = unpack_record(self._keys.identity(name), packed)
-                (requeued if record.state is State.QUEUED else interrupted).append(record)
+        for record in itertools.chain.from_iterable(answers):
+            (requeued if record.state is State.QUEUED else interrupted).append(record)
         return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=more)
 
     def _together(self, due: Sequence[_Due]) -> Iterator[Sequence[_Due]]:
@@ -78,7 +76,17 @@ class Upkeep(Servers):
         for bucket, names in due:
             keys += (self._keys.leases(bucket), self._keys.interrupted(bucket), *names)
         sizes = [b"%d" % len(names) for _, names in due]
-        return script("sweep").call(due[0][0], keys, delay, attempt, *sizes)
+        command = script("sweep").call(due[0][0], keys, delay, attempt, *sizes)
+        return command._replace(read=partial(self._read_swept, due))
+
+    def _read_swept(self, due: Sequence[_Due], answer: Reply) -> list[Record]:
+        """Unpack what a script swept: thousands of records, and the next script runs meanwhile."""
+        names = [name for _, names in due for name in names]
+        return [
+            unpack_record(self._keys.identity(name), packed)
+            for name, packed in zip(names, answer, strict=True)
+            if packed is not None
+        ]
 
     def prune(self, *, limit: int) -> int:
         """Drop index entries of expired records; Redis drops the records by itself."""
