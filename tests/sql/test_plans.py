@@ -87,6 +87,16 @@ def test_a_duplicate_takes_one_statement_on_a_connection_that_was_just_opened_to
     assert asked(store, lambda: claim(store, "once")) == ["WITH"]
 
 
+def test_a_text_of_a_class_of_its_own_is_taken(store):
+    class Text(str):
+        pass
+
+    for n in range(4):
+        run(store, f"{n}")
+    run(store, Text("own"))
+    assert isinstance(claim(store, "own"), Settled)
+
+
 def test_a_session_that_does_not_know_its_statements_any_more_goes_without(store):
     for n in range(4):
         run(store, f"{n}")

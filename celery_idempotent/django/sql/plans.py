@@ -68,7 +68,10 @@ def rows(session: Session, sql: str, params: ColumnValues) -> ReadRows:
     plans.verbs += 1
     if plans.verbs <= _WARM or plans.misses >= _MISSES:
         return session.rows(sql, params)
-    statement = _statement(sql, tuple(_TYPES[type(value)] for value in params))
+    types = tuple(_TYPES.get(type(value), "") for value in params)
+    if "" in types:
+        return session.rows(sql, params)  # a str or int of a class of its own
+    statement = _statement(sql, types)
     try:
         _prepare(session, plans, statement)
         return session.rows(statement.execute, params)
