@@ -96,7 +96,7 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
 
 def _note_undelivered(line: logging.LogRecord) -> bool:
     """Note that a message comes back to send what follows: there is no signal of it."""
-    if "is not sent yet" in str(line.msg) and isinstance(line.args, tuple):
+    if "are not all sent yet" in str(line.msg) and isinstance(line.args, tuple):
         Ledger.from_env().append("undelivered", "", str(line.args[1]))
     return True
 
