@@ -46,7 +46,7 @@ def compare(theatre: Any, scenario: Scenario) -> None:
         if time.monotonic() > until:
             break
         time.sleep(0.1)
-    shown = [line[:400] for line in found[:20]]
+    shown = [line[:4000] for line in found[:20]]
     if scenario.differs:
         assert shown, f"no difference is left of {scenario.differs}"
         assert {*scenario.differs} <= announced().keys()
