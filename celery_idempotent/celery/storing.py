@@ -181,7 +181,7 @@ class _WrittenBackend:
         )
 
 
-def backend_for_tracer(backend: AnyBackend, requests: Any) -> AnyBackend:
+def backend_for_tracer(backend: AnyBackend, requests: AnyRequest) -> AnyBackend:
     """Return the backend of a task; once, after a run whose result is stored, one that does not store it.
 
     ``requests`` is the task's stack of them, ``None`` before it is bound.
