@@ -83,6 +83,7 @@ def store() -> Store:
 @pytest.fixture
 def heartbeat() -> Iterator[Heartbeat]:
     """A heartbeat of the test's own; its thread ends with the test."""
+    counters._forget()  # what the store of another test did not take, and a thread would live for
     before = known_threads()
     heartbeat = Heartbeat()
     yield heartbeat

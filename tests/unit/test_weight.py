@@ -57,9 +57,9 @@ def test_a_task_takes_no_more_calls_than_before(app: Celery[Any], case: str) -> 
 
     for warm in range(3):
         once(warm)()
-    counts = [_calls(once(n)) for n in range(3, 6)]
-    assert len(set(counts)) == 1
-    assert 0.7 * CEILINGS[case] < counts[0] <= CEILINGS[case]
+    # Now and then a collection of garbage, or the heartbeat of an earlier test, has one or two in between.
+    count = min(_calls(once(n)) for n in range(3, 8))
+    assert 0.7 * CEILINGS[case] < count <= CEILINGS[case]
 
 
 def _calls(function: Callable[[], object]) -> int:
