@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from django.db import transaction
+
 from benchmarks.operations import KEEP_MS, LEASE_MS, RESULT, claim, prepared_claim, settle
 from benchmarks.postgresql import execute, open_database
 from celery_idempotent.records import Identity, Renewal
@@ -38,9 +40,11 @@ def main(rounds: int, calls: int, seed: int) -> None:
         store, order = DjangoStore(), random.Random(seed)
         numbers = itertools.count()
         operations = {
-            "bare INSERT and UPDATE": functools.partial(_bare, numbers),
-            "SELECT … FOR UPDATE held around both": functools.partial(_held, numbers),
-            "SELECT … FOR UPDATE in a transaction each": functools.partial(_locked, numbers),
+            "bare INSERT and UPDATE": functools.partial(_by_hand, _bare, numbers),
+            "SELECT … FOR UPDATE held around both": functools.partial(_by_hand, _held, numbers),
+            "SELECT … FOR UPDATE in a transaction each": functools.partial(
+                _by_hand, _locked, numbers
+            ),
             "claim and settle": functools.partial(_pair, store, numbers),
             "in the task's own transaction": functools.partial(_atomic, store, numbers),
             "claim of a completed key (replay)": functools.partial(_replay, store, numbers),
@@ -60,52 +64,35 @@ def _identity(numbers: Iterator[int]) -> Identity:
     return Identity(namespace="shop.tasks.charge", key=f"order-{next(numbers):020}")
 
 
-def _bare(numbers: Iterator[int], calls: int) -> Iterator[Call]:
+def _by_hand(
+    pair: Callable[[str, bytes], None], numbers: Iterator[int], calls: int
+) -> Iterator[Call]:
+    """Yield calls of ``pair``, each with a key of its own and the digest of that."""
     for _ in range(calls):
         key = f"order-{next(numbers):020}"
-        digest = hashlib.sha256(key.encode()).digest()[:16]
-
-        def pair(key: str = key, digest: bytes = digest) -> None:
-            execute(_INSERT, (digest, 17, key))
-            execute(_UPDATE, (RESULT.body, digest, 17))
-
-        yield pair
+        yield functools.partial(pair, key, hashlib.sha256(key.encode()).digest()[:16])
 
 
-def _held(numbers: Iterator[int], calls: int) -> Iterator[Call]:
+def _bare(key: str, digest: bytes) -> None:
+    execute(_INSERT, (digest, 17, key))
+    execute(_UPDATE, (RESULT.body, digest, 17))
+
+
+def _held(key: str, digest: bytes) -> None:
     """What people write by hand: look at the row, hold it while the task works, and store the end."""
-    from django.db import transaction
-
-    for _ in range(calls):
-        key = f"order-{next(numbers):020}"
-        digest = hashlib.sha256(key.encode()).digest()[:16]
-
-        def pair(key: str = key, digest: bytes = digest) -> None:
-            with transaction.atomic():
-                execute(_LOCK, (digest,))
-                execute(_INSERT, (digest, 17, key))
-                execute(_UPDATE, (RESULT.body, digest, 17))
-
-        yield pair
+    with transaction.atomic():
+        execute(_LOCK, (digest,))
+        _bare(key, digest)
 
 
-def _locked(numbers: Iterator[int], calls: int) -> Iterator[Call]:
+def _locked(key: str, digest: bytes) -> None:
     """The same in two transactions, so that others see that the task runs, and nothing is held meanwhile."""
-    from django.db import transaction
-
-    for _ in range(calls):
-        key = f"order-{next(numbers):020}"
-        digest = hashlib.sha256(key.encode()).digest()[:16]
-
-        def pair(key: str = key, digest: bytes = digest) -> None:
-            with transaction.atomic():
-                execute(_LOCK, (digest,))
-                execute(_INSERT, (digest, 17, key))
-            with transaction.atomic():
-                execute(_LOCK, (digest,))
-                execute(_UPDATE, (RESULT.body, digest, 17))
-
-        yield pair
+    with transaction.atomic():
+        execute(_LOCK, (digest,))
+        execute(_INSERT, (digest, 17, key))
+    with transaction.atomic():
+        execute(_LOCK, (digest,))
+        execute(_UPDATE, (RESULT.body, digest, 17))
 
 
 def _pair(store: Any, numbers: Iterator[int], calls: int) -> Iterator[Call]:

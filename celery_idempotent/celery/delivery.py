@@ -73,6 +73,11 @@ class Replaced(Ignore):
         self.free = free
 
 
+def brings_callbacks(request: Context) -> bool:
+    """Does this request have callbacks: links, errbacks, a chain or a chord?"""
+    return bool(request.callbacks or request.errbacks or request.chain or request.chord)
+
+
 def has_callbacks(request: Context, said: Mapping[str, object] | None = None) -> bool:
     """Does this request have anything to send when it is done, or did it, and came back for it?
 
@@ -80,13 +85,7 @@ def has_callbacks(request: Context, said: Mapping[str, object] | None = None) ->
     """
     if said is None:
         said = read_stamp(as_mapping(request.headers), request.id)
-    return bool(
-        request.callbacks
-        or request.errbacks
-        or request.chain
-        or request.chord
-        or UNDELIVERED in said
-    )
+    return brings_callbacks(request) or UNDELIVERED in said
 
 
 def drop_callbacks(request: Context) -> None:

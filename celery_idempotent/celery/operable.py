@@ -73,8 +73,7 @@ class OperableTask(TaskBase):
     ) -> bool:
         """End the claim of a key of this task: the next delivery or call runs. ``False`` if nothing is queued or runs.
 
-        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
-        the same.
+        It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
         """
         return self._operate("release", key, scope, reason=reason, who=who, force=force)
 

@@ -25,6 +25,7 @@ from celery.app import trace
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.serialization import get_pickleable_etype, get_pickleable_exception
 
+from celery_idempotent.celery import delivery
 from celery_idempotent.celery.entering import entry_of
 from celery_idempotent.records import EndState, ResultWrite, State
 
@@ -112,7 +113,7 @@ class RequestResult:
         if not request.delivery_info or task.request_stack.top is not request:
             return False
         # The body added them: a message that has callbacks never comes here (running.py).
-        if request.callbacks or request.errbacks or request.chain or request.chord:
+        if delivery.brings_callbacks(request):
             return False
         if not state.raises:
             return not (request.ignore_result or ignores_result(task, request))

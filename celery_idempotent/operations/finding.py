@@ -174,7 +174,7 @@ def _by_result_backend(app: Celery, store: Store, task_id: str) -> Record | None
 
 
 def spellings(text: str, *, what: str = "key") -> list[str]:
-    """Return the canonical forms that somebody who types this may mean: as it is, as a str, a tuple, a task id."""
+    """Return the canonical forms that a typed text may mean: as it is, as a str, a tuple, a task id."""
     found = [text]
     with contextlib.suppress(InvalidKey, ValueError, RecursionError):
         if isinstance(parts := json.loads(text), list):

@@ -490,6 +490,25 @@ if celery.VERSION >= (5, 7):
     SETTINGS["failures for less time"] = {"result_failure_expires": 60}
 
 
+def stored_by(
+    shop: Shop, theirs: str, what: str, *, extended: bool, **headers: Any
+) -> list[tuple[Any, int, list[bytes]]]:
+    """Return what is stored and told where Celery does it, in the task ``theirs``, and where the settle does it."""
+    found = []
+    for name in (theirs, "pay"):
+        task_id = shop.run(name, what, task_id="the-task", **headers)
+        found.append(shop.stored(task_id))
+        with redis.Redis.from_url(shop.url) as client:
+            client.delete(shop.key(task_id))
+    assert shop.asked[-1] == "EVALSHA"
+    if extended:
+        payload, left, told = found[0]
+        name_of = b'"name": "%b"' % theirs.encode()
+        renamed = [each.replace(name_of, b'"name": "pay"') for each in (payload, *told)]
+        found[0] = renamed[0], left, renamed[1:]
+    return found
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("what", ["", "children", "result"])
 def test_a_result_is_stored_and_told_as_celery_does(
@@ -497,17 +516,9 @@ def test_a_result_is_stored_and_told_as_celery_does(
 ):
     shop = open_shop(**settings)
     headers = {"parent_id": "a parent", "stamped_headers": ["by"], "stamps": {"by": "me"}}
-    found = []
-    for name in ("plain", "pay"):
-        task_id = shop.run(name, what, task_id="the-task", **headers)
-        found.append(shop.stored(task_id))
-        with redis.Redis.from_url(shop.url) as client:
-            client.delete(shop.key(task_id))
-    assert shop.asked[-1] == "EVALSHA"
-    (payload, left, told), (payload_2, left_2, told_2) = found
-    if "result_extended" in settings:
-        payload = payload.replace(b'"name": "plain"', b'"name": "pay"')
-        told = [each.replace(b'"name": "plain"', b'"name": "pay"') for each in told]
+    (payload, left, told), (payload_2, left_2, told_2) = stored_by(
+        shop, "plain", what, extended="result_extended" in settings, **headers
+    )
     assert payload_2 == payload
     assert told_2 == told
     assert told[-1] == payload
@@ -520,17 +531,9 @@ def test_an_error_is_stored_and_told_as_celery_does(
     open_shop: Callable[..., Shop], settings: dict[str, Any], what: str
 ):
     shop = open_shop(**settings)
-    found = []
-    for name in ("apart", "pay"):
-        task_id = shop.run(name, what, task_id="the-task")
-        found.append(shop.stored(task_id))
-        with redis.Redis.from_url(shop.url) as client:
-            client.delete(shop.key(task_id))
-    assert shop.asked[-1] == "EVALSHA"
-    (payload, left, told), (payload_2, left_2, told_2) = found
-    if "result_extended" in settings:
-        payload = payload.replace(b'"name": "apart"', b'"name": "pay"')
-        told = [each.replace(b'"name": "apart"', b'"name": "pay"') for each in told]
+    (payload, left, told), (payload_2, left_2, told_2) = stored_by(
+        shop, "apart", what, extended="result_extended" in settings
+    )
     assert payload_2 == payload
     assert told_2 == told
     assert left_2 == pytest.approx(left, abs=5)

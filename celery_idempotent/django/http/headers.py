@@ -62,9 +62,8 @@ def read_key(request: HttpRequest, *, strict: bool, required: bool = False) -> s
     key = _key_of(value, strict=strict)
     if not key:
         raise _invalid("It is empty.")
-    if (
-        2 * len(key) + 2 > MAX_CHARS
-    ):  # each of its characters escaped, and quotes: no other can be too long
+    # With each of its characters escaped, and two quotes. A shorter one cannot be too long.
+    if 2 * len(key) + 2 > MAX_CHARS:
         try:
             canonical(key, task="of a request")
         except InvalidKey:

@@ -13,7 +13,7 @@ _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One database of one server, and who asks. Equal ones are the same; of two others nobody knows."""
+    """One database of one server, and who asks. Equal ones are the same; others may be the same, too."""
 
     kind: type
     address: tuple[object, ...]
