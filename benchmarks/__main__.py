@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from benchmarks import (
     admin,
+    cluster,
     http,
     hybrid,
     imports,
@@ -25,6 +26,7 @@ from benchmarks import (
     prune,
     publish,
     report,
+    saturation,
     scale,
     sql,
     sweep,
@@ -50,6 +52,8 @@ _BENCHMARKS = {
     "http": (http.run, "Time that @idempotent_view adds to a request"),
     "import": (imports.run, "CPU time to import the library and to bind a task"),
     "scale": (scale.run, "Many keys against 100,000"),
+    "saturation": (saturation.run, "Pairs of a claim and a settle that one Redis takes"),
+    "cluster": (cluster.run, "A worker on a Redis Cluster of three"),
     "instructions": (instructions.run, "User-space instructions"),
 }
 
@@ -116,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"which: {', '.join(_BENCHMARKS)}; default: all, instructions only with valgrind and"
         " without --quick, sql and prune only with a PostgreSQL",
     )
-    parser.add_argument("--quick", action="store_true", help="a look, in less than two minutes")
+    parser.add_argument("--quick", action="store_true", help="a look, in three minutes or so")
     parser.add_argument(
         "--keys",
         type=int,

@@ -27,6 +27,11 @@ class Spread:
             samples=len(samples),
         )
 
+    @classmethod
+    def exactly(cls, amount: float) -> Spread:
+        """Return what was measured once."""
+        return cls(median=amount, low=amount, high=amount, samples=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:

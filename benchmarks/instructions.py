@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.figures import Figure, Spread
-from benchmarks.session import ROOT, BenchmarkError, Session, children_environment
+from benchmarks.session import ROOT, BenchmarkError, Server, Session, children_environment
 from benchmarks.workers import REPLAYED, Plan, drain
 
-__all__ = ["available", "run"]
+__all__ = ["available", "count", "run"]
 
 _TASKS = (
     ("by_task_id", "worker: IdempotentTask", "plain"),
@@ -30,7 +30,14 @@ _PUBLISHED = (
 )
 _VERBS = tuple(
     (verb, f"verb: {verb}", "bare EVALSHA")
-    for verb in ("claim", "settle", "release", "renew", "claim of a completed key (replay)")
+    for verb in (
+        "claim",
+        "settle",
+        "settle with the task's result",
+        "release",
+        "renew",
+        "claim of a completed key (replay)",
+    )
 )
 #: What each may take, as a ratio to its baseline: a run 154,000 instructions more, a duplicate no more at all.
 _GOALS = {
@@ -66,13 +73,13 @@ def run(session: Session) -> Iterator[Figure]:
         if kind == "worker":
             counts = _worker(session, names, more)
         else:
-            counts = {name: _child(session, kind, name, more) for name in names}
+            counts = {name: _alone(session, kind, name, more) for name in names}
         for name, label, against in rows:
             yield Figure(
                 benchmark="instructions",
                 what=label,
                 unit="x",
-                value=_exactly(counts[name] / counts[against]),
+                value=Spread.exactly(counts[name] / counts[against]),
                 against=_LABELS.get(against, against),
                 goal=_GOALS.get((kind, name)),
                 extra={
@@ -110,17 +117,29 @@ def _drained(session: Session, names: Sequence[str], favoured: str | None, more:
         return _counted(log)
 
 
-def _child(session: Session, kind: str, name: str, more: int) -> float:
-    counts = []
+def _alone(session: Session, kind: str, name: str, more: int) -> float:
     with session.server() as server, session.directory() as directory:
-        for times in (_FEW, _FEW + more):
-            log = directory / f"cachegrind-{times}"
-            arguments = (kind, name, server.port, times, _FEW + more)
-            command = [sys.executable, "-m", "benchmarks.instructions_child", *map(str, arguments)]
-            environment = children_environment(PYTHONHASHSEED=0, BENCH_HIREDIS=1)
-            subprocess.run([*_cachegrind(log), *command], check=True, cwd=ROOT, env=environment)
-            counts.append(_counted(log))
+        counted = count(kind, name, more, server, directory)
     session.step()
+    return counted
+
+
+def count(kind: str, name: str, more: int, server: Server, directory: Path) -> float:
+    """Count what one verb or publication takes, as the difference of two runs; empties the server."""
+    arguments = map(str, (kind, name, server.port))
+    command = [sys.executable, "-m", "benchmarks.instructions_child", *arguments]
+    environment = children_environment(PYTHONHASHSEED=0, BENCH_HIREDIS=1)
+
+    def done(times: int, under: Sequence[str] = ()) -> None:
+        words = [*under, *command, str(times), str(_FEW + more)]
+        subprocess.run(words, check=True, cwd=ROOT, env=environment)
+
+    done(1)  # writes the bytecode, if there is none
+    counts = []
+    for times in (_FEW, _FEW + more):
+        log = directory / f"cachegrind-{times}"
+        done(times, _cachegrind(log))
+        counts.append(_counted(log))
     return (counts[1] - counts[0]) / more
 
 
@@ -134,7 +153,3 @@ def _counted(log: Path) -> int:
     if not found:
         raise BenchmarkError(f"cachegrind counted nothing:\n{log.read_text()[-2000:]}")
     return int(found[1].replace(",", ""))
-
-
-def _exactly(value: float) -> Spread:
-    return Spread(median=value, low=value, high=value, samples=1)

@@ -109,7 +109,7 @@ def _records(
 
 
 def _figure(what: str, engine: str, amount: float, goal: float | None = None) -> Figure:
-    spread = Spread(median=amount, low=amount, high=amount, samples=1)
+    spread = Spread.exactly(amount)
     return Figure(benchmark="memory", what=what, unit="B", value=spread, against=engine, goal=goal)
 
 

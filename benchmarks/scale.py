@@ -160,5 +160,6 @@ def _postgresql(session: Session, rounds: int) -> Iterator[Figure]:
 
 
 def _one(what: str, unit: str, amount: float, **extra: float) -> Figure:
-    spread = Spread(median=amount, low=amount, high=amount, samples=1)
-    return Figure(benchmark="scale", what=what, unit=unit, value=spread, extra=extra)
+    return Figure(
+        benchmark="scale", what=what, unit=unit, value=Spread.exactly(amount), extra=extra
+    )

@@ -69,10 +69,12 @@ class Session:
         self.progress.advance(self.bar, count)
 
     @contextlib.contextmanager
-    def server(self, *, valkey: bool = False) -> Iterator[embedded.EmbeddedRedis]:
+    def server(
+        self, *, valkey: bool = False, options: Mapping[str, str] | None = None
+    ) -> Iterator[embedded.EmbeddedRedis]:
         """Run a server while the block lasts: the machine's own Redis if it has one, or the Valkey of a wheel."""
         try:
-            server = Server(prefer_path=not valkey)
+            server = Server(prefer_path=not valkey, options=options)
         except embedded.ServerUnavailable as error:
             raise BenchmarkError(str(error)) from error
         with server:

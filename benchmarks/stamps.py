@@ -26,7 +26,11 @@ class Stamp:
     wall: int
     cpu: int
     pid: int
-    ran: bool
+    runs: int
+
+    @property
+    def ran(self) -> bool:
+        return self.runs > 0
 
 
 class Stamps:
@@ -45,8 +49,9 @@ class Stamps:
         _STARTED.pack_into(self._map, number * _SLOT.size, *clocks)
 
     def run(self, number: int) -> None:
-        """Note that the body of task ``number`` runs."""
-        _RAN.pack_into(self._map, number * _SLOT.size + _STARTED.size, 1)
+        """Note that the body of task ``number`` runs, once more if it has run."""
+        place = number * _SLOT.size + _STARTED.size
+        _RAN.pack_into(self._map, place, _RAN.unpack_from(self._map, place)[0] + 1)
 
     def started(self) -> int:
         """Count the messages that were started."""
@@ -55,7 +60,7 @@ class Stamps:
     def read(self, numbers: Sequence[int]) -> list[Stamp]:
         """Return the stamps of these messages."""
         slots = (_SLOT.unpack_from(self._map, number * _SLOT.size) for number in numbers)
-        return [Stamp(wall, cpu, pid, bool(ran)) for wall, cpu, pid, ran in slots]
+        return [Stamp(wall, cpu, pid, runs) for wall, cpu, pid, runs in slots]
 
 
 def wall_per_task(block: Sequence[Stamp]) -> float:

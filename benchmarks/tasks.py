@@ -33,15 +33,17 @@ PAYLOAD = {
 
 
 def make_app(
-    *, broker: str, backend: str, stamps: Path | None = None, peers: bool = False
+    *, broker: str, backend: str, store: str = "", stamps: Path | None = None, peers: bool = False
 ) -> Celery:
-    """Return an app with the tasks; the store is the result backend, as by default; peers: others' too."""
+    """Return an app with the tasks; the store is the result backend, if no other is named; peers: others' too."""
     app = Celery("bench", broker=broker, backend=backend, set_as_current=False)
     app.conf.update(
         task_default_queue="bench",
         broker_connection_retry_on_startup=True,
         worker_hijack_root_logger=False,
     )
+    if store:
+        app.conf.idempotency_store = store
     notes = Stamps(stamps) if stamps else None
 
     @functools.cache
@@ -101,7 +103,8 @@ def make_app(
     add("portable", Idempotent, idempotency_key="n", idempotency_fused_result=False)
     add("by_argument_ignore", Idempotent, idempotency_key="n", ignore_result=True)
     add("by_webhook", Idempotent, webhook, idempotency_key=("n", "event.id"))
-    add("again", Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")
+    for name in ("again", "twice"):
+        add(name, Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")
     if peers:
         libraries.configure(app, backend)
         for name, peer in libraries.installed().items():

@@ -44,10 +44,11 @@ class Pool:
 
     label: str
     options: Sequence[str]
-    processes: int
     candidates: Sequence[Candidate]
     block: int
     rounds: int
+    #: Does one task start when the last one is over?
+    in_turn: bool = False
 
 
 def run(session: Session) -> Iterator[Figure]:
@@ -55,11 +56,19 @@ def run(session: Session) -> Iterator[Figure]:
     everything = (_BY_TASK_ID, _BY_ARGUMENT, _PORTABLE, _IGNORED, _REPLAY, _LATE, _FLOOR)
     main = (_BY_TASK_ID, _BY_ARGUMENT, _PORTABLE, _REPLAY)
     pools = [
-        Pool("solo", ["--pool=solo"], 1, everything, 50, session.choose(quick=16, full=60)),
+        Pool(
+            "solo", ["--pool=solo"], everything, 50, session.choose(quick=16, full=60), in_turn=True
+        ),
         Pool(
             "prefork -c 2",
             ["--pool=prefork", "--concurrency=2"],
-            2,
+            main,
+            200,
+            session.choose(quick=5, full=24),
+        ),
+        Pool(
+            "gevent -c 20",
+            ["--pool=gevent", "--concurrency=20"],
             main,
             200,
             session.choose(quick=5, full=24),
@@ -67,7 +76,8 @@ def run(session: Session) -> Iterator[Figure]:
     ]
     if not session.quick:
         pools.insert(
-            1, Pool("prefork -c 1", ["--pool=prefork", "--concurrency=1"], 1, main, 50, 60)
+            1,
+            Pool("prefork -c 1", ["--pool=prefork", "--concurrency=1"], main, 50, 60, in_turn=True),
         )
     for pool in pools:
         yield from _measure(session, pool)
@@ -100,7 +110,7 @@ def _figure(
         "baseline_us": Spread.of(theirs).median,
         "cpu_ratio": ratios(cpu, their_cpu).median,
     }
-    if pool.processes == 1:
+    if pool.in_turn:
         typical = [typical_wall(block) for block in blocks[candidate.task]]
         their_typical = [typical_wall(block) for block in blocks[candidate.against]]
         extra["typical_ratio"] = ratios(typical, their_typical).median

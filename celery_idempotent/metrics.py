@@ -8,7 +8,13 @@
         app, port=9464
     )  # a worker serves http://…:9464/metrics; without a port: your own endpoint does
 
-Nothing else of the library imports this module. Names and labels are listed in docs/monitoring.md.
+Nothing else of the library imports this module. Names and labels are listed in docs/monitoring.md. Counters and run
+times are what happened in this process (with PROMETHEUS_MULTIPROC_DIR, in all children of a worker); the gauges are the
+store's, the same from whichever process they are asked::
+
+    signals of this process ─▶ Counter, Histogram ─┐
+                                                   ├─▶ GET /metrics
+    the store, asked at each scrape ──▶ gauges ────┘
 """
 
 from __future__ import annotations
@@ -199,6 +205,10 @@ class StoreCollector(Collector):
         return iter(())
 
     def _ask(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the gauges of the store, by two questions: counts with the last sweep, and the first stale leases.
+
+        Ages are by the store's clock, on both sides: this machine's may differ by more than what an alert waits for.
+        """
         store = get_store(self._app)
         stats = store.stats()
         records = GaugeMetricFamily(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final, Literal
 
 from kombu import compression, serialization
@@ -17,6 +17,7 @@ from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, Serial
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
+from celery_idempotent.records.frozen import frozen
 
 _JSON = "application/json"
 
@@ -33,7 +34,7 @@ content_types: dict[str, str] = _registry.name_to_type
 _names: dict[str, str] = _registry.type_to_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class NotStored:
     """A value that was not serialized, and the word that says why; never the value itself.
 
@@ -45,7 +46,7 @@ class NotStored:
     size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class Serializer:
     """Writes in one format and reads those that the app accepts.
 
@@ -63,6 +64,11 @@ class Serializer:
     _accepted: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Refuse what would be written and not read, now: a worker does not start with it.
+
+        The other way round it would show only when the first duplicate asks for a result, in a task that has taken
+        effect.
+        """
         accept = tuple(self.accept)
         if not installed(self.name):
             raise InvalidOption(

@@ -11,11 +11,10 @@ Celery's signals swallow and log what a receiver raises, so a receiver never cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from celery.utils.dispatch import Signal
 
 from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records.frozen import sealed
 
 __all__ = [
     "Event",
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@sealed(frozen=True, slots=True, kw_only=True)
 class Event:
     """What happened: to which key, in which call of which task.
 

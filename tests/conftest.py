@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -12,7 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import redis
+import redis.utils
+
+# redis-py reads the files of installed packages for its own version at each connection.
+redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
 
 # The package under test comes from the wheel in site-packages. `tests` and `testproject` are found in the root, which
 # therefore goes to the end of the path, also when pytest was started with `python -m`.

@@ -1,4 +1,14 @@
-"""What a task's options, its signature and its app make of it, checked once and frozen."""
+"""What a task's options, its signature and its app make of it, checked once and frozen.
+
+::
+
+    idempotency_lease, …, the app's settings ─▶ Policy ─────┐
+    idempotency_key, …, parameters of run() ──▶ Identifier ─┼─▶ Definition, made by bind(), one per task and app
+    idempotency_serializer, … ────────────────▶ TaskCodec ──┤
+                                   all three ─▶ Runner ─────┘
+
+It is made anew when a setting changes: :class:`~celery_idempotent.settings.Snapshot` says whether one has.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 #: In a stamp: how often its message came back because something could not be sent; what was sent is no longer in it.
 UNDELIVERED = "undelivered"
 
-#: Where it is kept, while the request is at work, that something is due.
+#: The attribute of a request that holds its :class:`Due`.
 _DUE = "idempotency_due"
 
 
@@ -51,8 +51,8 @@ class Due:
     age_ms: int = 0
 
 
-def forgetting(store: Store, identity: Identity, token: int) -> Callable[[], None]:
-    """Return what gives back the key of a task whose replacement can never be published."""
+def forget_function(store: Store, identity: Identity, token: int) -> Callable[[], None]:
+    """Return the function that forgets a task's record, for when its replacement can never be published."""
 
     def forget() -> None:
         try:
@@ -78,9 +78,10 @@ def brings_callbacks(request: Context) -> bool:
     return bool(request.callbacks or request.errbacks or request.chain or request.chord)
 
 
-def has_callbacks(request: Context, said: Mapping[str, object] | None = None) -> bool:
-    """Does this request have anything to send when it is done, or did it, and came back for it?
+def has_to_send(request: Context, said: Mapping[str, object] | None = None) -> bool:
+    """Does this request have anything to send when it is done?
 
+    Its callbacks; or it had some, sent a part of them, and came back for the mark (:data:`UNDELIVERED` in its stamp).
     ``said`` is its stamp, where that is read already.
     """
     if said is None:
@@ -104,8 +105,8 @@ def take_due(request: Context) -> Due | None:
     return due
 
 
-def marking(store: Store, identity: Identity, token: int) -> Callable[[], None]:
-    """Return what marks this record as delivered."""
+def mark_function(store: Store, identity: Identity, token: int) -> Callable[[], None]:
+    """Return the function that marks this record as delivered: its callbacks are sent."""
 
     def mark() -> None:
         try:

@@ -16,6 +16,7 @@ from celery.app.base import Celery as CeleryApp
 
 from celery_idempotent.celery import canvas, messages, reaper, receivers, registry, sending
 from celery_idempotent.celery.typed import Result
+from celery_idempotent.settings import real_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ def install(app: Celery) -> None:
         celery_idempotent.install(app)
         app.send_task("shop.pay", (17,), idempotency_key="order-17")
     """
-    app = registry.real_app(app)
+    app = real_app(app)
     with _lock:
         if not registry.is_installed(app):
             _patch_canvases()

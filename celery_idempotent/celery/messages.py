@@ -15,6 +15,7 @@ from celery.utils import uuid
 from celery_idempotent.celery.registry import has_active_tasks, is_other_task
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.identity import stamp
+from celery_idempotent.identity.identified import MAPPINGS
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.identity.trees import AnySignature, with_last_task
 
@@ -45,11 +46,7 @@ def _raw_headers(options: Options) -> Mapping[str, object] | None:
         stamped = options.get("stamped_headers") or ()
         given = {name: options.pop(name) for name in names if name not in stamped}
         headers = {**given, **as_mapping(headers)}
-    if (
-        not headers
-        or not isinstance(headers, (dict, Mapping))
-        or stamp.RAW.keys().isdisjoint(headers)
-    ):
+    if not headers or not isinstance(headers, MAPPINGS) or stamp.RAW.keys().isdisjoint(headers):
         return None
     return dict(headers)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from celery_idempotent.celery.carrying_out import Operation, Operator, Outcome
+from celery_idempotent.celery.operator import Operation, Operator, Outcome
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.records import Identity, Record, State, Stored
@@ -46,8 +46,6 @@ ON_MANY: tuple[Operation, ...] = tuple(each for each in OPERATIONS if each != "c
 #: So many characters of a reason pages and commands take. A record keeps less of what code gives, see
 #: :class:`~celery_idempotent.records.Intervention`; events and the log have all of it.
 LONGEST_REASON = 500
-
-_UNFINISHED = frozenset({State.QUEUED, State.PROCESSING, State.INTERRUPTED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ def offered(
 
     ``known``: does a task of this app have its namespace? Nobody else could write a value.
     """
-    unfinished = record.state in _UNFINISHED
+    unfinished = not record.state.settled
     whole = step is None
     possible: dict[Operation, bool] = {
         "release": whole and record.state in {State.QUEUED, State.PROCESSING},
@@ -149,9 +147,7 @@ def operate(
     )
     notes = [note for open_note in notebooks if who and (note := open_note(begun))]
     try:
-        outcome = Operator.of(app, store, operation, who, reason, step).carry_out(
-            record, step, value
-        )
+        outcome = Operator.of(app, store, operation, who, reason, step).execute(record, step, value)
     except IdempotencyError:
         for note in notes:
             note.failed(_aftermath(store, record))

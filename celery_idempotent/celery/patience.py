@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 class Patience:
     """The ``option`` of the transport that says so, and its value in ``seconds``, after which a dead worker's message
     comes again; ``held`` seconds after which that of a live one does, ``None`` if it renews it for as long as it lives.
+
+    ::
+
+        Redis       seconds 3600, held 3600    a task of two hours is delivered to a second worker after one
+        Pub/Sub     seconds 240, held None     a live worker extends the deadline; a dead one's message comes in 240 s
     """
 
     option: str

@@ -203,7 +203,7 @@ def send_deferred(
         return send_it(**options)
     task_id = str(options.get("task_id"))
     header = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
-    identified = definition.identifier.stamped(header, call.args, call.kwargs, task_id=task_id)
+    identified = definition.identifier.from_stamp(header, call.args, call.kwargs, task_id=task_id)
     if identified is None:
         return send_it(**options)
     try:

@@ -1,4 +1,15 @@
-"""The sweep: a beat task that registers itself, and interrupts claims whose worker never came back."""
+"""The sweep: a beat task that registers itself, and interrupts claims whose worker never came back.
+
+What becomes of a record whose lease ran out is what its task said when it claimed the key (``idempotency_on_stale``)::
+
+    "interrupt"   INTERRUPTED, one crash more       the next delivery or call claims it
+    "fail"        INTERRUPTED, then FAILED          duplicates get ProcessingTimedOut, until a person looks at it
+    "requeue"     QUEUED, one crash more            its message is published again, from the record
+
+The store writes the new state first, and then the sweep acts on it. Should it die before it has published a message,
+the record is past its new deadline after a minute, and another sweep publishes it. Two copies do no harm: they have one
+task id, so the second is a redelivery.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +19,26 @@ import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of, find_task, real_app
+from celery_idempotent.celery.registry import definition_of, find_task
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Line, Reporter
+from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
 from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
-from celery_idempotent.settings import milliseconds
+from celery_idempotent.settings import milliseconds, real_app
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
     from celery.beat import Service
     from celery.utils.dispatch import Signal
+    from typing_extensions import Unpack
 
     from celery_idempotent.stores.base import Store
 
@@ -100,10 +112,11 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
 
 
 def report_record(
-    app: Celery, store: Store, outcome: Signal, record: Record, **details: Any
+    app: Celery, store: Store, outcome: Signal, record: Record, **details: Unpack[Details]
 ) -> None:
     """Report what became of a record without a run; the caller writes the counters."""
     namespace = record.identity.namespace
+    # None: a view's record, or a task of another app that shares the store. It is reported by its namespace.
     task = find_task(app, namespace)
     name = namespace if task is None else task.name
     reporter = Reporter(name, lambda: task, lambda: store)
@@ -118,8 +131,16 @@ def _time_out(app: Celery, store: Store, record: Record) -> bool:
     )
     if not fail_record(app, store, record, error):
         return False
-    about = {"error": error, "reason": _STALE, "line": FAILED_WITHOUT_RUN}
-    report_record(app, store, signals.settled, record, state=State.FAILED, **about)
+    report_record(
+        app,
+        store,
+        signals.settled,
+        record,
+        state=State.FAILED,
+        error=error,
+        reason=_STALE,
+        line=FAILED_WITHOUT_RUN,
+    )
     return True
 
 

@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from celery_idempotent.settings import real_app
+
 if TYPE_CHECKING:
     from celery import Celery
 
@@ -80,12 +82,6 @@ def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definit
     """Return the definition of the task that :func:`find_task` finds, also if it is switched off."""
     task = find_task(app, namespace, load=load)
     return None if task is None else task._definition  # noqa: SLF001  it is found by it
-
-
-def real_app(app: Celery) -> Celery:
-    """Return the app that a proxy such as ``current_app`` stands for."""
-    found: Celery = getattr(app, "_get_current_object", lambda: app)()
-    return found
 
 
 def note_installed(app: Celery) -> None:

@@ -83,8 +83,8 @@ def publish_after_settle(
     claim.replacement = definition.codec.dump_replacement(sig)
     if claim.replacement is not None:
         held = claim.store, claim.record.identity, claim.token
-        due = delivery.Due(mark=delivery.marking(*held))
-        raise delivery.Replaced(sig, due, delivery.forgetting(*held))
+        due = delivery.Due(mark=delivery.mark_function(*held))
+        raise delivery.Replaced(sig, due, delivery.forget_function(*held))
 
 
 def _has_identity(sig: AnySignature, name: str, definition: Definition, identity: Identity) -> bool:

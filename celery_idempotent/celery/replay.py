@@ -1,4 +1,11 @@
-"""Answering a duplicate from the record: its value, its exception, or what its task left in the result backend."""
+"""Answering a duplicate from the record: its value, its exception, or what its task left in the result backend.
+
+Who sends the callbacks of a message depends on which message settled the record::
+
+    this very message, and they are sent        answer; Celery finds no callbacks
+    this very message, and it died before       answer, send its callbacks, mark the record as delivered
+    another message with the same key           answer, send its own callbacks: it is in a chain or chord of its own
+"""
 
 from __future__ import annotations
 
@@ -42,7 +49,7 @@ def replay(
         if record.delivered or record.value is None:
             raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
         signature = definition.codec.load_replacement(record.value)
-        free = delivery.forgetting(get_store(task.app), record.identity, record.token)
+        free = delivery.forget_function(get_store(task.app), record.identity, record.token)
         raise delivery.Replaced(signature, _due(task, record, age_ms), free)
     if record.value is not None and not record.replaced:
         value = definition.codec.load_value(record.value)
@@ -54,7 +61,7 @@ def replay(
 
 def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> None:
     """Have sent what this message sends. A duplicate under another id marks nothing: it did not settle the record."""
-    if not delivery.has_callbacks(request) or (record.delivered and record.task_id == request.id):
+    if not delivery.has_to_send(request) or (record.delivered and record.task_id == request.id):
         return
     due = _due(task, record, age_ms)
     if record.task_id != request.id:
@@ -63,7 +70,7 @@ def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int)
 
 
 def _due(task: IdempotentTask, record: Record, age_ms: int) -> delivery.Due:
-    mark = delivery.marking(get_store(task.app), record.identity, record.token)
+    mark = delivery.mark_function(get_store(task.app), record.identity, record.token)
     return delivery.Due(mark=mark, age_ms=age_ms)
 
 

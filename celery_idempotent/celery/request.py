@@ -22,7 +22,7 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.celery.delivery import has_callbacks
+from celery_idempotent.celery.delivery import has_to_send
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.background import background
@@ -239,7 +239,7 @@ class Request(CeleryRequest):
         """
         task = self.task
         comes_back = task.acks_late and task.reject_on_worker_lost
-        if comes_back and task.idempotency_definition() and has_callbacks(self._context):  # type: ignore[attr-defined]
+        if comes_back and task.idempotency_definition() and has_to_send(self._context):  # type: ignore[attr-defined]
             return False
         return super()._success_was_stored()  # type: ignore[misc]
 

@@ -32,8 +32,6 @@ from celery_idempotent.stores import Store, get_store
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
 
-logger = logging.getLogger(__name__)
-
 _UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
 #: A reservation whose message did not start in time (after its ETA, if it has one) counts as lost.
@@ -88,14 +86,7 @@ def reserve_and_send(
             try:
                 sent = send(**options)
             except BaseException:
-                try:
-                    key_change.give_back(store, identified, record)
-                except IdempotencyError as error:
-                    logger.warning(
-                        "idempotency: could not release the reservation of %s, its deadline will end it: %s",
-                        identity,
-                        error,
-                    )
+                key_change.give_back(store, identified, record)
                 raise
             report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
             return sent

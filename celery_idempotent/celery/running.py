@@ -1,4 +1,13 @@
-"""One delivery of a task: from Celery's request to a call of the protocol, and from the protocol's answer to Celery."""
+"""One delivery of a task: from Celery's request to a call of the protocol, and from the protocol's answer to Celery.
+
+::
+
+    request ─ call_of ─▶ Call ─ Runner.execute ─▶ Ran ──────────── the value is returned: SUCCESS
+                                                  Replay ───────── the stored value is returned, or the error raised
+                                                  Conflict ─────── republished, dropped or failed (on_conflict)
+                                                  StoreFailed ──┬─ republished: nothing has run
+                                                                └─ run without protection (on_store_error="open")
+"""
 
 from __future__ import annotations
 
@@ -51,11 +60,14 @@ def run_once(  # noqa: RET503  a conflict always raises
         case Ran(value):
             return value
         case Replay(record, age_ms):
-            return replay(task, definition, request, record, age_ms)
+            value = replay(task, definition, request, record, age_ms)
+            if (result := call.result_of(value)) is not None:
+                result.write_replayed(get_store(task.app))
+            return value
         case Conflict(record, left_ms, other):
             republish.conflict(task, request, record, left_ms, other=other)
-        case StoreFailed(error, attempt, condemned):
-            if condemned or definition.policy.on_store_error != "open":
+        case StoreFailed(error, attempt, barred):
+            if barred or definition.policy.on_store_error != "open":
                 republish.after_store_failure(task, request, error, attempt)
             logger.warning(
                 "idempotency: %s[%s] runs without protection: %s", task.name, request.id, error
@@ -79,15 +91,15 @@ def call_of(
     headers = as_mapping(request.headers)
     said = stamp.read_stamp(headers, task_id)
     policy = definition.policy
-    identified = _identify(
+    identified = identify_delivery(
         definition,
         # A canvas may stamp the key on its tasks; then it is no header of ours that has it.
         {**as_mapping(request.stamps), **headers} if request.stamps else headers,
-        None if request.stamps else said,
         args,
         kwargs,
         task_id=task_id,
         nesting=request.replaced_task_nesting or 0,
+        said=None if request.stamps else said,
         eager=bool(request.is_eager),
     )
     identity = identified.identity
@@ -95,7 +107,7 @@ def call_of(
         # From here on they are this message's alone: the body may hand its headers to other calls.
         request.headers = stamp.with_stamp(headers, task_id, identified)
     on_settled = make_result = None
-    if policy.mode == "enforce" and delivery.has_callbacks(request, said):
+    if policy.mode == "enforce" and delivery.has_to_send(request, said):
         on_settled = partial(_note_due, task, request, identity)
     elif definition.fuses:
         make_result = partial(RequestResult, task, request, task_id)
@@ -125,29 +137,16 @@ def identify_delivery(
     *,
     task_id: str,
     nesting: int = 0,
+    said: Mapping[str, object] | None = None,
+    eager: bool = False,
 ) -> Identified:
     """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
 
+    ``said`` is what the headers say, where they are read already. An ``eager`` call without a key gets a key of its
+    own: Celery gives all steps of an eager chain one task id.
+
     Raises:
         InvalidKey: if the stamp is malformed, or the key cannot be used.
-    """
-    return _identify(definition, headers, None, args, kwargs, task_id=task_id, nesting=nesting)
-
-
-def _identify(
-    definition: Definition,
-    headers: Mapping[str, object],
-    said: Mapping[str, object] | None,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    *,
-    task_id: str,
-    nesting: int,
-    eager: bool = False,
-) -> Identified:
-    """Do what :func:`identify_delivery` does; ``said`` is what the headers say, where they are read already.
-
-    An eager call without a key gets a key of its own: Celery gives all steps of an eager chain one task id.
     """
     if said is None:
         said = stamp.read_stamp(headers, task_id)
@@ -155,7 +154,7 @@ def _identify(
     header = stamp.stamp_of(headers, task_id)
     if header is not None:
         try:
-            stamped = definition.identifier.stamped(
+            stamped = definition.identifier.from_stamp(
                 header, args, kwargs, task_id=own_id, nesting=nesting
             )
         except InvalidKey as error:
@@ -185,8 +184,9 @@ def _id_of_direct_call(task: IdempotentTask, request: Context) -> str:
 def late_outcome(task: IdempotentTask, error: Exception) -> Exception:
     """Return what is raised for an error as if the body had raised it: a retry, published by now, or the error.
 
-    Celery wraps ``autoretry_for`` around ``run`` when the task is made. The same wrapper goes around a copy of the task
-    here, whose ``run`` raises the error: so every option counts, in whatever way this release of Celery reads it.
+    The error comes from the COMMIT of an atomic task, when ``run`` has returned, so that Celery's own wrapper of
+    ``autoretry_for`` around ``run`` cannot see it. The same wrapper goes around a copy of the task here, whose ``run``
+    raises the error: so every option counts, in whatever way this release of Celery reads it.
     """
 
     def run() -> NoReturn:
@@ -210,7 +210,7 @@ def _is_final_failure(error: BaseException) -> bool:
 
 def _note_due(task: IdempotentTask, request: Context, identity: Identity, token: int) -> None:
     """Note that callbacks are due, once the record is settled with this token."""
-    mark = delivery.marking(get_store(task.app), identity, token)
+    mark = delivery.mark_function(get_store(task.app), identity, token)
     delivery.note_due(request, delivery.Due(mark=mark))
 
 

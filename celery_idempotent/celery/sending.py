@@ -1,8 +1,9 @@
 """Sending what a finished task sends (links, the next step of a chain, its part of a chord), before Celery would.
 
-Celery sends it after the run, and takes trouble with it for a failure of the task: a body that ran, whose record says
-COMPLETED, ends as FAILURE, and what should follow never comes. So it is sent here, by the same calls in the same order,
-while it can still be said that the message is to come back. Celery then finds nothing left to send::
+Celery sends these after the run. If that fails, Celery counts it as a failure of the task: the body took effect, the
+record says COMPLETED, but the task's state is FAILURE and its callbacks are never sent. So they are sent here, by the
+same calls in the same order. At this point the message can still be made to come back. Celery then finds nothing left
+to send::
 
     run ─ settle ─┬─ links ─ chain ─ result ─ chord part ─ mark ─ SUCCESS (hooks, signals) ─ ack
                   └─ ✗ ─┬─ published again with a countdown, without what was sent ─ ack
@@ -65,7 +66,7 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
             left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
             with suppress(_Hopeless):
                 _deliver(task, request, due, left_ms, partial(_send_failure, task, request, error))
-            if not _is_celerys(request):
+            if not _celery_sends_it(request):
                 request.errbacks = request.chain = request.chord = None
         raise
     due = delivery.take_due(request)
@@ -75,14 +76,14 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
             _deliver(task, request, due, left_ms, partial(_send_success, task, request, value))
         except _Hopeless as error:
             raise error.trouble from None
-        if not _is_celerys(request):
+        if not _celery_sends_it(request):
             request.callbacks = request.chain = request.chord = None
             request.ignore_result = True  # it is stored
     return value
 
 
 class _Hopeless(Exception):
-    """It cannot be sent, however often the message comes back."""
+    """The callbacks cannot be sent, however often the message comes back: ``trouble`` says why."""
 
     def __init__(self, trouble: BaseException) -> None:
         super().__init__()
@@ -92,8 +93,12 @@ class _Hopeless(Exception):
 def _deliver(
     task: IdempotentTask, request: Context, due: Due, left_ms: int, send: Callable[[], object]
 ) -> None:
-    """Send, and mark the record; or have the message come back, while the record surely answers it."""
-    if _is_celerys(request):
+    """Send, then mark the record as delivered. If that fails, have the message come back.
+
+    ``left_ms``: for so long its record will surely be there to answer the message. After that a redelivery would run
+    the body again, so the callbacks are given up.
+    """
+    if _celery_sends_it(request):
         due.mark()
         return
     token = _published.set(set())
@@ -116,7 +121,7 @@ def _deliver(
     due.mark()
 
 
-def _is_celerys(request: Context) -> bool:
+def _celery_sends_it(request: Context) -> bool:
     """Can this not come back (an eager call, or one without an id)? Then Celery sends, here and now."""
     return bool(request.is_eager or not request.id)
 
@@ -175,7 +180,12 @@ def note_published(headers: object = None, **_: object) -> None:
 
 
 def _forget_published(request: Context) -> None:
-    """Leave in the request, and so in the message that comes back, only the callbacks that are not sent yet."""
+    """Leave in the request, and so in the message that comes back, only the callbacks that are not sent yet.
+
+    ::
+
+        links A, B, C     A sent ─ B: the broker is gone ─ the message comes back with B, C ─ B, C sent
+    """
     published = _published.get() or set()
     for name in ("callbacks", "errbacks"):
         left = [each for each in getattr(request, name) or () if not _is_sent(each, published)]

@@ -3,7 +3,8 @@
 Celery's tracer stores it after the run, in two round trips of its own. Here these are left out::
 
     apart      run ─ settle ─ GET (a SUCCESS already?) ─ MULTI, SETEX, PUBLISH, EXEC ─ hooks, signals ─ ack
-    together   run ─ settle, GET, PUBLISH, SETEX in one script ────────────────────── hooks, signals ─ ack
+    together   run ─ settle, GET, SETEX, PUBLISH in one script ────────────────────── hooks, signals ─ ack
+    duplicate  replay ─ GET, SETEX, PUBLISH in one script ─────────────────────────── hooks, signals ─ ack
 
 The result is the backend's own: its fields, its serializer and compression, its key, channel and expiry. Whatever is
 unusual has it stored apart, as ever: a backend that is no plain ``RedisBackend``, or has a method replaced; another
@@ -99,6 +100,18 @@ class RequestResult:
         except Exception:  # noqa: BLE001, S110  Celery says what is wrong with it, when it stores it
             pass
         return None
+
+    def write_replayed(self, store: Store) -> None:
+        """Store the value of a duplicate; whatever keeps it from being stored, the tracer stores it.
+
+        A soft time limit that strikes here is no failure either: the task has its value.
+        """
+        try:
+            result = self.write_for(store, State.COMPLETED)
+            if result is not None and store.write_result(result):
+                self.note_written(State.COMPLETED)
+        except Exception:  # noqa: BLE001, S110
+            pass
 
     def note_written(self, state: EndState) -> None:
         """Let the tracer leave it out."""
@@ -248,6 +261,10 @@ def _plan_of(backend: AnyBackend, store: Store) -> dict[str, int]:
 
 
 def _is_plain_redis(backend: AnyBackend) -> bool:
+    """Is this Celery's own backend, in which nothing is replaced, neither by a subclass nor on the instance?
+
+    A method that someone has patched does something that would be left out, if the result were written past it.
+    """
     kind = type(backend)
     if (kind.__module__, kind.__name__) != ("celery.backends.redis", "RedisBackend"):
         return False

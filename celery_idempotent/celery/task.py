@@ -17,23 +17,23 @@ from celery_idempotent.celery import (
 )
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
-from celery_idempotent.celery.operable import OperableTask
-from celery_idempotent.celery.registry import real_app
+from celery_idempotent.celery.record_methods import RecordMethods
 from celery_idempotent.celery.typed import Result, Sig
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
+from celery_idempotent.settings import real_app
 
 if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
-    from celery_idempotent.protocol.deferred import OnCommit
+    from celery_idempotent.protocol.at_commit import OnCommit
     from celery_idempotent.stores.base import Store
 
 
-class IdempotentTask(OperableTask):
+class IdempotentTask(RecordMethods):
     """A task that takes effect once for each idempotency key.
 
     Use it as ``@app.task(base=IdempotentTask, idempotency_key="order_id")``, or for a whole app as

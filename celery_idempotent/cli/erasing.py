@@ -1,4 +1,9 @@
-"""``erase``: all that is stored of a scope, when a tenant leaves."""
+"""``erase``: all that is stored of a scope, when a tenant leaves.
+
+The outbox goes first: a message that is sent while records are deleted would make a new one::
+
+    count the records ─ ask ─ discard staged messages ─ forget record by record ─ again, until a walk finds none
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from celery_idempotent.cli.doing import do, order_of, order_options, records_in_words
+from celery_idempotent.cli.execution import (
+    execute_all,
+    records_in_words,
+    request_of,
+    request_options,
+)
 from celery_idempotent.cli.options import scopes_of
 from celery_idempotent.cli.output import Progress, note
 from celery_idempotent.cli.session import Session, command, django_part
@@ -28,7 +38,7 @@ def _erase(session: Session, scope: str, **given: object) -> None:
     (unless forced), with exit code 1; so is what is claimed meanwhile: run it again until nothing is found. Counters
     know no scope.
     """
-    order = order_of("forget", given)
+    request = request_of("forget", given)
     wanted = Filter(states=frozenset(State), scopes=frozenset(scopes_of(scope)))
     count, namespaces = _count(session, wanted)
     staged = _staged(session, wanted, limit=_STAGED + 1)
@@ -42,12 +52,12 @@ def _erase(session: Session, scope: str, **given: object) -> None:
         f" {min(len(staged), _STAGED):,}{plus} messages in the outbox."
     )
     note("What took effect is not undone: a call that comes again runs again.")
-    order.confirm("Erase all of it?")
+    request.confirm("Erase all of it?")
     # Before the records: a message that is sent meanwhile would make new ones.
     discarded = _discard(session, wanted)
     if discarded:
         note(f"{discarded:,} staged messages discarded.")
-    do(session, order, _records(session, wanted), total=count)
+    execute_all(session, request, _records(session, wanted), total=count)
 
 
 def _count(session: Session, wanted: Filter) -> tuple[int, set[str]]:
@@ -92,7 +102,7 @@ def _discard(session: Session, wanted: Filter) -> int:
     return count
 
 
-for _option in reversed(order_options):
+for _option in reversed(request_options):
     _erase = _option(_erase)
 
 erase_command = command(

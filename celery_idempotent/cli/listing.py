@@ -7,23 +7,15 @@ from collections import Counter
 import click
 
 from celery_idempotent.celery.reaper import SWEEP
-from celery_idempotent.cli.objects import COLUMNS, object_of, row_of
+from celery_idempotent.cli import output
+from celery_idempotent.cli.objects import COLUMNS, cells_of, object_of
 from celery_idempotent.cli.options import filter_of, filter_options, json_option
-from celery_idempotent.cli.output import (
-    Column,
-    Progress,
-    note,
-    on_terminal,
-    paragraph,
-    table,
-    write_json,
-)
 from celery_idempotent.cli.session import Session, command
 from celery_idempotent.operations.finding import pages
 from celery_idempotent.operations.wording import ago, iso
 from celery_idempotent.records import Record
 
-#: What the table of counts shows, in this order: what ran, what was spared, what needs somebody.
+#: What the table of counts shows, in this order: what ran, what did not have to run again, what needs somebody.
 _OUTCOMES = (
     ("RUNS", ("claimed",)),
     ("FAILED", ("failed",)),
@@ -57,7 +49,7 @@ def list_command(session: Session, limit: int, as_json: bool, **given: object) -
     wanted = filter_of(session, given)
     found: list[Record] = []
     now_ms, more = 0, False
-    with Progress("keys looked at") as progress:
+    with output.Progress("keys looked at") as progress:
         for page in pages(session.app, session.store, wanted):
             progress.add(page.looked_at)
             now_ms = page.now_ms
@@ -68,15 +60,15 @@ def list_command(session: Session, limit: int, as_json: bool, **given: object) -
                 break
     if as_json:
         for record in found:
-            write_json(object_of(session, record, now_ms))
+            output.write_json(object_of(session, record, now_ms))
     elif found:
-        whole = not on_terminal()
-        table(COLUMNS, [row_of(session, each, now_ms, whole=whole) for each in found])
+        whole = not output.on_terminal()
+        output.table(COLUMNS, [cells_of(session, each, now_ms, whole=whole) for each in found])
     if more:
-        note(f"The first {limit}. There may be more: --limit takes a larger number.")
+        output.note(f"The first {limit}. There may be more: --limit takes a larger number.")
     elif not found:
         left_out = "" if wanted.scans else " COMPLETED ones are listed with --state COMPLETED."
-        note(f"No such records.{left_out}")
+        output.note(f"No such records.{left_out}")
 
 
 @command("stats", examples=["stats --hours 1"])
@@ -99,7 +91,7 @@ def stats_command(session: Session, task: str | None, hours: int, as_json: bool)
     names = ("live", "stale", "interrupted", "failed")
     if as_json:
         known = {name: getattr(stats, name) for name in names}
-        write_json(
+        output.write_json(
             {
                 **known,
                 "at_least": sorted(stats.at_least),
@@ -110,11 +102,11 @@ def stats_command(session: Session, task: str | None, hours: int, as_json: bool)
         )
         return
     said = ", ".join(f"{stats.said(name)} {name}" for name in names)  # type: ignore[arg-type]  # they are
-    paragraph(f"{said}. COMPLETED records are not counted.")
+    output.paragraph(f"{said}. COMPLETED records are not counted.")
     swept = "none has ended yet" if stats.swept_ms is None else ago(stats.swept_ms, stats.now_ms)
-    paragraph(f"Last sweep: {swept}.")
+    output.paragraph(f"Last sweep: {swept}.")
     if not session.store.supports_counting:
-        note("This store does not count outcomes.")
+        output.note("This store does not count outcomes.")
         return
     rows = [
         [name, *(f"{sum(of[each] for each in outcomes):,}" for _, outcomes in _OUTCOMES)]
@@ -122,13 +114,13 @@ def stats_command(session: Session, task: str | None, hours: int, as_json: bool)
     ]
     hour = "hour" if hours == 1 else f"{hours} hours"
     if not rows:
-        note(f"No outcomes in the last {hour}.")
+        output.note(f"No outcomes in the last {hour}.")
         return
-    paragraph(f"In the last {hour}:")
-    table(
+    output.paragraph(f"In the last {hour}:")
+    output.table(
         [
-            Column(title="TASK", least=12),
-            *(Column(title=name, right=True) for name, _ in _OUTCOMES),
+            output.Column(title="TASK", least=12),
+            *(output.Column(title=name, right=True) for name, _ in _OUTCOMES),
         ],
         rows,
     )

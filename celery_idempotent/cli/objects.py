@@ -26,7 +26,7 @@ def shown_state(record: Record, now_ms: int) -> str:
     return f"{record.state.value}, stale" if record.stale(now_ms) else record.state.value
 
 
-def row_of(session: Session, record: Record, now_ms: int, *, whole: bool) -> list[str]:
+def cells_of(session: Session, record: Record, now_ms: int, *, whole: bool) -> list[str]:
     """Return the cells of a record; ``whole``: for a pipe, where times do not depend on now."""
     changed = iso(record.updated_ms) if whole else ago(record.updated_ms, now_ms)
     return [

@@ -12,13 +12,7 @@ from celery.app.utils import find_app
 from celery_idempotent.celery.registry import load_tasks, namespaces
 from celery_idempotent.cli.output import note
 from celery_idempotent.cli.session import Session
-from celery_idempotent.operations.finding import (
-    UNFINISHED_AND_FAILED,
-    Filter,
-    namespace_of,
-    scope_of_user,
-    spellings,
-)
+from celery_idempotent.operations import finding
 from celery_idempotent.records import State
 
 #: What click hands to a command: each option has a type of its own.
@@ -29,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., object])
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 _LENGTH = re.compile(r"([0-9]{1,9})\s*(s|min|m|h|d)", re.ASCII)
 
-_STATES = {
+_STATE_WORDS = {
     "live": frozenset({State.QUEUED, State.PROCESSING}),
     "stale": frozenset({State.PROCESSING}),
     "any": frozenset(State),
@@ -89,7 +83,7 @@ filter_options = _all_of(
     _scope,
     click.option(
         "--state",
-        type=click.Choice(list(_STATES), case_sensitive=False),
+        type=click.Choice(list(_STATE_WORDS), case_sensitive=False),
         help="Only this state. Default: all but COMPLETED, which no index finds.",
     ),
     click.option(
@@ -107,16 +101,16 @@ filter_options = _all_of(
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 
 
-def filter_of(session: Session, given: Given) -> Filter:
+def filter_of(session: Session, given: Given) -> finding.Filter:
     """Return the filter that these options make; they are taken out of ``given``."""
     task, scope, state = given.pop("task"), given.pop("scope"), given.pop("state")
     since, before = given.pop("since"), given.pop("before")
     now_ms = session.store.now_ms()
     error = given.pop("error") or ""
-    states = _STATES[state] if state else UNFINISHED_AND_FAILED
+    states = _STATE_WORDS[state] if state else finding.UNFINISHED_AND_FAILED
     if error and State.FAILED not in states:
         raise click.UsageError(f"--error is about FAILED records, and --state is {state}.")
-    return Filter(
+    return finding.Filter(
         states=states,
         stale=state == "stale",
         namespace=task and known_namespace(session, task),
@@ -130,7 +124,7 @@ def filter_of(session: Session, given: Given) -> Filter:
 
 def known_namespace(session: Session, name: str) -> str:
     """Return the namespace that a task's name stands for; say so if no task of the app has it."""
-    namespace = namespace_of(session.app, name)
+    namespace = finding.namespace_of(session.app, name)
     if namespace is None and name not in session.namespaces():
         note(f"No task of this app is called {name}: looking for records of that namespace.")
     return namespace or name
@@ -142,5 +136,5 @@ def scopes_of(text: str) -> list[str]:
     Raises:
         InvalidKey: if there is no such scope.
     """
-    of_user = scope_of_user(text)
-    return [of_user] if of_user else spellings(text, what="scope")
+    of_user = finding.scope_of_user(text)
+    return [of_user] if of_user else finding.spellings(text, what="scope")

@@ -1,4 +1,12 @@
-"""What every command has: the app, its store, and exit codes that scripts can use."""
+"""What every command has: the app, its store, and exit codes that scripts can use.
+
+::
+
+    0   it was done, or all is well
+    1   something was found (by a check), or refused, or left alone
+    2   wrong usage; a bad option or setting of the app
+    3   the store cannot be reached
+"""
 
 from __future__ import annotations
 
@@ -10,13 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from celery_idempotent import errors
 from celery_idempotent.celery.registry import load_tasks, namespaces
-from celery_idempotent.errors import (
-    InvalidKey,
-    InvalidOption,
-    StoreMisconfigured,
-    StoreUnavailable,
-)
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -67,9 +70,9 @@ class OurCommand(click.Command):
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except (StoreUnavailable, StoreMisconfigured) as error:
+        except (errors.StoreUnavailable, errors.StoreMisconfigured) as error:
             raise _UnreachableError(f"the store cannot be used: {error}") from error
-        except (InvalidOption, InvalidKey) as error:
+        except (errors.InvalidOption, errors.InvalidKey) as error:
             raise click.UsageError(str(error), ctx) from error
 
 
@@ -86,7 +89,7 @@ def command(name: str, **options: Any) -> Callable[[Callable[..., None]], click.
     return decorate
 
 
-def app_of(ctx: click.Context) -> Celery:
+def app_named(ctx: click.Context) -> Celery:
     """Return the app that Celery's own command line found."""
     app: Celery = ctx.obj.app
     return app
@@ -94,7 +97,7 @@ def app_of(ctx: click.Context) -> Celery:
 
 def loaded_app(ctx: click.Context) -> Celery:
     """Return the app with its tasks imported."""
-    app = app_of(ctx)
+    app = app_named(ctx)
     try:
         load_tasks(app)
     except ImportError as error:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_idempotent.celery.typed import Sig
-    from celery_idempotent.protocol.deferred import OnCommit
+    from celery_idempotent.protocol.at_commit import OnCommit
     from celery_idempotent.stores.base import Store
 
     DjangoBase = DjangoTask[Any, Any]
@@ -29,7 +29,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
 
     Within an atomic task (``idempotency_atomic=True``) they stage the message in the task's own transaction: it is
     committed with what the task wrote, and never lost after that (see
-    :mod:`celery_idempotent.django.outbox.interceptor`). So does ``self.replace``.
+    :mod:`celery_idempotent.django.outbox.staging`). So does ``self.replace``.
     Everywhere else they do what Celery's do.
     """
 

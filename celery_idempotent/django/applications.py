@@ -65,12 +65,13 @@ def _current_app() -> Celery:
     settings, unless the project calls ``app.set_default()``.
     """
     state: Any = _state
-    if state._tls.current_app is None:  # noqa: SLF001  Celery has no other way to ask
-        apps = [app for app in list(state._get_active_apps()) if app is not state.default_app]  # noqa: SLF001
-        if (state.default_app is None or state.default_app.main == "default") and len(apps) == 1:
+    default = state.default_app
+    # Celery has no other way to ask.
+    if state._tls.current_app is None and (default is None or default.main == "default"):  # noqa: SLF001
+        apps = [app for app in list(state._get_active_apps()) if app is not default]  # noqa: SLF001
+        if len(apps) == 1:
             return apps[0]  # type: ignore[no-any-return]  # untyped
-    proxy = celery.current_app
-    found: Celery = getattr(proxy, "_get_current_object", lambda: proxy)()
+    found: Celery = state.get_current_app()
     return found
 
 

@@ -39,15 +39,8 @@ from celery_idempotent.records import (
     Stats,
     SweepReport,
 )
+from celery_idempotent.stores import cas
 from celery_idempotent.stores.base import ATTEMPT_BYTES
-from celery_idempotent.stores.cas import (
-    DecidingStore,
-    Done,
-    Look,
-    asked_by,
-    report,
-    with_notes,
-)
 from celery_idempotent.stores.machine import Asked
 from celery_idempotent.stores.table import Verb
 
@@ -70,7 +63,7 @@ class LookAfter(Protocol):
 upkeeps: list[LookAfter] = []
 
 
-class DjangoStore(DecidingStore):
+class DjangoStore(cas.DecidingStore):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -93,7 +86,7 @@ class DjangoStore(DecidingStore):
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
-    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[cas.Look], T]) -> T:
         name = digest(identity)
         return self.lines.run(lambda session: verb(read(session, name, identity)))
 
@@ -110,7 +103,7 @@ class DjangoStore(DecidingStore):
 
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
-        asked, identity = asked_by(request), request.identity
+        asked, identity = cas.asked_by(request), request.identity
         self._check(asked)
 
         def work(session: Session) -> Record | Held | Settled | Mismatched:
@@ -123,10 +116,10 @@ class DjangoStore(DecidingStore):
         answer = self.lines.run(work)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
-    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
+    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> cas.Done:
         shortcut = shortcuts.SHORTCUTS.get(verb)
 
-        def work(session: Session) -> Done:
+        def work(session: Session) -> cas.Done:
             done = None if shortcut is None else shortcut(session, identity, asked)
             if done is not None:
                 return done
@@ -147,7 +140,7 @@ class DjangoStore(DecidingStore):
         """Return the record as it is."""
         name = digest(identity)
         look = self.lines.run(lambda session: read(session, name, identity, refusals=True))
-        return None if look.stored is None else with_notes(look)
+        return None if look.stored is None else cas.with_notes(look)
 
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record as it is committed, and for how long it is kept."""
@@ -161,7 +154,7 @@ class DjangoStore(DecidingStore):
         # Sweeps at once shall not all wait for the same row, one after another.
         random.shuffle(due)
         swept = [self._sweep_lease(name, requeue_ms) for name in due]
-        return report([record for record in swept if record], more=more)
+        return cas.report([record for record in swept if record], more=more)
 
     def _sweep_lease(self, name: bytes, requeue_ms: int) -> Record | None:
         def work(session: Session) -> Record | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from celery_idempotent.errors import InvalidOption
@@ -82,7 +81,17 @@ class Parameters:
 
 @frozen(frozen=True, slots=True)
 class Bound:
-    """The arguments of one call, by parameter: those given, without the defaults."""
+    """The arguments of one call, by parameter: those given, without the defaults.
+
+    ::
+
+        def charge(order_id, *, amount, currency="EUR"): …
+
+        charge.delay(17, amount=100)              given: {"order_id": 17, "amount": 100}
+        charge.delay(order_id=17, amount=100)     given: the same
+
+    Without the defaults, so that a new parameter that has one changes no fingerprint of a call that leaves it out.
+    """
 
     parameters: Parameters
     given: Mapping[str, object]
@@ -103,7 +112,7 @@ class Bound:
         return function(*args, *extra, **named, **extra_named)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class PathRule:
     """``"event.id"``: the argument ``event``, then its item (of a mapping) or attribute ``id``."""
 
@@ -118,7 +127,7 @@ class PathRule:
         return value
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class NamesRule:
     """``("order_id", "kind")``: several paths, all of which must lead somewhere."""
 
@@ -130,7 +139,7 @@ class NamesRule:
         return None if any(value is None for value in values) else values
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
 class CallRule:
     """A function of the arguments."""
 

@@ -6,36 +6,31 @@ import functools
 import hashlib
 import inspect
 
-from celery_idempotent.identity.arguments import (
-    AllArguments,
-    ArgumentRule,
-    CallRule,
-    NamesRule,
-    Parameters,
-    PathRule,
-)
+from celery_idempotent.identity import arguments
 
 #: A rule as JSON has it: a path, several paths, ``"ALL_ARGUMENTS"``, a function by its name and the digest of its
 #: text, or nothing.
 Described = str | list[str] | dict[str, str] | None
 
 
-def described(rule: ArgumentRule) -> Described:
+def described(rule: arguments.ArgumentRule) -> Described:
     """Return what is written about a rule."""
     match rule:
-        case PathRule(text):
+        case arguments.PathRule(text):
             return text
-        case NamesRule(paths):
+        case arguments.NamesRule(paths):
             return [path.text for path in paths]
-        case AllArguments():
+        case arguments.AllArguments():
             return repr(rule)
-        case CallRule(function):
+        case arguments.CallRule(function):
             return _describe_function(function)
     return None
 
 
 def described_parameters(
-    parameters: Parameters, rules: list[ArgumentRule], forms: dict[str, str | None]
+    parameters: arguments.Parameters,
+    rules: list[arguments.ArgumentRule],
+    forms: dict[str, str | None],
 ) -> dict[str, str]:
     """Return the parameters that count for these rules, by name: ``required``, or the digest of the default.
 
@@ -44,16 +39,16 @@ def described_parameters(
     counted: set[str] = set()
     for rule in rules:
         match rule:
-            case PathRule():
+            case arguments.PathRule():
                 counted.add(rule.steps[0])
-            case NamesRule(paths):
+            case arguments.NamesRule(paths):
                 counted.update(path.steps[0] for path in paths)
-            case AllArguments() | CallRule():
+            case arguments.AllArguments() | arguments.CallRule():
                 counted.update(parameters.names)
     return {name: _parameter(name, parameters, forms) for name in sorted(counted)}
 
 
-def _parameter(name: str, parameters: Parameters, forms: dict[str, str | None]) -> str:
+def _parameter(name: str, parameters: arguments.Parameters, forms: dict[str, str | None]) -> str:
     if name in (parameters.var_positional, parameters.var_keyword):
         return "any number"
     if name not in parameters.defaults:

@@ -69,7 +69,7 @@ class Identifier(KeyRules):
         same = before.identity == identified.identity
         return identified if same else replace(identified, before=before)
 
-    def stamped(
+    def from_stamp(
         self,
         header: object,
         args: Sequence[object] | None,
@@ -79,68 +79,75 @@ class Identifier(KeyRules):
         """Return what a message's stamp says to this task, ``None`` if it says nothing about the key.
 
         The publisher may know older rules than this task, the same, or newer ones. Which they were shows by comparison
-        with the keys that this task computes from the arguments. ``about`` is what :meth:`identify` takes.
+        with the keys that this task computes from the arguments (``about`` is what :meth:`identify` takes)::
+
+            in the stamp    this task computes    the call is    since
+            K               has no old rules      K              nothing changes here
+            K               L, before it K        L, before K    the publisher has the old rules
+            K, next L       L, before it K        L, before K    both have the new rules
+            K, next L       K, no old rules       K              this worker is an old one
+            K               M, before it N        K              the call gave its key, or is a retry with new arguments
 
         Raises:
             InvalidKey: if it is malformed. It came over the network: anything may be in it.
         """
-        stamped = Identified.from_header(header, self.namespace)
-        following = header.get("next") if isinstance(header, Mapping) else None
-        if stamped is None or (self.before is None and following is None):
-            return stamped
-        coming = Identified.from_header(following, self.namespace)
+        first = Identified.from_header(header, self.namespace)
+        next_header = header.get("next") if isinstance(header, Mapping) else None
+        if first is None or (self.before is None and next_header is None):
+            return first
+        following = Identified.from_header(next_header, self.namespace)
         try:
             computed = self.identify(args, kwargs, **about)
         except InvalidKey:
             # The call gave the key, or the arguments are those of a retry: the stamp alone has it.
             if self.before is None:
-                return stamped
-            return self.renamed(stamped) if coming is None else self._after(coming, stamped)
-        if coming is not None and self._follows(computed, coming, stamped):
-            if computed.same_key(coming):
-                return _as_stamped(computed, coming.fingerprint, stamped.fingerprint)
-            return coming if self.before is None else self._after(coming, stamped)
+                return first
+            return self.renamed(first) if following is None else self._replacing(first, following)
+        if following is not None and self._has_rules_of(following, first, computed):
+            if computed.same_key(following):
+                return _as_stamped(computed, following.fingerprint, first.fingerprint)
+            return following if self.before is None else self._replacing(first, following)
         if self.before is None:
-            return stamped
-        if computed.same_key(stamped):
-            return _as_stamped(computed, stamped.fingerprint, stamped.fingerprint)
-        if computed.before is not None and computed.before.same_key(stamped):
-            known = stamped.fingerprint
+            return first
+        if computed.same_key(first):
+            return _as_stamped(computed, first.fingerprint, first.fingerprint)
+        if computed.before is not None and computed.before.same_key(first):
+            known = first.fingerprint
             return _as_stamped(computed, computed.fingerprint if known is None else known, known)
         # No rule made this key: it was given with the call, or is that of a retry's first message, with other
         # arguments.
-        return self.renamed(stamped)
+        return self.renamed(first)
 
     def renamed(self, identified: Identified) -> Identified:
         """Return the same key, and in ``before`` its record in the old namespace, if that was another."""
         if self.before is None or self.before.namespace == self.namespace:
             return identified
-        return replace(identified, before=self._of_before(identified))
+        return replace(identified, before=self._in_old_namespace(identified))
 
-    def _after(self, coming: Identified, stamped: Identified) -> Identified:
-        """Return the key that a stamp names as the next one, and in ``before`` the one that it names first."""
-        return replace(coming, before=self._of_before(stamped))
+    def _replacing(self, old: Identified, new: Identified) -> Identified:
+        """Return the new key of a stamp, and in ``before`` its old one."""
+        return replace(new, before=self._in_old_namespace(old))
 
-    def _of_before(self, identified: Identified) -> Identified:
+    def _in_old_namespace(self, identified: Identified) -> Identified:
         """Return the same key in the old namespace."""
         assert self.before is not None
         old = replace(identified.identity, namespace=self.before.namespace)
         return Identified(old, identified.fingerprint)
 
-    def _follows(self, computed: Identified, coming: Identified, stamped: Identified) -> bool:
-        """Does this task have the rules that the publisher of a message named as the next ones?
+    def _has_rules_of(self, new: Identified, old: Identified, computed: Identified) -> bool:
+        """Does this task have the rules by which the publisher of a message made the ``new`` key of its stamp?
 
         Only what differs between the two keys of the stamp decides: a key or scope that was given with the call is the
         same in both. Where the arguments are others (a retry's), neither key can be computed from them; then a task
         that has old rules is taken for a new one.
         """
-        ours, new, old = (
-            (each.identity.key, each.identity.scope) for each in (computed, coming, stamped)
+        ours, of_new, of_old = (
+            (each.identity.key, each.identity.scope) for each in (computed, new, old)
         )
-        changed = [n for n in range(2) if new[n] != old[n]]
-        if all(ours[n] == new[n] for n in changed):
+        changed = [n for n in range(2) if of_new[n] != of_old[n]]
+        if all(ours[n] == of_new[n] for n in changed):
             return True
-        return self.before is not None and any(ours[n] != old[n] for n in changed)
+        return self.before is not None and any(ours[n] != of_old[n] for n in changed)
 
 
 def _as_stamped(

@@ -25,17 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
-from celery_idempotent.identity.arguments import (
-    ALL_ARGUMENTS,
-    AllArguments,
-    Bound,
-    CallRule,
-    NamesRule,
-    Parameters,
-    PathRule,
-    compile_rule,
-    type_name,
-)
+from celery_idempotent.identity import arguments
 from celery_idempotent.identity.described import Described, described, described_parameters
 from celery_idempotent.identity.fingerprints import (
     NoFormError,
@@ -112,7 +102,9 @@ def _json_form(value: object) -> str | int | list[object]:
         return str(value)
     if isinstance(value, (tuple, list)):
         return [_json_form(part) for part in value]
-    raise _RefusedError(f"must be a str, int or UUID, or a tuple of these, not {type_name(value)}")
+    raise _RefusedError(
+        f"must be a str, int or UUID, or a tuple of these, not {arguments.type_name(value)}"
+    )
 
 
 def task_id_key(task_id: str, nesting: int = 0) -> str:
@@ -159,29 +151,32 @@ class KeyRules:
         key: object = None,
         scope: object = None,
         namespace: str | None = None,
-        fingerprint: object = ALL_ARGUMENTS,
+        fingerprint: object = arguments.ALL_ARGUMENTS,
         require_key: bool = False,
         suffix: str = "",
     ) -> None:
+        # Options are read once, here: a call then only asks compiled rules, and a bad option stops the worker at start.
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self.require_key = require_key
-        self.parameters = parameters = Parameters(signature)
+        self.parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
                 f"idempotency_namespace{suffix} of task {task_name} is 1 to {MAX_CHARS} printable "
                 "characters; the default is the name of the task."
             )
-        self._key = compile_rule(key, parameters, what=f"idempotency_key{suffix}", task=task_name)
-        scope_rule = compile_rule(
+        self._key = arguments.compile_rule(
+            key, parameters, what=f"idempotency_key{suffix}", task=task_name
+        )
+        scope_rule = arguments.compile_rule(
             scope, parameters, what=f"idempotency_scope{suffix}", task=task_name
         )
-        if isinstance(scope_rule, AllArguments):
+        if isinstance(scope_rule, arguments.AllArguments):
             raise InvalidOption(
                 f"idempotency_scope{suffix} of task {task_name} cannot be ALL_ARGUMENTS."
             )
         self._scope = scope_rule
-        self._fingerprint = compile_rule(
+        self._fingerprint = arguments.compile_rule(
             fingerprint, parameters, what="idempotency_fingerprint", task=task_name
         )
         self._default_forms = {n: default_form(d) for n, d in parameters.defaults.items()}
@@ -232,7 +227,7 @@ class KeyRules:
         if scope is None and bound is not None and self._scope is not None:
             scope = self._scope.read(bound)
         if key is None and bound is not None and rule is not None:
-            if isinstance(rule, AllArguments):
+            if isinstance(rule, arguments.AllArguments):
                 every = fingerprint_of(self._all(bound, "idempotency_key")).hex()
                 return Identified(self._identity(f"*{every}", scope))
             key = rule.read(bound)
@@ -256,7 +251,7 @@ class KeyRules:
 
     def _fingerprint_of(
         self,
-        bound: Bound | None,
+        bound: arguments.Bound | None,
         args: Sequence[object] | None,
         kwargs: Mapping[str, object] | None,
     ) -> bytes | None:
@@ -266,20 +261,20 @@ class KeyRules:
         if bound is None:  # never equal to the fingerprint of a call that fits the signature
             return fingerprint_of(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
         match rule:
-            case AllArguments():
+            case arguments.AllArguments():
                 return fingerprint_of(self._all(bound, what))
-            case CallRule():
+            case arguments.CallRule():
                 value = rule.read(bound)
                 if value is None:
                     return None
                 return fingerprint_of(self._one("(the result)", value, what))
-            case PathRule():
+            case arguments.PathRule():
                 return fingerprint_of(self._one(rule.text, rule.read(bound), what))
-            case NamesRule(paths):
+            case arguments.NamesRule(paths):
                 forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
                 return fingerprint_of(form(forms))
 
-    def _all(self, bound: Bound, what: str) -> str:
+    def _all(self, bound: arguments.Bound, what: str) -> str:
         """Return the form of the arguments, without those equal to their default.
 
         So it does not matter how they are passed, and a deploy may add a parameter with a default.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from celery_idempotent.identity.identified import Identified
+from celery_idempotent.identity.identified import MAPPINGS, Identified
 
 #: What a publisher of any language may set: the raw key (str, int, or a list of these) and scope.
 KEY_HEADER = "idempotency_key"
@@ -35,14 +35,11 @@ RUN = "run"
 RAW_KEY, RAW_SCOPE, KEEP_FAILURE = "raw_key", "raw_scope", "keep_failure"
 RAW = {KEY_HEADER: RAW_KEY, SCOPE_HEADER: RAW_SCOPE, KEEP_FAILURE_HEADER: KEEP_FAILURE}
 
-#: What almost every mapping is, then what any is: to ask an abstract class takes a hundred times as long.
-_MAPPINGS = (dict, Mapping)
-
 
 def stamp_of(headers: Mapping[str, object], task_id: str | None) -> object:
     """Return the stamp of the message with this task id, or ``None``: one with another id was copied along."""
     found = headers.get(STAMP_HEADER)
-    if found is not None and isinstance(found, _MAPPINGS) and found.get("id") != task_id:
+    if found is not None and isinstance(found, MAPPINGS) and found.get("id") != task_id:
         return None
     return found
 
@@ -96,4 +93,4 @@ def message_id(said: Mapping[str, object], task_id: str) -> str:
 
 def as_mapping(headers: object) -> dict[str, object]:
     """Return a copy of headers, empty where they are no mapping: Celery does not check what callers pass."""
-    return dict(headers) if headers is not None and isinstance(headers, _MAPPINGS) else {}
+    return dict(headers) if headers is not None and isinstance(headers, MAPPINGS) else {}

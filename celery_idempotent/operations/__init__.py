@@ -1,6 +1,17 @@
 """What people who run tasks ask and do: which records there are, why one is as it is, and what may be done to it.
 
-One set for the command line, the admin and code. Nothing here asks or prints.
+One set for the command line, the admin and code. Nothing here asks or prints. An operation takes this way::
+
+    cli/operations, cli/erasing ─ cli/execution ─┐
+                                                 ├─ operations/bulk: execute ─┐
+    django/admin/bulk ───────────────────────────┘                            ├─ celery/operations: operate
+    django/admin/operations ──────────────────────────────────────────────────┤     guards, notes who and why
+    task.idempotency_release() ─ celery/operations: operate_or_raise ─────────┘     │
+                                                                                    ▼
+                                                           celery/operator: writes, reports ─▶ the store
+
+``operate`` guards all of them: it leaves alone a record that has changed since it was seen, and, unless it is forced,
+one with a live owner.
 """
 
 from __future__ import annotations

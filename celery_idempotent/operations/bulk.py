@@ -1,4 +1,10 @@
-"""One operation on all records that a filter means: looked for first, then done one by one, as far as one comes."""
+"""One operation on all records that a filter means: looked for first, then done one by one, as far as one comes.
+
+Nothing is locked between the two. Each record is operated on as it was seen, by its token and its state::
+
+    operator   look: order-17 is FAILED, token 7 ─ ask ─────────────────────── forget, if FAILED with token 7: CHANGED
+    worker                                           claim: PROCESSING, token 8
+"""
 
 from __future__ import annotations
 
@@ -90,7 +96,7 @@ def collect(
     return list(found.values()), cut
 
 
-def carry_out(
+def execute(
     app: Celery,
     operation: Operation,
     records: Iterable[SeenT],

@@ -1,4 +1,13 @@
-"""What can be done to a record now, in words: what each operation does, and what it may cost."""
+"""What can be done to a record now, in words: what each operation does, and what it may cost.
+
+For a record that is INTERRUPTED after a crash, for example::
+
+    release   is not offered: nobody holds the key
+    requeue   publishes the message again …             It may have taken effect before its worker was lost …
+    complete  settles it with the value that you give   Check the outside system first …
+
+The cost is the reason why an operator is asked twice: what may happen a second time, and what nobody learns of.
+"""
 
 from __future__ import annotations
 

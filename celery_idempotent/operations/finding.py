@@ -1,4 +1,13 @@
-"""Finding records: by filters, by a key as people type it, by the id of a task."""
+"""Finding records: by filters, by a key as people type it, by the id of a task.
+
+People type less than a record's identity, so several are asked for::
+
+    order-17            the key "order-17", in each namespace of the app, in no scope
+    17                  the keys 17 (a number) and "17" (a text)
+    --scope "user 3"    what the user with this primary key sent over HTTP
+    4ce1…               the task id that is the key of a call without one; else the unfinished and failed records are
+                        searched for this task id, and then the result backend is asked for the task's arguments
+"""
 
 from __future__ import annotations
 

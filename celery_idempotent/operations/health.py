@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.patience import patience
 from celery_idempotent.celery.reaper import sweep_interval
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.operations.wording import time_in_words
@@ -109,12 +108,3 @@ def sweeps(app: Celery, stats: Stats) -> Sweeps:
         interval = None  # a worker does not start with it, and says so
     ago_ms = max(stats.now_ms - (stats.swept_ms or 0), 0)
     return Sweeps(interval=interval, last=stats.swept_at, ago_ms=ago_ms)
-
-
-def redelivery(app: Celery) -> str:
-    """Tell when the broker delivers the message of a lost worker again."""
-    broker = patience(app)
-    if broker is None:
-        return "The broker delivers its message again once the connection of its worker is gone."
-    after = f"{broker.seconds:g} s after it was taken ({broker.option})"
-    return f"The broker delivers its message again {after}, or later."

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING
 
 from celery_idempotent.records import Intervention, Record
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.patience import Patience
 
 #: What came of a call under another task id that was refused, as its task's idempotency_on_conflict says.
 REFUSED = {
@@ -58,6 +62,14 @@ def holder(record: Record, kind: str = "task") -> str:
     host, _, pid = record.worker.partition("/")[0].rpartition(":")
     task = f"{kind} {record.task_id}" if record.task_id else f"a {kind}"
     return f"{task} on {host}, pid {pid}" if host else task
+
+
+def redelivery_in_words(broker: Patience | None) -> str:
+    """Return when the broker delivers the message of a lost worker again."""
+    if broker is None:
+        return "The broker delivers its message again once the connection of its worker is gone."
+    after = f"{broker.seconds:g} s after it was taken ({broker.option})"
+    return f"The broker delivers its message again {after}, or later."
 
 
 def intervention_in_words(each: Intervention, at: str = "") -> str:

@@ -26,9 +26,9 @@ from celery_idempotent.protocol.calls import (
     STORE_ERRORS,
     Body,
     Call,
+    CallResult,
     Codec,
     Ran,
-    Result,
     StoreFailed,
 )
 from celery_idempotent.protocol.claim import Claim, Phase
@@ -168,7 +168,7 @@ class AtomicRun:
             raise LeaseLost("a newer claim has the key: the transaction is rolled back")
         self._stage = Stage.COMMITTING
 
-    def undone(self, error: BaseException) -> Result | End:
+    def undone(self, error: BaseException) -> CallResult | End:
         """Act on the exception that the transaction ended with; an :class:`End` if the call is to claim again.
 
         Without its settle it is rolled back. With it, an answer of the commit may be lost, or a time limit may have
@@ -203,7 +203,7 @@ class AtomicRun:
         if act is not None:
             act()
 
-    def _decided(self, error: BaseException, *, patient: bool) -> Result | End:
+    def _decided(self, error: BaseException, *, patient: bool) -> CallResult | End:
         """Act on what the database made of the commit."""
         call, claim, endings = self._call, self._claim, self._endings
         commit = Commit.COMMITTED

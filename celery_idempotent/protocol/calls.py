@@ -16,7 +16,7 @@ from celery_idempotent.records.frozen import frozen
 
 if TYPE_CHECKING:
     from celery_idempotent.identity.identified import Identified
-    from celery_idempotent.protocol.deferred import OnCommit
+    from celery_idempotent.protocol.at_commit import OnCommit
     from celery_idempotent.stores.base import Store
 
 T = TypeVar("T")
@@ -42,6 +42,10 @@ class OutcomeResult(Protocol):
 
     def write_for(self, store: Store, state: EndState) -> ResultWrite | None:
         """Return what this store is to write together with the record; ``None``: the caller writes it, afterwards."""
+        ...
+
+    def write_replayed(self, store: Store) -> None:
+        """Have this store write the value of a duplicate, if it can."""
         ...
 
     def note_written(self, state: EndState) -> None:
@@ -167,12 +171,12 @@ class StoreFailed:
     """The store could not be asked, or cannot be used: nothing ran.
 
     ``attempt`` is the claim that was not answered, if it came to one: the store may have it all the same.
-    ``condemned``: it had said already that this call is not to run, protected or not.
+    ``barred``: the record says that this call must not run, with or without protection (too many crashes).
     """
 
     error: StoreUnavailable | StoreMisconfigured
     attempt: bytes = b""
-    condemned: bool = False
+    barred: bool = False
 
 
-Result = Ran | Replay | Conflict | StoreFailed
+CallResult = Ran | Replay | Conflict | StoreFailed

@@ -25,7 +25,7 @@ T = TypeVar("T")
 #: The longest pause between two tries while the body waits for the store, in seconds.
 _LONGEST_PAUSE = 1.0
 
-running: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
+claim_var: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
 
 
 class Phase(Enum):
@@ -34,7 +34,7 @@ class Phase(Enum):
     ::
 
         claim ─▶ RUNNING ─┬─ its end is written ────────────────────────▶ SETTLED
-                          ├─ its end waits for the caller's commit ─────▶ DEFERRED ─┬─ commit ────▶ SETTLED
+                          ├─ its end waits for the caller's commit ▶ AWAITS_COMMIT ─┬─ commit ────▶ SETTLED
                           │                                                         └─ rollback ──▶ RELEASED
                           ├─ its end is refused: a newer claim has the key ─────────────────────────────────────▶ ENDED
                           ├─ a retry, or a failure that is not recorded ▶ RELEASED ── the run is over ──▶ ENDED
@@ -46,12 +46,12 @@ class Phase(Enum):
     RUNNING = "the body is at work, and the heartbeat renews the lease"
     LOST = "the store refused a renewal or a step; the body may still be at work"
     RELEASED = "the key was given back; what the body may still return is not recorded"
-    DEFERRED = "the run is over, and its end is written with the caller's transaction"
+    AWAITS_COMMIT = "the run is over, and its end is written after the caller's transaction commits"
     SETTLED = "the end is written"
     ENDED = "the run is over, and this worker wrote no end"
 
 
-#: In one of these phases the body may still be at work. (A claim that was DEFERRED is RELEASED after its body.)
+#: In one of these phases the body may still be at work. (A claim that awaited a COMMIT is RELEASED after its body.)
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
 #: In one of these phases the end was reported: written, or given up.
@@ -60,7 +60,7 @@ REPORTED = (Phase.SETTLED, Phase.ENDED)
 
 def current_claim() -> Claim | None:
     """Return the claim of the run that this code is part of, or ``None`` outside an idempotent run."""
-    claim = running.get()
+    claim = claim_var.get()
     return claim if claim is not None and claim.phase in AT_WORK else None
 
 
@@ -142,8 +142,8 @@ class Claim:
         """How many earlier runs of this key ended in a crash of their worker."""
         return self.record.crashes
 
-    def needs_renewal(self) -> bool:
-        """Is there a lease to renew? Without one the body may still be at work: see :data:`AT_WORK`."""
+    def prepare_renewal(self) -> bool:
+        """Return whether there is a lease to renew. Without one the body may still be at work (:data:`AT_WORK`)."""
         return self.phase is Phase.RUNNING
 
     def lose(self) -> None:

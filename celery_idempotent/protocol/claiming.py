@@ -2,7 +2,7 @@
 
 ::
 
-    ask() ─┬─ ask_once() ─ the identity, and the old one while a deploy changes keys ─▶ ClaimAttempt ─ hold() ─▶ Claim
+    ask() ─┬─ ask_once() ─ the identity, and the old one while keys change ─▶ AnsweredAttempt ─ hold() ─▶ Claim
            ├─ ✗ the store is away ───────▶ ask_once() again, with the same attempt
            └─ ✗ a signal handler raised ─▶ release what the store may have given us
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -36,15 +36,13 @@ from celery_idempotent.stores.base import Store
 #: How long a claim tries to reach the store before the message goes back, in seconds.
 CLAIM_PATIENCE = 3.0
 
-#: What a request to claim has from the call, by the names that both give it.
-_OF_CALL = tuple(each.name for each in fields(Call) if each.name in ClaimRequest.__slots__)
 
+class AnsweredAttempt(NamedTuple):
+    """An attempt to claim that the store has answered.
 
-class ClaimAttempt(NamedTuple):
-    """The answer to an attempt to claim, and when that was sent (``time.monotonic``).
-
-    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`), ``store`` who answered.
-    ``before``: the record under the identity of before a deploy, if that was claimed as well.
+    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`), ``sent`` the time before it was
+    sent (``time.monotonic``): the lease cannot have begun earlier. ``before`` is the record under the identity that
+    the call had before a deploy, if that was claimed as well.
     """
 
     answer: Answer
@@ -63,7 +61,7 @@ class Claiming:
         self._store = store
         self._keep_ms = policy.keep_ms
 
-    def ask(self, call: Call, attempt: bytes) -> ClaimAttempt:
+    def ask(self, call: Call, attempt: bytes) -> AnsweredAttempt:
         """Claim, and try again for a few seconds while the store is away.
 
         All tries have the same ``attempt``: if the answer to one of them was lost, the next one gets the same claim.
@@ -81,21 +79,26 @@ class Claiming:
             self._abandon(call, attempt)
             raise
 
-    def ask_once(self, call: Call, attempt: bytes) -> ClaimAttempt:
+    def ask_once(self, call: Call, attempt: bytes) -> AnsweredAttempt:
         """Claim the identity of a call, and the one that it had before a deploy as well."""
         store = self._store()
         request = ClaimRequest(
+            identity=call.identity,
+            fingerprint=call.fingerprint,
+            task_id=call.task_id,
+            worker=call.worker,
+            message=call.message,
+            unanswered=call.unanswered,
             attempt=attempt,
             lease_ms=self._policy.lease_ms,
             keep_ms=self._keep_ms,
             on_stale=self._policy.on_stale,
-            **{name: getattr(call, name) for name in _OF_CALL},
         )
         answer, sent = self._claim(store, request)
         before, old = call.before, None
         if before is not None:
             # The record under the new identity stores the message, and says what becomes of a stale claim.
-            of_before = replace(
+            old_request = replace(
                 request,
                 identity=before.identity,
                 fingerprint=before.fingerprint,
@@ -104,11 +107,11 @@ class Claiming:
             )
             answer, old = key_change.claim_both(
                 answer,
-                lambda: self._claim(store, of_before)[0],
+                lambda: self._claim(store, old_request)[0],
                 settle=self._settle_as,
                 store=store,
             )
-        return ClaimAttempt(answer, attempt, sent, store, old)
+        return AnsweredAttempt(answer, attempt, sent, store, old)
 
     def _claim(self, store: Store, request: ClaimRequest) -> tuple[Answer, float]:
         """Claim one identity; return the answer, and when the request was sent (``time.monotonic``)."""
@@ -137,8 +140,8 @@ class Claiming:
         except STORE_ERRORS:
             pass  # if there is a claim, its lease ends it
 
-    def hold(self, record: Record, asked: ClaimAttempt) -> Claim:
-        """Return the claim of a run whose attempt was answered with :class:`Claimed`."""
+    def hold(self, record: Record, asked: AnsweredAttempt) -> Claim:
+        """Make the claim of a run, for an attempt that was answered with :class:`Claimed`."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
         store, before = asked.store, asked.before
         if before is not None:
@@ -149,7 +152,7 @@ class Claiming:
         return claim
 
     def unguarded(self, call: Call) -> Claim:
-        """Return a claim of the call's key that holds nothing."""
+        """Make a claim that holds nothing, for a run without protection: ``self.idempotency.key`` works in its body."""
         record = Record(
             identity=call.identity,
             state=State.PROCESSING,

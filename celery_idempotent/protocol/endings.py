@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.protocol import deferred
+from celery_idempotent.protocol import at_commit
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import REPORTED, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
@@ -96,6 +96,7 @@ class Endings:
             dump = partial(self._codec.dump_error, error)
             settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
             return self.settle(call, claim, settlement)
+        # Not after SystemExit and the like: the process has a moment left, and the lease ends the claim anyway.
         patient = isinstance(error, Exception)
         end = self.release(claim, patient=patient, error=error)
         if end is End.GONE and patient and self.notice_newer_claim(call, claim):
@@ -154,7 +155,10 @@ class Endings:
 
     def notice_newer_claim(self, call: Call, claim: Claim) -> bool:
         """Ask whether a newer claim has the key; if so, report that the lease is lost."""
-        claimed = [claim.record, *([claim.before] if claim.before else [])]
+        claimed = [
+            claim.record,
+            *([claim.before] if claim.before else []),
+        ]  # while keys change: both
         try:
             found = [claim.store.get(record.identity) for record in claimed]
         except STORE_ERRORS:
@@ -180,26 +184,26 @@ class Endings:
             settle ─ [SoftTimeLimitExceeded] ─▶ a failure like the store's: settle again
             settle ─ [SystemExit] ────────────▶ the process ends in a moment: one last try, as with ``at_exit``
         """
-        if self._defer(call, claim, settlement):
+        if self._wait_for_commit(call, claim, settlement):
             return End.SETTLED
         claim.settling_since = time.monotonic()
         if at_exit:
             return self._last_try(call, claim, settlement)
         give_up = claim.settling_since + self.policy.lease_ms / 1000
         last_error: Exception | None = None
-        failures = not_of_store = 0
+        failures = faults = 0
         while claim.phase not in REPORTED:
             try:
                 if last_error is not None and (
                     self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
                 ):
                     return self._give_up(call, claim, last_error)
-                value = settlement.dump() if not_of_store < MAX_FAULTS else None
+                value = settlement.dump() if faults < MAX_FAULTS else None
                 return self._settle_once(call, claim, settlement, value)
             except Exception as failure:  # noqa: BLE001, PERF203  of the store, a time limit, the codec
                 last_error = failure
                 failures += 1
-                not_of_store += not isinstance(failure, STORE_ERRORS)
+                faults += not isinstance(failure, STORE_ERRORS)
                 # The result may have been in the way. Its backend finds it, if it was stored and the answer was lost.
                 settlement = settlement._replace(result=None)
             except BaseException:
@@ -247,7 +251,7 @@ class Endings:
             self._report(signals.settle_failed, call, claim, error=error)
         return End.LEFT_TO_LEASE
 
-    def condemn(self, call: Call, claim: Claim, error: Exception) -> None:
+    def fail_without_run(self, call: Call, claim: Claim, error: Exception) -> None:
         """Settle a claim FAILED whose body is not to run.
 
         Raises:
@@ -257,7 +261,7 @@ class Endings:
         settlement = Settlement(State.FAILED, dump, error, FAILED_WITHOUT_RUN)
         self._settle_once(call, claim, settlement, dump())
 
-    def _defer(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
+    def _wait_for_commit(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
         """Let the end wait for the COMMIT of the caller's transactions, except one that has the record in it."""
         transactions = call.around(claim.store) if call.around is not None else ()
         if not transactions:
@@ -265,17 +269,15 @@ class Endings:
         value = None
         with suppress(Exception):  # as in a settle: without a value, if it cannot be serialized
             value = settlement.dump()
-        # Without ``around``: after the commit, the settle is not to be deferred again.
-        call_then, settlement_then = (
-            replace(call, around=None),
-            settlement._replace(dump=lambda: value, result=None),
-        )
+        # Without ``around``: after the commit, the settle is not to wait again.
+        call_then = replace(call, around=None)
+        settlement_then = settlement._replace(dump=lambda: value, result=None)
         # For duplicates in the same transaction, which are answered before the store has this.
         for_duplicates = replace(
             claim.record, state=settlement.state, value=value, deadline_ms=None
         )
-        deferred.defer(
-            deferred.DeferredEnd(
+        at_commit.wait_for_commit(
+            at_commit.EndAtCommit(
                 claim,
                 for_duplicates,
                 settle=lambda: self.settle(call_then, claim, settlement_then),
@@ -283,7 +285,7 @@ class Endings:
             ),
             transactions,
         )
-        claim.phase = Phase.DEFERRED
+        claim.phase = Phase.AWAITS_COMMIT
         return True
 
     # -- of a transaction ----------------------------------------------------------------------------------------------

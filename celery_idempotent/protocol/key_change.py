@@ -18,10 +18,12 @@ worker that takes it over finds the old one settled, and answers from that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
+from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.records import (
     Answer,
@@ -42,11 +44,13 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import Store, Transaction
 from celery_idempotent.stores.forwarding import ForwardingStore
 
-#: The deadline of a reservation that is released because the old identity was taken.
-_BACK_MS = 60_000
+logger = logging.getLogger(__name__)
 
-#: How long to wait for an operation that shares the old key, before it is asked for again.
-_PAUSE_MS = 1000
+#: A reservation that we claimed and give back, because the old identity was taken, is due again after this time.
+_REQUEUE_MS = 60_000
+
+#: A call that waits for another operation under its old key asks again after this time.
+_ASK_AGAIN_MS = 1000
 
 
 def claim_both(
@@ -73,14 +77,14 @@ def claim_both(
             return answer, None
         case Mismatched(old):
             # Not now: should it fail, a worker of before would find the old identity free, and run this call, too.
-            refusal: Answer = Held(old, left_ms=_PAUSE_MS)
+            refusal: Answer = Held(old, left_ms=_ASK_AGAIN_MS)
         case Settled(old) as done if record.reserved:
             settle(record, old)
             return done, None
         case other:
             refusal = other
     # Should it have been reserved, its message is still to come.
-    requeue_ms = _BACK_MS if record.reserved else None
+    requeue_ms = _REQUEUE_MS if record.reserved else None
     store.release(record.identity, token=record.token, requeue_ms=requeue_ms)
     return refusal, None
 
@@ -91,7 +95,11 @@ def _at_work(old: Record, store: Store) -> bool:
 
 
 def is_other(before: Identified | None, record: Record) -> bool:
-    """Is the record of another operation, with which a call shares its old key alone?"""
+    """Does this record belong to another operation, which has only the call's old key in common with it?
+
+    Example: the key was ``customer``, and a deploy makes it ``(customer, month)``. The calls for May and for June had
+    one key before; their fingerprints (of the arguments) differ, and so they are two operations.
+    """
     if before is None or before.fingerprint is None or record.fingerprint is None:
         return False
     return before.fingerprint != record.fingerprint
@@ -107,7 +115,10 @@ def reserve(
     message: bytes | None = None,
     uncommitted: bool = False,
 ) -> Reservation:
-    """Reserve both identities; the first reservation under either of them is the answer."""
+    """Reserve the identity of a call, and its old one while a deploy changes keys.
+
+    If one of the two is taken, the answer is that of the one that is, and the other is given back.
+    """
     new, before = identified.identity, identified.before
     request = ReserveRequest(
         identity=new,
@@ -139,26 +150,42 @@ def reserve(
     return old
 
 
-def give_back(store: Store, identified: Identified, record: Record) -> bool:
-    """Release a reservation that was made by :func:`reserve`; ``False`` if there was none any more."""
+def give_back(store: Store, identified: Identified, record: Record) -> None:
+    """Release a reservation that was made by :func:`reserve`, and whose message is not sent.
+
+    Nothing is raised if the store fails: the caller has an error of its own to raise, and the reservation ends anyway.
+    """
     before = identified.before
-    if before is not None and before.identity != record.identity:
-        old = store.get(before.identity)
-        if old is not None and (old.state, old.task_id) == (State.QUEUED, record.task_id):
-            store.release(old.identity, token=old.token)
-    return store.release(record.identity, token=record.token)
+    try:
+        if before is not None and before.identity != record.identity:
+            old = store.get(before.identity)
+            if old is not None and (old.state, old.task_id) == (State.QUEUED, record.task_id):
+                store.release(old.identity, token=old.token)
+        store.release(record.identity, token=record.token)
+    except IdempotencyError as error:
+        logger.warning(
+            "idempotency: could not release the reservation of %s, its deadline will end it: %s",
+            record.identity,
+            error,
+        )
 
 
 def both(store: Store, old: Record) -> Store:
-    """Return the store of a claim that has claimed ``old`` as well: what is done to it is done to both."""
+    """Return a store for the claim of two identities: what the run does to its record is done to ``old`` as well."""
     return _Both(store, old)
 
 
 class _Both(ForwardingStore):
-    """A settle, a step and a release write the old record first: if another has it, the claim is lost.
+    """Writes the old record first, and the new one only if the claim of the old one still holds.
 
-    Then nothing is written to the new one. A renewal asks for both at once; a transaction settles the new one first,
-    since the database was asked to begin for that.
+    ::
+
+        settle old ─┬─ True ──▶ settle new
+                    └─ False ─▶ the claim is lost: nothing is written to the new one
+
+    In the other order a worker that knows the old key alone might run what the new key says is done. Two verbs differ:
+    a renewal asks for both in one round trip, and a transaction settles the new record first, for it was begun for
+    that one.
     """
 
     def __init__(self, store: Store, old: Record) -> None:

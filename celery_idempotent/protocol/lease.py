@@ -55,8 +55,11 @@ class Renewable(Protocol):
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
     renewed_at: float
 
-    def needs_renewal(self) -> bool:
-        """Is there still something to renew? The heartbeat asks before each renewal, in its own thread."""
+    def prepare_renewal(self) -> bool:
+        """Do what is due before a renewal, and return whether there is still something to renew.
+
+        The heartbeat's thread calls this each time that the lease is to be renewed.
+        """
         ...
 
     def lose(self) -> None:
@@ -149,6 +152,14 @@ class Heartbeat:
             self._bell.release()
 
     def _beat(self) -> None:
+        """Be the thread: renew what is due, write what was counted, sleep until the next lease is due; then end.
+
+        ::
+
+            look: which leases are due ─ renew them, one call a store ─ write the counters ─ sleep ─┐
+              ▲                                                                                     │
+              └─ a third of the shortest lease has passed, or the bell: a shorter lease, finish() ◀─┘
+        """
         busy_at = time.monotonic()
         over = False
         while not over:
@@ -188,7 +199,7 @@ class Heartbeat:
         by_store: dict[Store, list[Renewable]] = defaultdict(list)
         for known in due:
             claim = known()
-            if claim is not None and claim.needs_renewal():
+            if claim is not None and claim.prepare_renewal():
                 by_store[claim.store].append(claim)
             else:
                 with self._lock:

@@ -18,10 +18,11 @@ A reader refuses a value by a ``ValueError`` with the end of a sentence; :func:`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.records.frozen import sealed
 from celery_idempotent.settings import milliseconds
 
 StoreErrorPolicy = Literal["closed", "open"]
@@ -91,7 +92,7 @@ whole_number = accept_if(
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@sealed(frozen=True, slots=True, kw_only=True)
 class SharedOptions:
     """The options that tasks and views share: how a claim is held, and what is done in trouble."""
 

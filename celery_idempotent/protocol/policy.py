@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from celery_idempotent.errors import InvalidOption
@@ -22,6 +21,7 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 from celery_idempotent.records import OnStale, Record, State
+from celery_idempotent.records.frozen import sealed
 from celery_idempotent.settings import Snapshot, loaded
 
 if TYPE_CHECKING:
@@ -79,9 +79,13 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
     return types
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@sealed(frozen=True, slots=True, kw_only=True)
 class Policy(SharedOptions):
-    """How one task is handled: the table of the options ``idempotency_<name>``, beside those that views have, too."""
+    """How one task is handled: the table of the options ``idempotency_<name>``, beside those that views have, too.
+
+    A line is a field, its default and what reads the option: ``idempotency_lease = timedelta(minutes=2)``, on the task
+    or as a setting of the app, is read into ``lease_ms=120_000``. The task's own attribute wins over the setting.
+    """
 
     failure_retention_ms: int | None = option(None, optional(duration()))
     on_conflict: ConflictPolicy = option("retry", one_of(ConflictPolicy))

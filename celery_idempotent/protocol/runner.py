@@ -1,7 +1,7 @@
 """claim → run → settle | release | replay: the one place that spells the protocol out.
 
 Knows the store and the policy, nothing of Celery: a caller (:mod:`.task`) hands in the call, its body and the codec of
-its values, and gets one :data:`Result` back, or the exception that the body ended with::
+its values, and gets one :data:`CallResult` back, or the exception that the body ended with::
 
     claim ──▶ Claimed ──▶ body() ──▶ value ─────────▶ settle COMPLETED ──▶ Ran(value)
       │                     │                             └─ another token ──▶ claim again, as a duplicate
@@ -23,29 +23,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from celery_idempotent import backoff, signals
-from celery_idempotent.errors import (
-    FingerprintMismatch,
-    IdempotencyError,
-    ProcessingTimedOut,
-    TooManyCrashes,
-)
-from celery_idempotent.protocol import deferred, key_change, unfinished
+from celery_idempotent import backoff, errors, signals
+from celery_idempotent.protocol import at_commit, key_change, unfinished
 from celery_idempotent.protocol.atomic import AtomicRun, in_transaction
 from celery_idempotent.protocol.calls import (
     STORE_ERRORS,
     Body,
     BodyOutcome,
     Call,
+    CallResult,
     Codec,
     Conflict,
     Ran,
     Replay,
-    Result,
     StoreFailed,
 )
-from celery_idempotent.protocol.claim import AT_WORK, Claim, Phase, running
-from celery_idempotent.protocol.claiming import ClaimAttempt, Claiming
+from celery_idempotent.protocol.claim import AT_WORK, Claim, Phase, claim_var
+from celery_idempotent.protocol.claiming import AnsweredAttempt, Claiming
 from celery_idempotent.protocol.endings import End, Endings
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
@@ -96,7 +90,7 @@ class Runner:
         #: Returns a claim of a call's key that holds nothing.
         self.unguarded_claim = self._claiming.unguarded
 
-    def execute(self, call: Call, body: Body) -> Result:
+    def execute(self, call: Call, body: Body) -> CallResult:
         """Claim the key and act on the answer.
 
         Raises:
@@ -104,7 +98,7 @@ class Runner:
             BaseException: whatever ``body`` raised.
         """
         if call.around is not None:
-            deferred.release_rolled_back()
+            at_commit.release_rolled_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
         looks, repeats, came = 0, 0, time.monotonic()
@@ -134,11 +128,11 @@ class Runner:
                     self._report(signals.replayed, call, record, store=asked.store, seconds=waited)
                     return Replay(record, age_ms)
                 case Mismatched(record):
-                    waited = time.monotonic() - came
-                    self._report(
-                        signals.mismatched, call, record, store=asked.store, seconds=waited
+                    took, store = time.monotonic() - came, asked.store
+                    self._report(signals.mismatched, call, record, store=store, seconds=took)
+                    raise errors.FingerprintMismatch(
+                        _MISMATCH.format(call.identity, record.task_id)
                     )
-                    raise FingerprintMismatch(_MISMATCH.format(call.identity, record.task_id))
 
     def _report(
         self,
@@ -163,7 +157,7 @@ class Runner:
     @staticmethod
     def _look_again(looks: int, until: float, record: Record, left_ms: int) -> bool:
         """Wait for the holder a little; ``False`` if there is no more to wait for."""
-        if deferred.record_after_commit(record) is not None:
+        if at_commit.record_after_commit(record) is not None:
             return False
         # Its lease may end before the next look would be due.
         longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
@@ -173,7 +167,7 @@ class Runner:
         self, call: Call, record: Record, store: Store, left_ms: int, came: float
     ) -> Replay | Conflict:
         """Answer from a run in the caller's transaction; else it is a conflict."""
-        ended, waited = deferred.record_after_commit(record), time.monotonic() - came
+        ended, waited = at_commit.record_after_commit(record), time.monotonic() - came
         if ended is not None:
             self._report(signals.replayed, call, ended, store=store, seconds=waited)
             return Replay(ended, 0)
@@ -205,14 +199,15 @@ class Runner:
 
     def unguarded(self, call: Call, body: Body) -> object:
         """Run without protection, with a current claim that holds nothing."""
-        before = running.get()
-        running.set(self.unguarded_claim(call))
+        outer = claim_var.get()
+        claim_var.set(self.unguarded_claim(call))
         try:
             return self._expecting_transaction(call, body)()
         finally:
-            running.set(before)
+            claim_var.set(outer)
 
     def _expecting_transaction(self, call: Call, body: Body) -> Body:
+        """Return what runs the body of an atomic task without a claim: it still relies on a transaction around it."""
         if not self.policy.atomic:
             return body
         return partial(in_transaction, self._store(), call, self.name, body)
@@ -220,32 +215,35 @@ class Runner:
     # -- under a claim -------------------------------------------------------------------------------------------------
 
     def _act(
-        self, call: Call, record: Record, asked: ClaimAttempt, body: Body, repeats: int
-    ) -> Result | End:
-        """Run the body, or condemn the key; an :class:`End` if the call is to claim again."""
-        verdict = self._verdict(record)
-        if verdict is None:
+        self, call: Call, record: Record, asked: AnsweredAttempt, body: Body, repeats: int
+    ) -> CallResult | End:
+        """Run the body, or settle the key FAILED without a run; an :class:`End` if the call is to claim again.
+
+        After a FAILED without a run the call finds that record, as a duplicate does: so an error is raised in one way.
+        """
+        barred = self._why_not_to_run(record)
+        if barred is None:
             result = self._run(call, record, asked, body, repeats)
             if isinstance(result, StoreFailed):
                 return replace(result, attempt=asked.attempt)
             return result
         try:
-            self._endings.condemn(call, self._claiming.hold(record, asked), verdict)
+            self._endings.fail_without_run(call, self._claiming.hold(record, asked), barred)
         except STORE_ERRORS as trouble:
             self._report(signals.store_failed, call, record, error=trouble)
-            return StoreFailed(trouble, asked.attempt, condemned=True)  # its message comes back
+            return StoreFailed(trouble, asked.attempt, barred=True)  # its message comes back
         return End.SETTLED
 
-    def _verdict(self, record: Record) -> IdempotencyError | None:
+    def _why_not_to_run(self, record: Record) -> errors.IdempotencyError | None:
         """Return why a key is settled FAILED instead of being run again (celery #9082), ``None`` if it may run."""
         if record.crashes and self.policy.on_stale == "fail":
-            return ProcessingTimedOut(
+            return errors.ProcessingTimedOut(
                 f"{self.name} was not run again: the last run of {record.identity} did not come back, and "
                 'idempotency_on_stale="fail" wants a person to look at it. Find out what it did, then complete '
                 "the key, or forget it."
             )
         if record.crashes > self.policy.max_crashes:
-            return TooManyCrashes(
+            return errors.TooManyCrashes(
                 f"{self.name} was not run again: {record.crashes} runs of {record.identity} ended in a crash of their "
                 f"worker, more than idempotency_max_crashes ({self.policy.max_crashes}). Find the cause, then "
                 "forget the key.",
@@ -254,8 +252,8 @@ class Runner:
         return None
 
     def _run(
-        self, call: Call, record: Record, asked: ClaimAttempt, body: Body, repeats: int
-    ) -> Result | End:
+        self, call: Call, record: Record, asked: AnsweredAttempt, body: Body, repeats: int
+    ) -> CallResult | End:
         """Run the body under the claim; an :class:`End` if the call is to claim again, as a duplicate does.
 
         Once the body returned nothing releases, whatever strikes, for the effect happened (:class:`.BodyOutcome`)::
@@ -268,9 +266,9 @@ class Runner:
         """
         claim = self._claiming.hold(record, asked)
         run = self._in_transaction(call, claim, body, repeats)
-        outcome, before = BodyOutcome(run), running.get()
+        outcome, outer = BodyOutcome(run), claim_var.get()
         try:
-            running.set(claim)
+            claim_var.set(claim)
             if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
             store = claim.store if asked.before is None else None
@@ -300,7 +298,7 @@ class Runner:
         finally:
             if claim.phase in AT_WORK:
                 claim.phase = Phase.ENDED
-            running.set(before)
+            claim_var.set(outer)
             heartbeat.remove(claim)
 
     def _in_transaction(
@@ -323,7 +321,15 @@ class Runner:
     def _returned(
         self, call: Call, claim: Claim, value: object, late: BaseException | None
     ) -> Ran | End:
-        """Record that the body returned; ``late`` is an exception that came after that."""
+        """Record that the body returned. ``late`` is an exception that came after that.
+
+        ::
+
+            late                           the end is tried    and then
+            None                           for a lease         the value is returned
+            SoftTimeLimitExceeded          for a lease         the value is returned: the task succeeds
+            SystemExit, KeyboardInterrupt  once                it is raised: the process ends
+        """
         at_exit = late is not None and not isinstance(late, Exception)
         if claim.phase in (Phase.RUNNING, Phase.LOST):
             dump = partial(self._codec.dump_value, value)

@@ -5,7 +5,11 @@ it becomes a fact, and there alone: the line says what happened to the key, whil
 back in 3 s, the task fails) is logged by the code that does it.
 
 A report costs a run less than a microsecond and no round trip: the counters are written later, and the event is made
-only if a receiver or the log wants it.
+only if a receiver or the log wants it. One report of a duplicate, for example, is::
+
+    report(replayed, …) ─┬─ counter   "shop.charge", "replayed": + 1; the heartbeat writes it to the store
+                         ├─ log       INFO idempotency: shop.charge[4ce1] gets the stored result of …
+                         └─ signal    celery_idempotent.signals.replayed, with an Event
 """
 
 from __future__ import annotations
@@ -250,7 +254,10 @@ def facts(outcome: str, event: Event) -> dict[str, str | int | bool]:
 
 
 def _fields(outcome: str, event: Event) -> dict[str, str | int | bool]:
-    """Return the fields of a log record: for machines, where :func:`_words` are for people."""
+    """Return the fields of a log record: for machines, where :func:`_words` are for people.
+
+    A handler that writes JSON has them as ``idempotency_key``, ``idempotency_task_id`` and so on.
+    """
     found = facts(outcome, event) | {"task_id": event.task_id, "who": event.who}
     if event.identity is not None:
         found |= {"key": event.identity.key, "scope": event.identity.scope}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Generator
-from functools import partial
+from functools import lru_cache, partial
 
 from celery_idempotent.errors import IdempotencyError
 
@@ -25,13 +25,15 @@ def kind_of(function: object) -> str:
     return ""
 
 
-#: What almost all results are: to ask an abstract class takes a hundred times as long.
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple})
-
-
 def is_unfinished(value: object) -> bool:
     """Is this a run that has not come to its end, in place of a result?"""
-    return type(value) not in _PLAIN and isinstance(value, (Awaitable, Generator, AsyncGenerator))
+    return _are_unfinished(type(value))  # type: ignore[arg-type]  # classes are hashable
+
+
+@lru_cache(maxsize=256)
+def _are_unfinished(kind: type) -> bool:
+    """Are values of this class such? Remembered: to ask abstract classes takes a hundred times as long."""
+    return issubclass(kind, (Awaitable, Generator, AsyncGenerator))
 
 
 def close(name: str, value: object) -> IdempotencyError:

@@ -1,4 +1,13 @@
-"""Which store an app uses: a URL or its settings become a store, one for each app."""
+"""Which store an app uses: a URL or its settings become a store, one for each app.
+
+::
+
+    idempotency_store       a URL, or a store                                                 first
+    result_backend          if it is a Redis                                                  else
+    broker_url              if it is a Redis                                                  else
+    memory                  if all runs are in this process: eager tasks, a memory:// broker  else
+    InvalidOption           no task runs: two workers would know nothing of each other
+"""
 
 from __future__ import annotations
 
@@ -10,7 +19,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.settings import Snapshot
+from celery_idempotent.settings import Snapshot, real_app
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
@@ -119,8 +128,7 @@ def get_store(app: AnyCelery) -> Store:
     all of it happens there: its runs are eager, or its broker is ``memory://``, as in Celery's
     fixtures.
     """
-    # current_app is a proxy, and so is app of shared_task.
-    app = _unwrapped(app)
+    app = real_app(app)
     known = _stores.get(app)
     if known is not None:
         settings, store = known
@@ -142,15 +150,10 @@ def get_store(app: AnyCelery) -> Store:
 
 def swap_store(app: Celery, store: Store | None) -> None:
     """Let the app use this store, in this process, until it is set to another; with ``None``, what it is set to."""
-    app = _unwrapped(app)
+    app = real_app(app)
     _stores.pop(app, None)
     if store is not None:
         _stores[app] = Snapshot(app, _SETTINGS), store
-
-
-def _unwrapped(app: Celery) -> Celery:
-    current = getattr(app, "_get_current_object", None)
-    return app if current is None else current()
 
 
 def _all_is_here(app: Celery) -> bool:

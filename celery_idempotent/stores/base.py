@@ -230,6 +230,10 @@ class Store(ABC):
         """
         return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
 
+    def write_result(self, result: ResultWrite) -> bool:  # noqa: ARG002
+        """Write the result of a duplicate as :meth:`settle_with_result` does; ``False``: its backend is to store it."""
+        return False
+
     def now_ms(self) -> int:
         """Return the time by the store's clock."""
         # The shortest question whose answer tells the time, with any store.

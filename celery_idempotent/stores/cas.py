@@ -1,9 +1,8 @@
 """The verbs of a store that decides in Python, written once: look, decide, write if what was seen is still there.
 
-A store says how it looks (:class:`DecidingStore`), and a look how it is written over (:class:`Look`). What is decided
-is in the table, see
-:mod:`celery_idempotent.stores.machine`. Where somebody else writes between the look and the write, the store begins the
-verb again::
+A store says how it looks (:class:`DecidingStore`), and a look how it is written over (:class:`Look`). The decision is
+in the table (:mod:`celery_idempotent.stores.machine`). Where somebody else writes between the look and the write, the
+store begins the verb again::
 
     worker A   look: none ─ decide: claimed ────────────── write: there is a record now ─ look: PROCESSING ─ held
     worker B      look: none ─ decide: claimed ─ write: done
@@ -128,6 +127,7 @@ class DecidingStore(Store):
         old = None if look.stored is None else look.stored.record
         if move.writes:
             after = _after(move, look, asked)
+            # Another run had the key. A store may have to end that one's session, whose locks would block this run.
             takes_over = old is not None and old.attempts and old.token != after.record.token
             if old is not None and takes_over and verb == "claim" and not look.may_take_over():
                 return Held(old, left_ms=_WAIT_MS)
@@ -226,7 +226,10 @@ class DecidingStore(Store):
         return self._ask("forget", identity, asked).answer == "forgotten"
 
     def _sweep(self, look: Look, requeue_ms: int) -> Record | None:
-        """Interrupt or requeue a record that seemed stale; return it as it is then."""
+        """Interrupt or requeue a record that seemed stale; return it as it is then, ``None`` if nothing was done.
+
+        Each time that a message is requeued the next deadline is twice as far away: 1 min, 2 min, 4 min … 17 h.
+        """
         requeues = 0 if look.stored is None else look.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
         return self._do("sweep", look, Asked(attempt=b"", delay_ms=delay_ms)).record
@@ -261,7 +264,11 @@ def asked_by(request: ClaimRequest) -> Asked:
 
 
 def _shared(request: type[ClaimRequest | ReserveRequest | SettleRequest]) -> tuple[str, ...]:
-    """Return the fields that a record has from a request, by their names; a request's deadline is none yet."""
+    """Return the names of the fields that a record takes from a request as they are.
+
+    Names that both have: a new column of the record needs no line here. ``deadline_ms`` is the exception: in a request
+    it is a length of time, in a record a point in time.
+    """
     of_record = {field.name for field in fields(Record)} - {"deadline_ms"}
     return tuple(field.name for field in fields(request) if field.name in of_record)
 

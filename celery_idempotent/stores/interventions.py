@@ -53,6 +53,13 @@ def unpack_interventions(packed: bytes) -> tuple[Intervention, ...]:
 
 
 def _unpacked(packed: bytes) -> Iterator[Intervention]:
+    """Yield the interventions of packed entries, of which several make one: ``o`` begins it, ``s`` and ``w`` add to it.
+
+    ::
+
+        o "complete alice"   w "ticket 47: € 12"   w " were paid"   o "forget bob"   s "ship"
+        └─ complete, by alice, "ticket 47: € 12 were paid" ────┘    └─ forget of step ship, by bob ─┘
+    """
     begun: tuple[int, bytes] | None = None
     step = reason = b""
     for kind, at_ms, text in (*entries(packed), ("o", 0, b"")):

@@ -128,6 +128,7 @@ class Move:
         self._read: Callable[[Record], Sequence[object]] | None = (
             attrgetter(*rule.carried) if rule.carried else None
         )
+        # What a rule does not carry over is made anew, if its next state has such a field.
         live = rule.then in (State.PROCESSING, State.QUEUED)
         self._adds_deadline = live and "deadline_ms" not in rule.carried
         self._adds_token = "token" not in rule.carried
@@ -145,7 +146,7 @@ class Move:
         if self._adds_deadline:
             assert asked.delay_ms is not None
             fields["deadline_ms"] = now_ms + asked.delay_ms
-        if self._read is None:
+        if self._read is None:  # the first record of this key
             fields["created_ms"] = now_ms
         else:
             assert old is not None
@@ -157,6 +158,7 @@ class Move:
                 fields["steps"] = _with_step(old.steps, *asked.step)
         if self._adds_token:
             fields["token"] = token
+            # None stands for any: what a caller does not say stays known from the caller before.
             if fields["fingerprint"] is None:
                 fields["fingerprint"] = asked.fields["fingerprint"]
         record = Record(**fields)

@@ -1,4 +1,11 @@
-"""From a URL, or from an app's own Redis, to a store."""
+"""From a URL, or from an app's own Redis, to a store.
+
+Celery writes the URLs of some servers in other ways than the stores do; here they become ours::
+
+    socket:///run/redis.sock?virtual_host=1              unix:///run/redis.sock?db=1
+    sentinel://s1/0;sentinel://s2, master_name="main"    sentinel://s1;s2/main/0
+    redis://one;redis://two                              redis://one: records do not move with a failover
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A store whose sweeps, lists and counts look at all its records: for few of them, or for tests."""
+"""A store whose sweeps, lists and counts look at all its records: for few of them, or for tests.
+
+A store of your own has three things to say, and has all verbs by that (docs/reference.md): how it looks at one key, how
+it writes if nobody else has, and what records there are.
+"""
 
 from __future__ import annotations
 

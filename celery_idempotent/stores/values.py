@@ -76,6 +76,7 @@ def unpack_value(packed: bytes, at: int) -> Stored:
 
 
 def _unpack_value(packed: bytes, at: int) -> Stored:
+    """Read a value from this place to the end: see the drawing at the beginning of this module."""
     code, compressed = packed[at] & ~_COMPRESSED, packed[at] & _COMPRESSED
     at += 1
     if code == _OTHER:

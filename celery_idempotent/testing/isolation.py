@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from celery import current_app
 
-from celery_idempotent.celery.registry import real_app
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.settings import real_app
 from celery_idempotent.stores import get_store, swap_store
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.memory import MemoryStore

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from celery import current_app
 
-from celery_idempotent.celery.registry import real_app
+from celery_idempotent.settings import real_app
 from celery_idempotent.testing.isolation import isolated_records
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from celery_idempotent import signals
-from celery_idempotent.cli import idempotency, listing, output
+from celery_idempotent.cli import idempotency, output
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import ReserveRequest, State
 from celery_idempotent.stores.memory import MemoryStore
@@ -128,7 +128,6 @@ def test_a_pipe_gets_whole_cells_between_tabs(every, run):
 @pytest.mark.parametrize("columns", [40, 80, 120, 200])
 def test_a_table_fits_the_terminal_and_never_cuts_the_state(store, run, monkeypatch, columns):
     monkeypatch.setattr(output, "on_terminal", lambda: True)
-    monkeypatch.setattr(listing, "on_terminal", lambda: True)
     monkeypatch.setattr(output, "width", lambda: columns)
     claim(store, identity("k" * 90, scope="s" * 60), lease_ms=-1, worker="w" * 60)
     head, row = run("list").stdout.splitlines()

@@ -54,7 +54,8 @@ def test_the_demonstration_enters_every_delivery_once_and_the_plain_task_does_no
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
-@pytest.mark.parametrize("store", ["django", pytest.param("hybrid", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("store", ["django", "hybrid"])
+@pytest.mark.wide
 def test_with_the_records_in_the_database_it_also_kills_between_write_and_commit(
     tmp_path: Path, few: Path, store: str
 ) -> None:

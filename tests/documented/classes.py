@@ -97,7 +97,7 @@ def broken_handler(s: Stage) -> None:
 @scenario("a request class of one's own sees how its task ends", slow=True)
 def request_class(s: Stage) -> None:
     good, bad = s.requested.delay("works"), s.requested.delay("fails")
-    slow = s.requested.apply_async(("sleeps",))
+    slow = s.requested.apply_async(("sleeps",), queue=s.mortal)
     assert s.get(good) == "works"
     assert isinstance(s.error(bad), ValueError)
     assert isinstance(s.error(slow), TimeLimitExceeded)

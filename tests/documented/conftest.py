@@ -54,7 +54,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Side, Side
                 **_CONF,
             }
             name = f"{'ours' if ours else 'plain'}-{uuid.uuid4().hex[:6]}"
-            made.append(Side(name, ours=ours, directory=directory, conf=conf))
+            made.append(Side(name, ours=ours, directory=directory, conf=conf, mortal=True))
         try:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(Side.start, made))

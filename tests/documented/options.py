@@ -30,7 +30,7 @@ def soft_limit(s: Stage) -> None:
 @scenario("a hard time limit fails the task and calls its errbacks", slow=True)
 def hard_limit(s: Stage) -> None:
     for task in (s.works_hard, s.works_hard_late):
-        result = task.apply_async(("sleeps",), link_error=s.new.s())
+        result = task.apply_async(("sleeps",), queue=s.mortal, link_error=s.new.s())
         assert isinstance(s.error(result), TimeLimitExceeded)
         s.wait(lambda result=result: "lost" in s.kinds(result.id))
 
@@ -42,7 +42,7 @@ def hard_limit(s: Stage) -> None:
     differs="ids-of-callbacks",
 )
 def hard_limit_told(s: Stage) -> None:
-    result = s.works_hard.apply_async(("sleeps",), link_error=s.old.s())
+    result = s.works_hard.apply_async(("sleeps",), queue=s.mortal, link_error=s.old.s())
     assert isinstance(s.error(result), TimeLimitExceeded)
     s.wait(lambda: len(_errbacks(s)) == (1 if s.ours else 2))
 
@@ -50,9 +50,10 @@ def hard_limit_told(s: Stage) -> None:
 @scenario("a task that is switched off is as Celery's, also by default", slow=True)
 def switched_off(s: Stage) -> None:
     assert s.note("acknowledged", _acknowledged(s, s.works_off)) is True
-    assert isinstance(s.error(s.works_off.delay("dies")), WorkerLostError)
-    result = s.works_off.apply_async(("sleeps",), time_limit=1, link_error=s.old.s())
-    assert isinstance(s.error(result), TimeLimitExceeded)
+    dead = s.works_off.apply_async(("dies",), queue=s.mortal)
+    assert isinstance(s.error(dead), WorkerLostError)
+    late = s.works_off.apply_async(("sleeps",), queue=s.mortal, time_limit=1, link_error=s.old.s())
+    assert isinstance(s.error(late), TimeLimitExceeded)
     same = s.works_off.s("x")
     same.freeze()
     assert [s.get(same.apply_async()) for _ in range(2)] == ["x", "x"]
@@ -112,7 +113,7 @@ def _acknowledged(s: Stage, task: Any) -> Any:
 
 @scenario("a lost worker fails a task that acknowledges early", slow=True)
 def lost_early(s: Stage) -> None:
-    result = s.works_early.apply_async(("dies",), link_error=s.old.s())
+    result = s.works_early.apply_async(("dies",), queue=s.mortal, link_error=s.old.s())
     assert isinstance(s.error(result), WorkerLostError)
 
 
@@ -120,12 +121,13 @@ def lost_early(s: Stage) -> None:
     "a lost worker fails a late acknowledging task that does not ask for its message", slow=True
 )
 def lost_late(s: Stage) -> None:
-    assert isinstance(s.error(s.works_lost_late.delay("dies")), WorkerLostError)
+    result = s.works_lost_late.apply_async(("dies",), queue=s.mortal)
+    assert isinstance(s.error(result), WorkerLostError)
 
 
 @scenario("a lost worker fails a task that says nothing", slow=True, differs="late-acknowledgement")
 def lost_default(s: Stage) -> None:
-    result = s.works.delay("dies")
+    result = s.works.apply_async(("dies",), queue=s.mortal)
     if s.ours:
         assert s.get(result) == "came back"
     else:
@@ -134,7 +136,7 @@ def lost_default(s: Stage) -> None:
 
 @scenario("a task that calls sys.exit takes its process down, and fails", slow=True, since=(5, 7))
 def exits(s: Stage) -> None:
-    result = s.works_early.delay("exits")
+    result = s.works_early.apply_async(("exits",), queue=s.mortal)
     assert isinstance(s.error(result), (WorkerLostError, SystemExit))
 
 

@@ -46,10 +46,12 @@ class Side:
         directory: Path,
         conf: dict[str, Any],
         concurrency: int = 4,
+        mortal: bool = False,
     ) -> None:
         self.name = name
         self.ours = ours
         self.queue = f"{name}.queue"
+        self.mortal_queue = f"{name}.mortal"
         self.node = f"{name}@localhost"
         self.recorder = Recorder(directory / f"{name}.jsonl")
         self.recorder.path.touch()
@@ -62,19 +64,29 @@ class Side:
         }
         task_cls = OURS if ours else PLAIN
         self.app: Celery = make_app(task_cls, conf)
-        given = {"task_cls": task_cls, "conf": conf, "record": str(self.recorder.path)}
-        self.worker = Worker(
-            "tests.documented.app",
-            directory=directory,
-            name=name,
-            concurrency=concurrency,
-            queues=(self.queue,),
-            env={VARIABLE: json.dumps(given)},
-            # The last name counts.
-            arguments=("-E", "-n", self.node, "-Ofair"),
-        )
+
+        def worker(name: str, queue: str, concurrency: int) -> Worker:
+            # What is said to all workers is for the first alone: two would both store that a task is revoked.
+            own = {**conf, "control_exchange": f"{name}.pidbox"}
+            given = {"task_cls": task_cls, "conf": own, "record": str(self.recorder.path)}
+            return Worker(
+                "tests.documented.app",
+                directory=directory,
+                name=name,
+                concurrency=concurrency,
+                queues=(queue,),
+                env={VARIABLE: json.dumps(given)},
+                # The last name counts.
+                arguments=("-E", "-n", f"{name}@localhost", "-Ofair"),
+            )
+
+        self.worker = worker(name, self.queue, concurrency)
+        #: For tasks that end their process, of which it has one. Where two processes die at once, Celery may run a task
+        #: again: while it looks after one, it takes the task of the other for one that was not begun.
+        self.mortal = worker(f"{name}.mortal", self.mortal_queue, 1)
+        self._workers = [self.worker, self.mortal] if mortal else [self.worker]
         self._lock = threading.Lock()
-        files = (self.recorder.path, Path(self.worker.log_path))
+        files = (self.recorder.path, *(Path(each.log_path) for each in self._workers))
         self._files: dict[Path, tuple[int, bytes]] = dict.fromkeys(files, (0, b""))
         self.lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.events: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -85,16 +97,24 @@ class Side:
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._capturing = threading.Event()
         self._backends: list[Any] = []
+        self._children: list[int] = []
 
     def start(self) -> None:
         self._receiver.start()
         assert self._capturing.wait(PATIENCE), "no connection for events"
-        self.worker.start(timeout=60)
+        for worker in self._workers:
+            worker.start()
+        self._children = self.worker.children()
+
+    def deaths(self) -> set[int]:
+        """Return the processes that the first worker has lost."""
+        return {*self._children} - {*self.worker.children()}
 
     def close(self) -> None:
         self._stop.set()
         self._receiver.join(10)
-        self.worker.kill()
+        for worker in self._workers:
+            worker.kill()
         for backend in self._backends:
             forget_results(backend)
         close_app(self.app)
@@ -174,7 +194,7 @@ class Side:
             lambda: f"the end of {self._unfinished(name)}",
             interval=0.05,
         )
-        self._fence()
+        self._fence(name)
         unfinished = self._unfinished(name)
         assert len(unfinished) == absent, unfinished
 
@@ -188,14 +208,20 @@ class Side:
                 found.append((task_id, task["headers"]["task"]))
         return found
 
-    def _fence(self) -> None:
+    def _fence(self, name: str) -> None:
         """Wait for a message that was sent after all others, and for the events of its end."""
-        fence = self.app.tasks["tests.fence"].apply_async()
-        wait_for(
-            lambda: [e for e in self.events[fence.id] if e["type"] == "task-succeeded"],
-            PATIENCE,
-            f"the fence of {self.name}; its log:\n{self.worker.tail()}",
-        )
+        lines = [line for task_id in self.ids(name) for line in list(self.lines[task_id])]
+        mortal = any(line.get("routing_key") == self.mortal_queue for line in lines)
+        for worker, queue in ((self.worker, self.queue), (self.mortal, self.mortal_queue)):
+            if worker is self.worker or mortal:
+                fence = self.app.tasks["tests.fence"].apply_async(queue=queue)
+                wait_for(
+                    lambda fence=fence: [
+                        e for e in self.events[fence.id] if e["type"] == "task-succeeded"
+                    ],
+                    PATIENCE,
+                    lambda worker=worker: f"the fence of {worker.name}; its log:\n{worker.tail()}",
+                )
         self.pump()
 
 
@@ -207,6 +233,8 @@ class Stage:
         self.scenario = scenario
         self.app: Any = side.app
         self.ours = side.ours
+        #: The queue of what ends its own process.
+        self.mortal = side.mortal_queue
         self.notes: list[tuple[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:

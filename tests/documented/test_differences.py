@@ -30,12 +30,12 @@ def has_own_headers(side: Side) -> bool:
 
 
 def logs_more(side: Side) -> bool:
-    result = side.app.tasks["tests.works_early"].delay("dies")
+    result = side.app.tasks["tests.works_early"].apply_async(("dies",), queue=side.mortal_queue)
     with pytest.raises(Exception, match="SIGKILL"):
         result.get(timeout=PATIENCE)
     if side.ours:
-        wait_for(lambda: "its process" in side.worker.log, PATIENCE, "the log")
-    return "] idempotency: " in side.worker.log
+        wait_for(lambda: "its process" in side.mortal.log, PATIENCE, "the log")
+    return "] idempotency: " in side.mortal.log
 
 
 def shows_frames(side: Side) -> bool:

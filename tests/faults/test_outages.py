@@ -114,7 +114,7 @@ class TestOfTheStoreDuringARun:
         worker.kill_child(child)
         wait_for(
             lambda: len(worker.children()) == 2 and child not in worker.children(),
-            12,
+            30,
             "the child to be replaced",
         )
         stage.send("hold", "")

@@ -136,7 +136,7 @@ def test_it_lets_nobody_in_before_the_child_is_gone(set_stage: Callable[..., Sta
         lived = alive(child)
         return True
 
-    wait_for(interrupted, 10, "the claim to be interrupted", interval=0.002)
+    wait_for(interrupted, 30, "the claim to be interrupted", interval=0.002)
     assert not lived
     assert type(stage.fails(late)).__name__ == "TimeLimitExceeded"
     wait_for(lambda: stage.told("interrupted", "k") == 1, what="the signal")
@@ -232,7 +232,7 @@ def test_a_child_that_dies_in_one_container_leaves_the_claim_of_its_namesake_in_
     child, namesake = _child_in(b)
     assert namesake == runner
     os.kill(child, signal.SIGKILL)
-    wait_for(lambda: not alive(child), 10, "the child in B to end")
+    wait_for(lambda: not alive(child), what="the child in B to end")
     ended = refused_at()
     # Its successor asks after the main process in B has looked, which comes before the message goes back.
     wait_for(lambda: refused_at() > ended, 20, "the message to be delivered again")

@@ -33,7 +33,7 @@ def main(what: str) -> None:
 
     app.loader.import_default_modules()
     if what == "outbox":
-        from celery_idempotent.django.outbox.interceptor import sweep as sweep_outbox
+        from celery_idempotent.django.outbox.sending import sweep as sweep_outbox
 
         sweep_outbox(app)
     else:

@@ -136,7 +136,7 @@ def test_a_class_that_is_no_view_is_refused() -> None:
     ],
 )
 def test_a_key_is_a_string_of_rfc_8941_or_bare(factory: Any, value: str, key: str) -> None:
-    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.keys import read_key
 
     assert read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value), strict=False) == key
     assert read_key(factory.post("/"), strict=True) is None
@@ -159,7 +159,7 @@ def test_a_key_is_a_string_of_rfc_8941_or_bare(factory: Any, value: str, key: st
     ],
 )
 def test_whatever_else_is_refused(factory: Any, value: str) -> None:
-    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.keys import read_key
     from celery_idempotent.django.http.problems import RequestRefused
 
     with pytest.raises(RequestRefused) as refused:
@@ -183,7 +183,7 @@ def test_whatever_else_is_refused(factory: Any, value: str) -> None:
     ],
 )
 def test_a_key_that_is_refused_is_told_why(factory: Any, value: str, told: str) -> None:
-    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.keys import read_key
     from celery_idempotent.django.http.problems import RequestRefused
 
     with pytest.raises(RequestRefused) as refused:
@@ -193,7 +193,7 @@ def test_a_key_that_is_refused_is_told_why(factory: Any, value: str, told: str) 
 
 @pytest.mark.parametrize("value", ["", "  ", '""', '"";x=1'])
 def test_a_key_that_is_empty_is_told_so(factory: Any, value: str) -> None:
-    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.keys import read_key
     from celery_idempotent.django.http.problems import RequestRefused
 
     with pytest.raises(RequestRefused, match="It is empty"):
@@ -201,7 +201,7 @@ def test_a_key_that_is_empty_is_told_so(factory: Any, value: str) -> None:
 
 
 def test_where_only_a_string_is_a_key_a_bare_value_is_refused(factory: Any) -> None:
-    from celery_idempotent.django.http.headers import read_key
+    from celery_idempotent.django.http.keys import read_key
     from celery_idempotent.django.http.problems import RequestRefused
 
     assert read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY='"abc"'), strict=True) == "abc"
@@ -213,7 +213,7 @@ def test_where_only_a_string_is_a_key_a_bare_value_is_refused(factory: Any) -> N
 
 
 def fingerprint(request: Any, **options: Any) -> bytes:
-    from celery_idempotent.django.http.fingerprints import request_fingerprint
+    from celery_idempotent.django.http.bodies import request_fingerprint
     from celery_idempotent.django.http.options import http_options
 
     return request_fingerprint(request, request, http_options(options))
@@ -299,6 +299,7 @@ def test_method_path_and_query_count(factory: Any) -> None:
             ("POST", "/a/"),
             ("POST", "/b/"),
             ("POST", "/a/?x=1"),
+            ("POST", "/a/?x=2"),
         )
     ]
     assert len({fingerprint(each) for each in others}) == len(others)
@@ -506,9 +507,9 @@ def test_no_two_callers_share_a_scope(factory: Any) -> None:
 
     from django.contrib.auth.models import Group, User
 
+    from celery_idempotent.django.http.keys import caller_scope, http_identity
     from celery_idempotent.django.http.options import http_options
     from celery_idempotent.django.http.problems import RequestRefused
-    from celery_idempotent.django.http.scopes import caller_scope, http_identity
 
     class Customer(SimpleNamespace):
         """Another kind of user."""
@@ -543,9 +544,9 @@ def test_a_session_is_a_caller_whose_key_no_record_has(factory: Any, kind: str) 
 
     from django.contrib.auth.models import AnonymousUser
 
+    from celery_idempotent.django.http.keys import caller_scope, http_identity
     from celery_idempotent.django.http.options import http_options
     from celery_idempotent.django.http.problems import RequestRefused
-    from celery_idempotent.django.http.scopes import caller_scope, http_identity
 
     request, options = factory.post("/"), http_options({"anonymous": "session"})
     request.user = AnonymousUser()
@@ -577,9 +578,9 @@ def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
     from django.contrib.auth.models import User
 
     from celery_idempotent.django.http import user_scope
+    from celery_idempotent.django.http.keys import caller_scope
     from celery_idempotent.django.http.options import http_options
     from celery_idempotent.django.http.problems import RequestRefused
-    from celery_idempotent.django.http.scopes import caller_scope
 
     request = factory.post("/")
     others = [SimpleNamespace(pk=pk, is_authenticated=True) for pk in (None, "")]
@@ -619,8 +620,8 @@ def test_a_model_that_extends_the_users_is_the_same_user() -> None:
 
 @pytest.mark.parametrize("scope", ["", "x" * 256, "a\tb", ("a", "b" * 300), ["\x00"]])
 def test_a_scope_that_cannot_be_one_is_no_caller(scope: Any) -> None:
+    from celery_idempotent.django.http.keys import http_identity
     from celery_idempotent.django.http.problems import RequestRefused
-    from celery_idempotent.django.http.scopes import http_identity
 
     with pytest.raises(RequestRefused) as refused:
         http_identity("http", scope, "k")
@@ -778,7 +779,7 @@ def test_a_repetition_waits_for_the_commit_of_the_first_request(factory: Any, sh
             second = pool.submit(queue, factory, shop)
             with pytest.raises(futures.TimeoutError):
                 second.result(0.3)
-        assert second.result(10).status_code == 202
+        assert second.result(60).status_code == 202
     assert waiting(shop) >= 1
 
 

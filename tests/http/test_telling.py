@@ -24,7 +24,7 @@ app.conf.idempotency_store = "memory://"
 
 @pytest.fixture(scope="module", autouse=True)
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with ready(tmp_path_factory.mktemp("telling")):
+    with ready(tmp_path_factory.mktemp("showing")):
         yield
 
 

@@ -227,7 +227,7 @@ class TestNothingLeaks:
             site.publish("once", key)
             return site.ledger.count("end", key) > 0
 
-        wait_for(publish, 8, "a publish that takes effect", interval=0.2)
+        wait_for(publish, PATIENCE, "a publish that takes effect", interval=0.2)
         site.idle(key)
         assert site.ledger.count("start", key) == 1
         assert state_of(site, key) is State.COMPLETED

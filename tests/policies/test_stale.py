@@ -182,7 +182,7 @@ class TestRequeue:
             sweep(on_redis.app)
             return bool(on_redis.ledger.count("end", key))
 
-        wait_for(ended, 8, "the second run", interval=0.2)
+        wait_for(ended, PATIENCE, "the second run", interval=0.2)
         assert on_redis.ledger.count("start", key) == 2
         assert on_redis.received(first.id) == 2
 
@@ -199,7 +199,7 @@ class TestRequeue:
             sweep(shared.app)
             return bool(shared.ledger.count("end", key))
 
-        wait_for(ended, 10, "the run of a retry", interval=0.2)
+        wait_for(ended, PATIENCE, "the run of a retry", interval=0.2)
         assert first.get(timeout=PATIENCE)
         # Of the message that was lost, of the one that the sweep sent, of the retry.
         assert (shared.ledger.count("start", key), shared.ledger.count("end", key)) == (3, 1)

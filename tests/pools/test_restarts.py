@@ -66,7 +66,7 @@ def test_a_pool_restart_lets_runs_end_and_the_next_children_go_on(site: Site, ke
     (run,) = site.ledger.entries("start", key)
     before = site.record(key)
     others = set(site.workers[0].children()) - {run.pid}
-    (reply,) = site.app.control.pool_restart(reply=True, timeout=5) or [{}]
+    (reply,) = site.app.control.pool_restart(reply=True, timeout=PATIENCE, limit=1) or [{}]
     assert "ok" in next(iter(reply.values())), reply
     wait_for(lambda: not others & set(site.workers[0].children()), PATIENCE, "the idle child's end")
     # The pool has one that is new, and the one that is at it, whose lease goes on.

@@ -206,6 +206,8 @@ def _settings(vendor: str, name: str) -> dict[str, Any]:
         return {"ENGINE": "django.db.backends.sqlite3", "NAME": name, "OPTIONS": {"timeout": 20}}
     parts = urlsplit(_POSTGRESQL if vendor == "postgresql" else _MARIADB)
     engine = "postgresql" if vendor == "postgresql" else "mysql"
+    # PyMySQL reads the machine's certificates for each connection, in case it is encrypted.
+    options = {} if vendor == "postgresql" else {"ssl_disabled": True}
     return {
         "ENGINE": f"django.db.backends.{engine}",
         "NAME": name,
@@ -213,6 +215,7 @@ def _settings(vendor: str, name: str) -> dict[str, Any]:
         "PASSWORD": parts.password or "",
         "HOST": parts.hostname or "",
         "PORT": str(parts.port or ""),
+        "OPTIONS": options,
     }
 
 

@@ -17,7 +17,7 @@ from django.db import OperationalError, connections, transaction
 
 from celery_idempotent.django import IdempotentTask
 from celery_idempotent.errors import InProgress
-from celery_idempotent.protocol import deferred
+from celery_idempotent.protocol import at_commit
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
@@ -80,9 +80,9 @@ def open_shop(
         return Shop(store.alias, kept, **options)
 
     yield open_
-    deferred.release_rolled_back()
-    assert not deferred._waiting
-    assert not [known for known in heartbeat._due if isinstance(known(), deferred.DeferredEnd)]
+    at_commit.release_rolled_back()
+    assert not at_commit._waiting
+    assert not [known for known in heartbeat._due if isinstance(known(), at_commit.EndAtCommit)]
     for alias in made:
         connections[alias].close()
         execute(alias, "DROP TABLE eager_effects")
@@ -280,7 +280,7 @@ def test_two_databases_have_both_to_commit(open_shop: Callable[..., Shop]):
         assert shop.state() is State.PROCESSING
         raise Rollback
     assert shop.state() is State.PROCESSING
-    deferred.release_rolled_back()
+    at_commit.release_rolled_back()
     assert shop.state() is None
     with other.atomic(), shop.atomic():
         shop.pay.delay("second")
@@ -304,9 +304,9 @@ def test_a_commit_while_the_heartbeat_looks_is_no_rollback(open_shop: Callable[.
         with shop.atomic():
             inner.__enter__()
             shop.pay.apply(("order",))
-            (end,) = deferred._waiting.values()
+            (end,) = at_commit._waiting.values()
             end._hooks = Watched(end._hooks)
-            assert end.needs_renewal()
+            assert end.prepare_renewal()
             assert len(end._hooks) == 1
             assert shop.state() is State.PROCESSING
         assert shop.state() is State.COMPLETED
@@ -318,10 +318,10 @@ def test_a_forked_child_leaves_its_parents_keys_alone(open_shop: Callable[..., S
     shop = open_shop("sqlite", "memory")
     with shop.atomic():
         shop.pay.delay("order")
-        assert deferred._waiting
+        assert at_commit._waiting
         pid = os.fork()
         if not pid:
-            os._exit(len(deferred._waiting))
+            os._exit(len(at_commit._waiting))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert shop.state() is State.COMPLETED
 

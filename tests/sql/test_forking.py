@@ -28,12 +28,12 @@ def test_a_fork_waits_until_no_thread_is_inside():
     def verb() -> None:
         with unforked():
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
             left.append(time.monotonic())
 
     thread = threading.Thread(target=verb)
     thread.start()
-    inside.wait(10)
+    inside.wait(60)
     threading.Timer(0.2, leave.set).start()
     assert fork() == 0
     assert left
@@ -60,7 +60,7 @@ def test_a_verb_waits_for_a_fork(monkeypatch):
     thread.start()
     assert not entered.wait(0.1)
     forking._forking.clear()
-    wait_for(entered.is_set, 10, "the verb")
+    wait_for(entered.is_set, what="the verb")
     thread.join()
 
 

@@ -706,7 +706,7 @@ class TestWithRabbitMQ:
             "task_default_queue": rabbitmq_queue,
             "broker_write_url": urlunsplit(parts._replace(netloc=broken)),
             "broker_read_url": rabbitmq_url,
-            "broker_connection_timeout": 2,
+            "broker_connection_timeout": 5,
         }
         with closing(make_app(alias, **conf)) as app:
             yield Stage(alias, app)

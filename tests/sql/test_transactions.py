@@ -291,8 +291,8 @@ def make_impatient(store: DjangoStore, patch: pytest.MonkeyPatch) -> None:
     words.begin = words.begin.replace("5000", "100")
     words.alone = (words.alone[0].replace("5000", "100"), words.alone[1])
     patch.setattr(shortcuts, "LOCK_TIMEOUT_MS", 100)
-    before, *rest = atomic._PATIENCE
-    patch.setattr(atomic, "_PATIENCE", (before.replace("5000", "100"), *rest))
+    for name in ("_PATIENCE", "_SETTLE_WITH_LEASE"):
+        patch.setattr(atomic, name, getattr(atomic, name).replace("5000", "100"))
 
 
 def test_no_verb_waits_for_ever_for_a_row(

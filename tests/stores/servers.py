@@ -79,7 +79,7 @@ def running(
     how: dict[str, Any] = {"host": "127.0.0.1", "port": port, "socket_timeout": 5, **(client or {})}
     server = Server(port, process, redis.Redis(**how))
     try:
-        wait_for(lambda: answers(server.client), 10, f"{binary} on {port}")
+        wait_for(lambda: answers(server.client), 60, f"{binary} on {port}")
         yield server
     finally:
         server.stop()
@@ -144,7 +144,7 @@ def sentinel(
         process = subprocess.Popen([binary, str(config), "--sentinel"], stdout=log, stderr=log)
     server = Server(port, process, redis.Redis(port=port, socket_timeout=5))
     try:
-        wait_for(lambda: answers(server.client), 10, "the sentinel")
+        wait_for(lambda: answers(server.client), 60, "the sentinel")
         yield server
     finally:
         server.stop()

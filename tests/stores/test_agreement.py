@@ -41,11 +41,10 @@ from tests.support.tiers import PHASES, examples
 
 pytestmark = pytest.mark.redis
 
+_names = Keyspace("x")
 _all = (Identity(namespace="charge", key=f"{n}") for n in itertools.count())
 #: In one bucket, so that both stores give out tokens from one high-water mark.
-IDENTITIES = list(
-    itertools.islice((name for name in _all if Keyspace("x").locate(name)[0] == 17), 3)
-)
+IDENTITIES = list(itertools.islice((name for name in _all if _names.locate(name)[0] == 17), 3))
 #: Redis' own clock goes on, and it decides what expires: hence every life ends half a minute away
 #: from any moment that the stopped clock reaches, while leases and deadlines may end right on it.
 MINUTE, HALF = 60_000, 30_000

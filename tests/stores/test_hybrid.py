@@ -778,9 +778,9 @@ class TestTrouble:
         private_redis.freeze()
         try:
             began = time.monotonic()
-            for _ in range(20):
+            for _ in range(200):
                 assert isinstance(ask(store), Settled)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 20
         finally:
             private_redis.thaw()
             store.close()
@@ -791,9 +791,9 @@ class TestTrouble:
         private_redis.kill()
         try:
             began = time.monotonic()
-            for _ in range(20):
+            for _ in range(200):
                 assert isinstance(ask(store), Settled)
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 20
         finally:
             private_redis.start()
             store.close()

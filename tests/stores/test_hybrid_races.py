@@ -52,9 +52,10 @@ from tests.support.tiers import PHASES, examples
 
 pytestmark = pytest.mark.redis
 
+_names = Keyspace("x")
 _all = (Identity(namespace="charge", key=f"{n}") for n in itertools.count())
 #: Two in one bucket, which share a generation, and one in another.
-_first, _second = itertools.islice((i for i in _all if Keyspace("x").locate(i)[0] == 17), 2)
+_first, _second = itertools.islice((i for i in _all if _names.locate(i)[0] == 17), 2)
 IDENTITIES = [_first, _second, Identity(namespace="charge", key="elsewhere")]
 MINUTE = 60_000
 #: The cache's clock is not the truth's.

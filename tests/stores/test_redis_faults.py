@@ -396,7 +396,7 @@ class TestExceptionsOutOfNowhere:
 
         def stop():
             done.set()
-            thread.join(10)
+            thread.join()
             return mixed_up
 
         return stop

@@ -25,6 +25,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.redis import upkeep
 from celery_idempotent.stores.redis.keyspace import BUCKETS
+from celery_idempotent.stores.redis.scripts import script
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.shifted import Shift
 from tests.support.waiting import wait_for
@@ -99,6 +100,15 @@ def test_a_takeover_moves_the_deadline(redis_store, redis_client, names, advance
     assert indexes(redis_client, names) == ({names[0]: record.deadline_ms}, {})
 
 
+def test_a_reservation_made_again_moves_the_deadline(redis_store, redis_client, names, advance):
+    asked = {"identity": KEY, "task_id": "task-1", "keep_ms": KEEP_MS}
+    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
+    advance(LEASE_MS / 2)
+    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
+    found = redis_store.get(KEY)
+    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
+
+
 @pytest.mark.parametrize(
     "end",
     [
@@ -132,8 +142,8 @@ def test_a_prune_that_another_one_forestalled_leaves_what_is_kept(redis_store, r
     exchange = redis_store._link.exchange
 
     def forestalled(commands):
-        if any(each.words[0].startswith(b"EVAL") for each in commands):
-            redis_client.zrem(names[2], "gone")
+        if any(each.words[1] == script("prune").digest for each in commands):
+            assert redis_client.zrem(names[2], "gone") == 1
         return exchange(commands)
 
     redis_store._link.exchange = forestalled
@@ -233,7 +243,7 @@ def test_a_real_lease_runs_out_by_the_servers_clock(redis_store):
         ),
         Held,
     )
-    (swept,) = wait_for(lambda: redis_store.sweep(limit=10).interrupted, 5, "the lease's end")
+    (swept,) = wait_for(lambda: redis_store.sweep(limit=10).interrupted, 30, "the lease's end")
     assert swept.token == record.token
     assert swept.updated_ms >= record.deadline_ms
 
@@ -295,15 +305,16 @@ def test_an_extension_that_ends_too_early_is_told_so(redis_store, redis_client, 
     "foreign",
     [b"S" + bytes(50), b"X"]
     + [bytes((state, flag)) + bytes(60) for state in b"PQI" for flag in (4, 8, 128)]
-    + [bytes((state, flag)) + bytes(60) for state in b"CF" for flag in (64, 128)],
+    + [bytes((state, flag)) + bytes(60) for state in b"CF" for flag in (64, 65, 128)],
 )
 def test_a_record_of_a_newer_version_is_left_alone(redis_store, redis_client, names, foreign):
     record = claim(redis_store)
     redis_client.set(names[0], foreign, px=KEEP_MS)
     with pytest.raises(StoreMisconfigured, match="newer version"):
         redis_store.get(KEY)
-    with pytest.raises(StoreMisconfigured, match="newer version"):
-        claim(redis_store)
+    for fingerprint in (None, b"f" * 16):
+        with pytest.raises(StoreMisconfigured, match="newer version"):
+            claim(redis_store, fingerprint=fingerprint)
     with pytest.raises(StoreMisconfigured, match="newer version"):
         redis_store.reserve(
             ReserveRequest(identity=KEY, task_id="id", deadline_ms=1000, keep_ms=KEEP_MS)

@@ -160,13 +160,13 @@ class TestSettlingWithAResult:
     def heard(self, redis_client: redis.Redis, name: str) -> Iterator[Callable[[], list[bytes]]]:
         with redis_client.pubsub(ignore_subscribe_messages=True) as channel:
             channel.subscribe(name)
-            channel.get_message(timeout=5)
+            channel.get_message(timeout=30)
 
             def heard() -> list[bytes]:
                 """Return what was published until now."""
                 redis_client.publish(name, "end")
                 found: list[bytes] = []
-                while (message := channel.get_message(timeout=5)) is not None:
+                while (message := channel.get_message(timeout=30)) is not None:
                     if message["data"] == b"end":
                         return found
                     found.append(message["data"])
@@ -280,6 +280,7 @@ class TestSettlingWithAResult:
         assert state_of(store) is State.COMPLETED
         late = claim(MemoryStore(), b"attempt1")
         assert settle(store, late, "n", meta("SUCCESS")) is SettledWith.LOST
+        assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
 
 
 @pytest.mark.redis
@@ -303,11 +304,16 @@ class TestRightsThatAreMissing:
         client.close()
 
     @pytest.mark.parametrize("rule", ["-setex", "-publish"])
-    def test_the_record_has_its_end_and_the_backend_the_result(self, restricted, rule):
+    def test_the_record_has_its_end_and_the_backend_the_result(
+        self, restricted, private_redis, rule
+    ):
         store = restricted(rule)
         record = claim(store, b"attempt1")
         assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.NOTHING
         assert state_of(store) is State.COMPLETED
+        with redis.Redis.from_url(private_redis.url()) as client:
+            # Where a success is, the backend would publish nothing.
+            assert client.get("n") is None
         with pytest.raises(redis.RedisError):
             redis.Redis.from_url(f"redis://u:p@127.0.0.1:{_port(store)}").execute_command(
                 *(["SETEX", "n", 1, "x"] if rule == "-setex" else ["PUBLISH", "n", "x"])
@@ -326,6 +332,7 @@ class TestRightsThatAreMissing:
         second = claim(store, b"attempt2")
         assert settle(store, second, "n", meta("SUCCESS")) is SettledWith.NOTHING
         assert settle(store, first, "n", meta("SUCCESS")) is SettledWith.LOST
+        assert not store.write_result(ResultWrite(key=b"n", payload=b"x", expires_s=600))
         assert not caplog.text
 
     def test_what_the_settle_itself_is_refused_is_raised(self, restricted, private_redis):
@@ -338,6 +345,27 @@ class TestRightsThatAreMissing:
             client.execute_command("ACL", "SETUSER", "u", "+evalsha")
         # A login or a right that was missing for a while is no reason to give up.
         assert settle(store, record, "n", meta("SUCCESS")) is SettledWith.RESULT
+
+
+@pytest.mark.redis
+def test_a_full_server_tells_no_result_that_it_does_not_store(private_redis: EmbeddedRedis):
+    url = private_redis.url()
+    store = RedisStore(url)
+    result = ResultWrite(key=b"n", payload=meta("SUCCESS"), expires_s=600)
+    with redis.Redis.from_url(url) as client, client.pubsub() as channel:
+        channel.subscribe("n")
+        channel.get_message(timeout=30)
+        client.config_set("maxmemory", 1)
+        try:
+            assert not store.write_result(result)
+        finally:
+            client.config_set("maxmemory", 0)
+        client.publish("n", "end")
+        told: dict[str, Any] = channel.get_message(timeout=30)
+        assert told["data"] == b"end"
+        assert store.write_result(result)
+        assert client.get("n") == result.payload
+    store.close()
 
 
 def _port(store: RedisStore) -> object:

@@ -370,7 +370,7 @@ def watched(binary: str, directory: Path, master: Server, replica: Server) -> It
     with sentinel(binary, directory, master, "main") as watcher:
         # Not sentinel_master(): redis-py 6.4 cannot call it on a client of its own.
         ask = partial(watcher.client.execute_command, "SENTINEL MASTER", "main")
-        wait_for(lambda: ask()["num-slaves"] == 1, 15)
+        wait_for(lambda: ask()["num-slaves"] == 1, 60)
         yield watcher
 
 
@@ -421,7 +421,7 @@ class TestSentinel:
         ):
             store = open_store(f"sentinel://127.0.0.1:{watcher.port}/main")
             use(store)
-            wait_for(lambda: _failed_over(watcher), 15, "the sentinel to know its replica")
+            wait_for(lambda: _failed_over(watcher), 60, "the sentinel to know its replica")
             address = partial(
                 watcher.client.execute_command, "SENTINEL GET-MASTER-ADDR-BY-NAME", "main"
             )

@@ -2,7 +2,8 @@
 
 Two such servers serve a test process, each started when first asked for: one with what every worker imports, of the
 package under test as well, and one with Django besides. Either has made no app, so that what it forks differs from a
-fresh interpreter in nothing but in what is imported. What imports do, and who imports what, is tested in fresh ones.
+fresh interpreter in nothing but in what is imported, and in that redis-py knows its own version. What imports do, and
+who imports what, is tested in fresh ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -24,6 +26,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
+
+import redis.utils
 
 __all__ = ["Process", "spawn"]
 
@@ -50,12 +54,16 @@ _CELERY = (
     *("redis.cluster", "redis.sentinel", "email.message", "unittest.mock", "zoneinfo"),
     *("celery.app.control", "celery.events.receiver", "celery.events.state", "celery.app.log"),
     *("celery.worker.autoscale", "celery.worker.consumer.delayed_delivery"),
+    *("billiard.heap", "billiard.sharedctypes", "billiard.synchronize", "celery.utils.timer2"),
+    # A connection to a host by its name needs the first and the last.
+    *("encodings.idna", "importlib.readers", "kombu.matcher", "stringprep"),
 )
 #: A tenth of a second for each worker.
 _PACKAGE = tuple(
     f"celery_idempotent.{name}"
     for name in (
         *("celery.task", "celery.installation", "celery.reaper", "celery.sentry"),
+        *("celery.canvas", "celery.request", "celery.sending", "protocol.background"),
         *("celery.checks.worker", "celery.checks.broker", "celery.checks.servers"),
         *("stores.redis.store", "stores.memory"),
     )
@@ -269,6 +277,8 @@ def _main() -> NoReturn:
     for name in sys.argv[2:]:
         with contextlib.suppress(ImportError):  # what is not installed is not imported by anybody
             importlib.import_module(name)
+    # redis-py reads the files of installed packages for it at each connection.
+    redis.utils.get_lib_version = functools.cache(redis.utils.get_lib_version)
     gc.collect()
     gc.freeze()
     module, *sys.argv[1:] = _serve(inbox)

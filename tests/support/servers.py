@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -133,21 +134,26 @@ def open_rabbitmq() -> Iterator[RabbitMQ]:
 
 def _own_vhost(user: str) -> str | None:
     vhost = f"celery-idempotent-{uuid.uuid4().hex[:12]}"
-    if not _rabbitmqctl("add_vhost", vhost):
-        return None
-    if not _rabbitmqctl("set_permissions", "-p", vhost, user, ".*", ".*", ".*"):
-        _rabbitmqctl("delete_vhost", vhost)
-        return None
-    return vhost
+    rights = {"user": user, "vhost": vhost, "configure": ".*", "write": ".*", "read": ".*"}
+    # Both with one start of Erlang, which takes half a second of CPU.
+    wanted = {"vhosts": [{"name": vhost}], "permissions": [rights]}
+    if _rabbitmqctl("import_definitions", told=json.dumps(wanted)):
+        return vhost
+    _rabbitmqctl("delete_vhost", vhost)
+    return None
 
 
-def _rabbitmqctl(*arguments: str) -> bool:
+def _rabbitmqctl(*arguments: str, told: str = "") -> bool:
     program = shutil.which("rabbitmqctl", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if program is None:
         return False
     try:
         done = subprocess.run(
-            [program, "--quiet", *arguments], capture_output=True, timeout=30, check=False
+            [program, "--quiet", *arguments],
+            input=told.encode(),
+            capture_output=True,
+            timeout=30,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

@@ -166,8 +166,12 @@ class Worker:
         else:
             os.kill(pid, signal.SIGCONT)
 
-    def stop(self, timeout: float = 15.0) -> None:
-        """Shut down warmly: running tasks finish, for up to ``timeout`` seconds. Then kill what is left."""
+    def stop(self, timeout: float = 60.0) -> None:
+        """Shut down warmly: running tasks finish, for up to ``timeout`` seconds. Then kill what is left.
+
+        A process of the pool may take 30 s to end: it waits for the main process to count its results, and that for its
+        end (billiard). A worker that is killed meanwhile does not give its messages with an ETA back to Redis.
+        """
         if self.running and self._process is not None:
             self.thaw()
             self._process.send_signal(signal.SIGTERM)
@@ -179,7 +183,7 @@ class Worker:
         """Send a signal to the main process, such as SIGTERM, SIGQUIT or SIGINT."""
         os.kill(self.pid, number)
 
-    def wait(self, timeout: float = 15.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         """Wait for the main process to end by itself; return its exit code."""
         assert self._process is not None
         return self._process.wait(timeout=timeout)

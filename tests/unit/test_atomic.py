@@ -559,7 +559,7 @@ def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
                 result=result,
                 current=current_claim() is not None,
             )
-            claim_module.running.set(None)
+            claim_module.claim_var.set(None)
             heartbeat._due.clear()
             at += 1
 

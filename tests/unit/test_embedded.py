@@ -153,10 +153,10 @@ def test_a_missing_server_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("manner", ["end", "fail"])
 def test_is_gone_after_its_owner_ends(owner, manner):
     process, pid, _, port, directory = owner(manner)
-    process.wait(timeout=10)
-    wait_for(lambda: not alive(pid), 2, "the server to end with its owner")
+    process.wait(timeout=60)
+    wait_for(lambda: not alive(pid), what="the server to end with its owner")
     assert not answers(port)
-    wait_for(lambda: not directory.exists(), 2, "its data to be removed")
+    wait_for(lambda: not directory.exists(), what="its data to be removed")
 
 
 @pytest.mark.parametrize("manner", ["hang", "fork"])
@@ -174,7 +174,7 @@ def test_is_gone_within_two_seconds_of_its_owners_sigkill(owner, manner):
 def test_is_gone_when_the_launcher_is_killed(owner):
     _, pid, launcher, _, _ = owner("hang")
     os.kill(launcher, signal.SIGKILL)
-    wait_for(lambda: not alive(pid), 2, "the server to end with its launcher")
+    wait_for(lambda: not alive(pid), what="the server to end with its launcher")
 
 
 def test_a_server_named_in_the_environment_is_used_as_it_is(monkeypatch):

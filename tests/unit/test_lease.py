@@ -328,13 +328,13 @@ class TestHeartbeat:
         assert {key for _, keys in store.renewals for key in keys} == {"keeper"}
 
     def test_a_shorter_lease_is_not_kept_waiting_by_a_longer_one(self, heartbeat, store):
-        long, short = take(store, "long", lease_ms=600_000), take(store, "short", lease_ms=300)
+        long, short = take(store, "long", lease_ms=600_000), take(store, "short", lease_ms=1_500)
         heartbeat.add(long)
         wait_for(lambda: heartbeat._next < float("inf"), what="the thread to wait")
         start = short.renewed_at
         heartbeat.add(short)
-        wait_for(lambda: store.times("short"), 5, "the short one's renewal", interval=0.005)
-        assert 0.099 <= store.times("short")[0] - start < 0.3
+        wait_for(lambda: store.times("short"), 30, "the short one's renewal", interval=0.005)
+        assert 0.499 <= store.times("short")[0] - start < 1.5
         assert store.times("long") == []
 
     def test_claims_of_one_store_that_are_due_are_renewed_in_one_call(self, heartbeat, store):
@@ -470,7 +470,7 @@ class TestHeartbeat:
                 claim = take(store, f"{n}.{at}", lease_ms=60)
                 heartbeat.add(claim)
                 first = claim.renewed_at
-                wait_for(lambda: claim.renewed_at > first, 10, "a renewal", interval=0.001)  # noqa: B023
+                wait_for(lambda: claim.renewed_at > first, 60, "a renewal", interval=0.001)  # noqa: B023
                 heartbeat.remove(claim)
                 if at % 3 == 0:
                     heartbeat.finish()
@@ -485,7 +485,7 @@ class TestHeartbeat:
         for _ in range(300):
             counters.add(store, "t", "claimed")
             heartbeat.start()
-            wait_for(lambda: counters.empty, 10, "the count to be written", interval=0)
+            wait_for(lambda: counters.empty, 60, "the count to be written", interval=0)
         assert sum(each.count for each in store.counts(hours=1)) == 300
 
     def test_it_is_not_among_the_threads_that_a_test_suite_looks_at(self, heartbeat, store):
@@ -524,7 +524,7 @@ def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 def gone():
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while threads() > before and time.monotonic() < until:
         time.sleep(0.01)
     return threads() == before
@@ -643,7 +643,7 @@ class TestFork:
                 done.set()
 
             threading.Thread(target=use, daemon=True).start()
-            return "free" if done.wait(5) else "locked"
+            return "free" if done.wait(30) else "locked"
 
         try:
             assert {self.in_child(child) for _ in range(20)} == {"free"}

@@ -156,7 +156,7 @@ def test_one_run(celery_app, celery_worker):
         return len(runs)
 
     celery_worker.reload()
-    assert [charge.delay("a").get(timeout=10, interval=0.01) for _ in range(3)] == [1, 1, 1]
+    assert [charge.delay("a").get(timeout=60, interval=0.01) for _ in range(3)] == [1, 1, 1]
     assert [charge.apply(("b",)).get() for _ in range(2)] == [2, 2]
 """
 

@@ -310,13 +310,13 @@ class TestLostChild:
     def test_the_main_process_does_not_wait_for_a_child_that_it_is_yet_to_kill(
         self, make, store, task, child, monkeypatch
     ):
-        monkeypatch.setattr(request, "LOSS_PATIENCE", 5)
+        monkeypatch.setattr(request, "LOSS_PATIENCE", 60)
         hold(store, task, child.pid)
         lost = make(child.pid)
         start = time.monotonic()
         lost.on_failure(einfo(TimeLimitExceeded(5)))
         lost.on_timeout(soft=False, timeout=5)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 30
         child.kill()
 
     def test_the_main_process_waits_for_a_slow_store_no_longer_than_its_patience(
@@ -326,14 +326,14 @@ class TestLostChild:
         get = store.get
 
         def slow(identity: Identity) -> Any:
-            release.wait(10)
+            release.wait(60)
             return get(identity)
 
         monkeypatch.setattr(store, "get", slow)
         lost = make(dead)
         start = time.monotonic()
         lost.on_failure(einfo(WorkerLostError()))
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 30
         assert lost.answers == ["reject"]
         release.set()
 

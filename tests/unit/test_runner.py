@@ -32,7 +32,7 @@ from celery_idempotent.errors import (
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol import claiming, endings, lease, runner, telling
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
-from celery_idempotent.protocol.claiming import ClaimAttempt, Claiming
+from celery_idempotent.protocol.claiming import AnsweredAttempt, Claiming
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import (
@@ -1114,7 +1114,7 @@ def start(heartbeat: lease.Heartbeat) -> None:
     """Have the thread started, as the first claim of a process does."""
     store = MemoryStore()
     record = claim(store)
-    asked = ClaimAttempt(Claimed(record), b"", time.monotonic(), store)
+    asked = AnsweredAttempt(Claimed(record), b"", time.monotonic(), store)
     other = Claiming(Policy(), TextCodec(), lambda: store).hold(record, asked)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)
@@ -1178,7 +1178,7 @@ def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
                 renewed=any(known() is not None for known in heartbeat._due),
                 current=current_claim() is not None,
             )
-            claim_module.running.set(None)
+            claim_module.claim_var.set(None)
             heartbeat._due.clear()
             if isinstance(raised, Hangs):
                 heartbeat = None

@@ -17,11 +17,11 @@ import redis
 from celery import Celery, Task, signals
 from celery.backends.redis import RedisBackend
 from celery.canvas import Signature
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from redis.client import Monitor
 
 from celery_idempotent import IdempotentTask, get_store
-from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import ClaimRequest, SettledWith, SettleRequest, State
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing.delivery import message_of, run
@@ -65,14 +65,14 @@ class Shop:
         client = redis.Redis.from_url(self.url)
         channel = client.pubsub(ignore_subscribe_messages=True)
         channel.subscribe(self.key(task_id))
-        channel.get_message(timeout=5)
+        channel.get_message(timeout=30)
         end = uuid.uuid4().hex
         with client.monitor() as monitor, mock.patch.object(self.app, "now", return_value=NOW):
             self.ended = run(task, message)
             client.publish(self.key(task_id), end)
             self.asked = list(self._asked(monitor, end))
         self.published = []
-        while (told := channel.get_message(timeout=5))["data"] != end.encode():
+        while (told := channel.get_message(timeout=30))["data"] != end.encode():
             self.published.append(told["data"])
         channel.close()
         client.close()
@@ -173,7 +173,7 @@ def pay(self: Any, what: str = "") -> Any:
 def test_celerys_own_trips_are_left_out(shop: Shop):
     task_id = shop.run("pay")
     assert shop.asked == ["EVALSHA", "EVALSHA"]
-    assert shop.ended.value == shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.ended.value == shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
     assert shop.state("pay", task_id) is State.COMPLETED
     shop.run("plain")
     assert shop.asked == CELERYS
@@ -185,7 +185,7 @@ def test_those_for_a_permanent_error_too(shop: Shop):
     assert shop.state("pay", task_id) is State.FAILED
     result = shop.app.AsyncResult(task_id)
     with pytest.raises(Refused):
-        result.get(timeout=5)
+        result.get(timeout=30)
     assert "raise Refused" in str(result.traceback)
 
 
@@ -201,14 +201,23 @@ def test_a_failure_that_gives_the_key_back_is_stored_by_celery(shop: Shop):
     assert shop.app.AsyncResult(task_id).state == "FAILURE"
 
 
-def test_a_duplicate_has_its_result_stored_by_celery(shop: Shop):
+def test_a_duplicate_has_its_result_stored_in_one_trip(shop: Shop):
     task_id = shop.run("pay")
     assert shop.run("pay", task_id=task_id) == task_id
-    assert shop.asked == ["EVALSHA", "GET"]
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+    assert shop.published == []
     other = shop.run("pay", idempotency_key="k")
     again = shop.run("pay", idempotency_key="k")
+    assert shop.asked == ["EVALSHA", "EVALSHA"]
+    assert shop.app.AsyncResult(other).result == shop.app.AsyncResult(again).result == pay(None)
+    assert shop.ended.value == pay(None)
+
+
+def test_a_duplicate_of_a_failure_has_it_stored_by_celery(shop: Shop):
+    for _ in range(2):
+        task_id = shop.run("pay", "refused", idempotency_key="k")
     assert shop.asked == ["EVALSHA", *CELERYS]
-    assert shop.app.AsyncResult(other).result == shop.app.AsyncResult(again).result
+    assert shop.app.AsyncResult(task_id).state == "FAILURE"
 
 
 def test_one_that_is_ignored_is_not_stored(shop: Shop):
@@ -446,7 +455,7 @@ def test_a_task_with_a_backend_of_its_own_uses_that(shop: Shop, databases: Any, 
 def test_another_database_is_another_place(open_shop: Callable[..., Shop], databases: Any):
     shop = open_shop(results=lambda _: next(databases))
     task_id = shop.run("pay")
-    assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
     assert shop.stored(task_id)[0] is None
 
 
@@ -496,6 +505,8 @@ def stored_by(
     """Return what is stored and told where Celery does it, in the task ``theirs``, and where the settle does it."""
     found = []
     for name in (theirs, "pay"):
+        if "idempotency_key" in headers:
+            shop.run(name, what, **headers)
         task_id = shop.run(name, what, task_id="the-task", **headers)
         found.append(shop.stored(task_id))
         with redis.Redis.from_url(shop.url) as client:
@@ -518,6 +529,20 @@ def test_a_result_is_stored_and_told_as_celery_does(
     headers = {"parent_id": "a parent", "stamped_headers": ["by"], "stamps": {"by": "me"}}
     (payload, left, told), (payload_2, left_2, told_2) = stored_by(
         shop, "plain", what, extended="result_extended" in settings, **headers
+    )
+    assert payload_2 == payload
+    assert told_2 == told
+    assert told[-1] == payload
+    assert left_2 == pytest.approx(left, abs=5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_duplicates_result_is_stored_and_told_as_celery_does(
+    open_shop: Callable[..., Shop], settings: dict[str, Any]
+):
+    shop = open_shop(**settings)
+    (payload, left, told), (payload_2, left_2, told_2) = stored_by(
+        shop, "apart", "", extended="result_extended" in settings, idempotency_key="k"
     )
     assert payload_2 == payload
     assert told_2 == told
@@ -667,7 +692,6 @@ def test_a_late_worker_stores_and_tells_nothing_of_its_own(shop: Shop):
     assert answers == [SettledWith.LOST]
     assert shop.app.AsyncResult(task_id).result == "of the winner"
     assert len(shop.published) == 1
-    assert shop.asked[-len(CELERYS) :] == CELERYS
 
 
 def test_a_result_that_does_not_get_through_does_not_keep_the_record_from_being_settled(shop: Shop):
@@ -678,7 +702,46 @@ def test_a_result_that_does_not_get_through_does_not_keep_the_record_from_being_
     assert away.call_count == 1
     assert shop.state("pay", task_id) is State.COMPLETED
     assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
+
+
+def test_a_result_that_the_settle_could_not_store_is_stored_by_celery(shop: Shop):
+    def settle(self: Any, request: Any, result: Any) -> SettledWith:
+        assert self.settle(request)
+        return SettledWith.NOTHING
+
+    with mock.patch.object(RedisStore, "settle_with_result", settle):
+        task_id = shop.run("pay")
+    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
+    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
+
+
+def test_a_duplicates_result_that_does_not_get_through_is_left_to_celery(shop: Shop):
+    shop.run("pay", idempotency_key="k")
+    late = SoftTimeLimitExceeded()
+    for answer in (StoreUnavailable("away"), StoreMisconfigured("refused"), late, False):
+        with mock.patch.object(RedisStore, "write_result", side_effect=[answer]):
+            task_id = shop.run("pay", idempotency_key="k")
+        assert shop.asked == ["EVALSHA", *CELERYS]
+        assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+        assert len(shop.published) == 1
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), SoftTimeLimitExceeded()])
+def test_a_duplicates_result_whose_answer_is_lost_is_told_once(shop: Shop, error: Exception):
+    write = RedisStore.write_result
+
+    def deaf(self: Any, result: Any) -> bool:
+        write(self, result)
+        raise error
+
+    shop.run("pay", idempotency_key="k")
+    with mock.patch.object(RedisStore, "write_result", deaf):
+        task_id = shop.run("pay", idempotency_key="k")
+    assert shop.asked == ["EVALSHA", "EVALSHA", "GET"], "Celery finds it"
+    assert shop.ended.state == "SUCCESS"
     assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert len(shop.published) == 1
 
 
 def test_a_store_that_stays_away_leaves_it_to_celery(shop: Shop):
@@ -691,7 +754,7 @@ def test_a_store_that_stays_away_leaves_it_to_celery(shop: Shop):
         task_id = shop.run("pay")
     assert away.call_count > 1
     assert [each for each in shop.asked if each != "EVALSHA"] == CELERYS
-    assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
     assert shop.state("pay", task_id) is State.PROCESSING
 
 
@@ -706,5 +769,5 @@ def test_an_answer_that_is_lost_is_asked_for_again_and_is_told_once(shop: Shop):
         task_id = shop.run("pay")
     assert shop.asked == ["EVALSHA"] * 3 + ["GET"], "the record alone, and Celery finds its result"
     assert len(shop.published) == 1
-    assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
+    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
     assert shop.state("pay", task_id) is State.COMPLETED

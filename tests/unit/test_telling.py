@@ -112,7 +112,7 @@ class Place(NamedTuple):
 def make_place(heard: Heard, **options: Any) -> Place:
     clock = FakeClock()
     store = MemoryStore(clock)
-    app = Celery("telling", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app = Celery("showing", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(idempotency_store=store, task_eager_propagates=True)
 
     @app.task(

@@ -1,24 +1,23 @@
 """A guard against getting slower: how many functions one task has us call. Unlike a time, it is always the same.
 
-What the calls cost is measured by ``make bench ARGS=instructions``.
+What the calls cost is measured by ``make bench ARGS=instructions``. That of a request is in tests/http/test_weight.py.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from celery import Celery
 
-import celery_idempotent
 from celery_idempotent import IdempotentTask
 from celery_idempotent.testing.delivery import message_of, run
-
-PACKAGE = str(Path(celery_idempotent.__file__).parent)
+from tests.support.weight import calls
+from tests.support.workers import child_environment
 
 #: So many calls each may take; a little more than they take on any Python that we support. Lower them when you can.
 CEILINGS = {
@@ -58,23 +57,42 @@ def test_a_task_takes_no_more_calls_than_before(app: Celery[Any], case: str) -> 
     for warm in range(3):
         once(warm)()
     # Now and then a collection of garbage, or the heartbeat of an earlier test, has one or two in between.
-    count = min(_calls(once(n)) for n in range(3, 8))
+    count = min(calls(once(n)) for n in range(3, 8))
     assert 0.7 * CEILINGS[case] < count <= CEILINGS[case]
 
 
-def _calls(function: Callable[[], object]) -> int:
-    """Return how many functions of ours it calls, and how many others they call."""
-    count = 0
+#: Binds a task; prints how many modules of ours that imports, and how many texts it compiles: each method that a
+#: dataclass or a named tuple writes for itself takes a twentieth of a millisecond.
+BOUND = """
+import sys
+import celery, celery.app.task, celery.app.trace, celery.backends.base, celery.canvas, celery.loaders.app, celery.result
+texts = 0
+def note(event, arguments):
+    global texts
+    texts += event == "exec" and arguments[0].co_filename == "<string>"
+sys.addaudithook(note)
+import celery_idempotent
+app = celery.Celery("weight", broker="memory://", set_as_current=False)
+def body(): pass
+task = app.task(body, name="weight", base=celery_idempotent.IdempotentTask, shared=False)
+app.finalize()
+assert task.idempotency_policy
+print(sum(name.startswith("celery_idempotent") for name in sys.modules), texts)
+"""
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal count
-        place = frame.f_code.co_filename
-        ours = place.startswith(PACKAGE) and not place.startswith(f"{PACKAGE}/testing")
-        count += ours and event in ("call", "c_call")
 
-    sys.setprofile(note)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
+def test_a_task_is_bound_with_no_more_modules_and_compiled_texts_than_before(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BOUND],
+        cwd=tmp_path,
+        env=child_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules, texts = map(int, done.stdout.split())
+    assert modules <= 67
+    assert texts <= 112

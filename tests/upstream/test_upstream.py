@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.servers import need
+from tests.upstream.servers import servers
 from tests.upstream.suite import (
     DESCRIBED,
     NotPossible,
@@ -25,6 +26,13 @@ PART = (
     "t/unit/worker/test_request.py",
 )
 
+#: With a real worker. CONTRIBUTING.md says how all of it is run.
+INTEGRATION_PART = (
+    "t/integration/test_tasks.py",
+    "t/integration/test_group_chains.py",
+    "t/integration/test_redis_backend.py",
+)
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.wide,
@@ -35,12 +43,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.timeout(600)
-def test_celerys_own_tests_of_tasks_end_as_with_its_own_class():
+@pytest.fixture(autouse=True)
+def _source():
     try:
         sdist()
     except NotPossible as error:
         need(False, f"Celery's own test suite ({error})")
+
+
+@pytest.mark.timeout(600)
+def test_celerys_own_tests_of_tasks_end_as_with_its_own_class():
     result = compare(PART, known_differences())
     report = "\n".join(table(result))
     assert result.agrees, report
@@ -48,3 +60,16 @@ def test_celerys_own_tests_of_tasks_end_as_with_its_own_class():
     assert result.celery.totals()["passed"] > 700, report
     assert result.ours.ours > 100, report
     assert result.ours.counts["claimed"] > 200, report
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.worker
+@pytest.mark.parametrize("apart", [False, True], ids=["stored by the settle", "stored apart"])
+def test_celerys_own_tests_with_a_worker_end_as_with_its_own_class(apart):
+    with servers("redis", apart=apart) as environments:
+        known = known_differences(broker="redis")
+        result = compare(INTEGRATION_PART, known, servers=environments)
+    report = "\n".join(table(result))
+    assert result.agrees, report
+    assert result.celery.totals()["passed"] > 60, report
+    assert result.ours.records > 100, report

@@ -77,7 +77,7 @@ def run(
     [
         pytest.param("postgresql", PYTEST, id="postgresql-pytest-django"),
         pytest.param("sqlite", DJANGO, id="sqlite-manage.py"),
-        pytest.param("postgresql", DJANGO, id="postgresql-manage.py"),
+        pytest.param("postgresql", DJANGO, id="postgresql-manage.py", marks=pytest.mark.wide),
         pytest.param("sqlite", PYTEST, id="sqlite-pytest-django", marks=pytest.mark.wide),
         pytest.param("mariadb", DJANGO, id="mariadb-manage.py", marks=pytest.mark.wide),
         pytest.param("mariadb", PYTEST, id="mariadb-pytest-django", marks=pytest.mark.wide),

@@ -38,19 +38,20 @@ def first_run(site: Site, key: str) -> Entry:
 
 
 def test_a_lost_child_costs_its_key_a_moment_and_not_a_lease(broker, open_site, key, gate):
-    site = open_site(broker)  # neither acks_late nor reject_on_worker_lost is set: the defaults
+    # Neither acks_late nor reject_on_worker_lost is set: the defaults.
+    site = open_site(broker, idempotency_lease=300)
     worker = site.worker(concurrency=2)
     result = site.publish("keyed", key, 0.0, gate.path)
     lost = first_run(site, key)
     worker.kill_child(lost.pid)
     gate.open()
-    answer = result.get(timeout=15)  # Celery may take five seconds to notice; the lease is 30 s
+    answer = result.get(timeout=60)
     assert answer["pid"] != lost.pid
     assert (site.ledger.count("start", key), site.ledger.count("end", key)) == (2, 1)
     assert site.ledger.count("interrupted", key) == 1
     record = site.record("keyed", key)
     assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
-    assert site.publish("keyed", key, 0.0, gate.path).get(timeout=10) == answer
+    assert site.publish("keyed", key, 0.0, gate.path).get(timeout=30) == answer
     assert site.ledger.count("start", key) == 2
 
 
@@ -130,7 +131,7 @@ class TestTheSweep:
         def sweeps() -> list[dict[str, Any]]:
             """Return the results of the sweeps so far."""
             ids = re.findall(rf"Task {re.escape(SWEEP)}\[(.+?)\] succeeded", survivor.log)
-            return [site.result(each).get(timeout=5) for each in ids]
+            return [site.result(each).get(timeout=30) for each in ids]
 
         # Alive, it is left alone, for several sweeps and longer than its lease.
         wait_for(lambda: len(sweeps()) >= 4, 20, lambda: f"4 sweeps: {beat_log.read_text()}")
@@ -144,7 +145,7 @@ class TestTheSweep:
         assert "sweep interrupted 1" in survivor.log
         assert f"keyed key {key}" in survivor.log
         already = len(sweeps())
-        wait_for(lambda: len(sweeps()) >= already + 2, 10, "two more sweeps")
+        wait_for(lambda: len(sweeps()) >= already + 2, 30, "two more sweeps")
         assert sum(each["interrupted"] for each in sweeps()) == 1
         assert site.record("keyed", key) == record
         assert site.ledger.count("interrupted", key) == 1
@@ -153,7 +154,7 @@ class TestTheSweep:
         assert site.ledger.count("start", key) == 1
         assert result.state == "STARTED"
         gate.open()
-        site.publish("keyed", key, 0.0, gate.path).get(timeout=10)
+        site.publish("keyed", key, 0.0, gate.path).get(timeout=30)
         record = site.record("keyed", key)
         assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 2)
 
@@ -202,13 +203,13 @@ class TestEarlyAcks:
         result = site.publish(task, key, 0.0, gate.path)
         first_run(site, key)
         if early:
-            wait_for(lambda: self.unacked(site) == 0, 5, "the early ack")
+            wait_for(lambda: self.unacked(site) == 0, what="the early ack")
         assert self.unacked(site) == (0 if early else 1)
         record = site.record(task, task_id=result.id)
         assert 6_900 <= record.deadline_ms - record.updated_ms <= 7_100
         gate.open()
-        result.get(timeout=10)
-        wait_for(lambda: self.unacked(site) == 0, 5, "the ack")
+        result.get(timeout=30)
+        wait_for(lambda: self.unacked(site) == 0, what="the ack")
 
     @pytest.mark.parametrize(
         "settings",
@@ -226,10 +227,10 @@ class TestEarlyAcks:
         worker.kill_child(first_run(site, key).pid)
         gate.open()
         with pytest.raises(WorkerLostError):
-            result.get(timeout=15)
-        wait_for(lambda: self.unacked(site) == 0, 5, "the ack")
+            result.get(timeout=60)
+        wait_for(lambda: self.unacked(site) == 0, what="the ack")
         # The other child is there for whatever else comes.
-        site.publish("guarded", f"{key}.next").get(timeout=10)
+        site.publish("guarded", f"{key}.next").get(timeout=30)
         assert site.ledger.count("start", key) == 1
         record = site.record("guarded", task_id=result.id)
         assert (record.state, record.crashes) == (State.INTERRUPTED, 1)

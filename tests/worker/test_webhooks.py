@@ -58,7 +58,7 @@ def test_real_webhooks_delivered_twice_make_one_row_each(shared, events):
 
     of_delivery: dict[str, dict[str, Any]] = {}
     for event, result in published:
-        answer = result.get(timeout=5)
+        answer = result.get(timeout=30)
         payload = json.dumps(event["payload"], sort_keys=True).encode()
         assert answer["sha256"] == hashlib.sha256(payload).hexdigest()
         assert of_delivery.setdefault(event["delivery"], answer) == answer

@@ -1,6 +1,10 @@
 """Checks how an app, its store and its broker are set up for idempotent tasks, before something goes wrong.
 
-Each finding has an id that never changes, the problem, and a hint what to set.
+Each finding has an id that never changes, the problem, and a hint what to set. By what is asked for them there are::
+
+    check_settings   the app alone, without any server
+    check_store      the store and its servers
+    check_workers    the workers that are up: does one of them consume the queue of the sweeps?
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Checks of what the broker does to messages: acknowledgement, redelivery, and the messages that start sweeps."""
+"""Checks of what the broker does to messages: acknowledgement, redelivery, and the messages that start sweeps.
+
+Why a visibility timeout should be longer than the lease (W004), here 30 s and 60 s::
+
+    worker A   claim ─ ✗ killed
+    broker              30 s: delivers it again       60 s: the lease ends
+    worker B                    Held: republished, again and again ─ claim: runs
+"""
 
 from __future__ import annotations
 

@@ -99,6 +99,7 @@ def _check_clock(store: Store) -> Iterator[Finding]:
 
 
 def _check_server(server: ServerFacts) -> Iterator[Finding]:
+    """Find what makes a server forget records: memory that is full, a restart, a failover."""
     name = f"{server.kind} {server.version}"
     oldest = _OLDEST[server.kind]
     if server.release < oldest:

@@ -1,4 +1,14 @@
-"""What operators did, in the log of Django's admin."""
+"""What operators did, in the log of Django's admin.
+
+::
+
+    begun: "Forget: begun, and it is not known how it ended" ─ the operation ─┬─ done: "Forgotten"
+                                                                              ├─ failed: "Forget failed: …"
+                                                                              ├─ nothing was done: the entry is deleted
+                                                                              └─ ✗ the process dies: the entry stays
+
+In this order, since an operation without an entry could not be told from one that nobody did.
+"""
 
 from __future__ import annotations
 

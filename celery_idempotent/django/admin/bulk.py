@@ -1,4 +1,15 @@
-"""One operation on several records of the list: one question about all of them, each done by itself, one summary."""
+"""One operation on several records of the list: one question about all of them, each done by itself, one summary.
+
+::
+
+    list ─ chosen, or all that match ─▶ question ─ yes ─▶ as many as 20 s allow, 100 at most ─▶ summary
+                                           ▲                                                      │
+                                           └────────────── "go on": those not tried yet ◀─────────┘
+
+Nothing is stored between the pages: a form carries the marks of the records (key, token, state), so that each record is
+operated on only if it is still what the question showed. Those with a live owner are a list of their own: they are
+operated on only if the person says so, whatever became of their owners meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +25,10 @@ from celery_idempotent.celery.operations import ON_MANY, Operation
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm, FilterForm
 from celery_idempotent.django.admin.listing import PER_PAGE, looked_through
-from celery_idempotent.django.admin.operating import Mark, OperationPages, PlanLine
+from celery_idempotent.django.admin.operations import Mark, OperationPages, PlanLine
 from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, LineVerdict
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.bulk import Ended, carry_out, collect
+from celery_idempotent.operations.bulk import Ended, collect, execute
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
@@ -166,7 +177,7 @@ class BulkPages(OperationPages):
             if forced and not force:
                 lines += [self.line(each, "refused", _OWNER_WAS_LIVE) for each in part]
                 continue
-            ended = carry_out(
+            ended = execute(
                 celery_app(),
                 operation,
                 in_time(part[: max(STEP - len(lines), 0)]),

@@ -99,6 +99,10 @@ def charts(counted: Iterable[Counted], *, last_hour: int, hours: int, step: int)
 
 
 def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) -> Chart:
+    """Draw the counts of one task: a column for each ``step`` hours from ``first`` on, its series piled up.
+
+    SVG counts from the top, and so each bar begins where the one below it ended: at ``bottom`` less its own height.
+    """
     drawn = [_drawn(column) for column in columns]
     highest = max(sum(column.values()) for column in drawn)
     rows, bars = [], []

@@ -1,4 +1,14 @@
-"""The page of one record: all that it says, for people."""
+"""The page of one record: all that it says, for people.
+
+Its timeline is made of what the record knows, which is not all that happened. What has no time stands where it must
+have been::
+
+    12:00:00   The key was first claimed
+               Lost to a crash once               no time: the record only counts these
+    12:05:12   Claimed by web-1:4711 (attempt 2)
+    12:05:14   Turned away: somebody else held the key
+    12:06:12   Its lease runs out, unless it is renewed
+"""
 
 from __future__ import annotations
 

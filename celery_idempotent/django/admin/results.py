@@ -44,7 +44,7 @@ class BackendResult:
 def result_of(app: Celery, task_id: str, *, may_see: bool) -> BackendResult:
     """Ask the app's result backend, which reads only what the app accepts."""
     try:
-        meta = _meta(app.backend, task_id)
+        meta = _stored_meta(app.backend, task_id)
     except (NotImplementedError, AttributeError):
         return BackendResult(trouble="This app keeps no results.")
     except NotYet:
@@ -64,7 +64,7 @@ def result_of(app: Celery, task_id: str, *, may_see: bool) -> BackendResult:
     return BackendResult(state=state, done=meta.get("date_done"), value=value)
 
 
-def _meta(backend: Backend, task_id: str) -> Meta:
+def _stored_meta(backend: Backend, task_id: str) -> Meta:
     """Ask in a thread of its own: whatever the backend is, a page does not hang because it does."""
     if not _asking.acquire(blocking=False):
         raise NotYet

@@ -18,7 +18,7 @@ from celery_idempotent.django.admin.dashboard import board
 from celery_idempotent.django.admin.detail import detail
 from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
 from celery_idempotent.django.admin.listing import list_page, search
-from celery_idempotent.django.admin.operating import Mark
+from celery_idempotent.django.admin.operations import Mark
 from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown_with_responses
 from celery_idempotent.django.admin.wording import WORDINGS
@@ -46,7 +46,7 @@ _STAGED, _SUGGESTED = 100, 200
 _RECORD_EVERY, _LIST_EVERY, _DASHBOARD_EVERY, _CHEAP = 10, 15, 30, 1000
 
 
-class Row(NamedTuple):
+class ListedRecord(NamedTuple):
     """A line of the list. ``task``: its registered name; ``age``: since the last change; ``error``: of a failure."""
 
     record: Record
@@ -137,10 +137,12 @@ class IdempotencyRecordAdmin(BulkPages):
         }
         return self.render(request, "list", context, status=200 if form.is_valid() else 400)
 
-    def _row(self, app: Celery, store: Store, record: Record, now_ms: int, *, errors: bool) -> Row:
+    def _row(
+        self, app: Celery, store: Store, record: Record, now_ms: int, *, errors: bool
+    ) -> ListedRecord:
         """Return a line of the list; only for the name of an error the store is asked again."""
         whole = store.get(record.identity) if errors else None
-        return Row(
+        return ListedRecord(
             record=record,
             stale=record.stale(now_ms),
             address=self.address_of(record.identity),

@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-from celery_idempotent.django.http.authorizing import object_permissions
 from celery_idempotent.django.http.decorators import idempotent_view, keyed_view
+from celery_idempotent.django.http.guards import object_permissions
+from celery_idempotent.django.http.keys import user_scope
 from celery_idempotent.django.http.problems import problem
 from celery_idempotent.django.http.queueing import aenqueue, enqueue
-from celery_idempotent.django.http.scopes import user_scope
 from celery_idempotent.django.http.status import status_url
 
 __all__ = [

@@ -1,8 +1,20 @@
-"""``@idempotent_view`` and ``@keyed_view``: for functions, coroutines, class-based views and their methods."""
+"""``@idempotent_view`` and ``@keyed_view``: for functions, coroutines, class-based views and their methods.
+
+Where the claim is depends on who is to be asked before it::
+
+    function, coroutine, method     key ─ claim ─ the view
+    class of Django                 key ─ claim ─ dispatch() ─ handler
+    class of REST framework         key ─ dispatch() ─ authentication, permissions, throttles ─ claim ─ handler
+
+So a request that REST framework refuses takes no key, and the caller, whose key it is, is known before the claim.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
@@ -11,9 +23,8 @@ from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.db import connections
 
 from celery_idempotent.django.http.bodies import TOO_LARGE, body_too_large, receive
-from celery_idempotent.django.http.ending import to_the_end
-from celery_idempotent.django.http.guards import Guarded
-from celery_idempotent.django.http.headers import read_key
+from celery_idempotent.django.http.guards import Guard, Guarded
+from celery_idempotent.django.http.keys import read_key
 from celery_idempotent.django.http.options import HttpOptions, refuse_idle
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.transactions import (
@@ -27,6 +38,53 @@ from celery_idempotent.errors import InvalidOption
 
 if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponseBase
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+async def to_the_end(work: Awaitable[Value], *, name: str) -> Value:
+    """Await ``work``, which a cancellation does not reach; it is passed on when the work is done.
+
+    Django cancels a coroutine when its client hangs up; between an effect and its record it must not::
+
+        client       view (cancelled)           the same, to its end
+        POST    ───▶ charge: done               charge: done
+        hangs up ──✂ CancelledError, release    … answer, settle, CancelledError
+        POST    ───▶ charge: once more          the first answer
+    """
+    contexts: list[Context] = []
+
+    async def whole() -> Value:
+        try:
+            return await work
+        finally:
+            contexts.append(copy_context())
+
+    task = asyncio.ensure_future(whole())
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:  # noqa: PERF203  it may come more than once
+            cancelled = error
+    # A task has a context of its own; what the view set in it, as a language, is there for the middleware.
+    for context in contexts:
+        _take_over(context)
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled() and (failure := task.exception()) is not None:
+        logger.error("idempotency: %s failed, and its client has gone", name, exc_info=failure)
+    raise cancelled
+
+
+def _take_over(context: Context) -> None:
+    here = copy_context()
+    for variable, value in context.items():
+        if variable not in here or here[variable] is not value:
+            variable.set(value)
+
 
 #: A view function, a method that handles requests, or a class of views.
 ViewFunction = Callable[..., Any]
@@ -116,7 +174,8 @@ def _rest_class(cls: Any, marks: Marks) -> None:
 
     @wraps(dispatch)
     def checked(self: object, request: HttpRequest, *args: object, **kwargs: object) -> object:
-        refused = _read_request(request, marks, whole=False)
+        options = marks.options
+        refused = _read_request(request, options)
         if refused is not None:
             return refused
         # With a key, the transaction is within the claim.
@@ -125,7 +184,7 @@ def _rest_class(cls: Any, marks: Marks) -> None:
             with atomic_requests(frozenset(connections) if within else non_atomic):
                 return dispatch(self, request, *args, **kwargs)
         except TOO_LARGE as error:
-            return _too_large(request, marks.options, error)
+            return _too_large(request, options, error)
 
     @wraps(initial)
     def begun(self: Any, request: Any, *args: object, **kwargs: object) -> None:
@@ -177,18 +236,20 @@ class _WrappedView:
 
     def call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Answer a call of a function."""
+        guard = self._marks.guard
         try:
-            prepared = self._prepare(args, kwargs)
+            prepared = self._prepare(guard, args, kwargs)
             if isinstance(prepared, Guarded):
-                return _final(prepared, self._marks.guard.respond(prepared))
+                return _final(prepared, guard.respond(prepared))
             return self._view(*args, **kwargs) if prepared is None else prepared
         except TOO_LARGE as error:
-            return _too_large(_request_of(args)[1], self._marks.options, error)
+            return _too_large(_request_of(args)[1], guard.options, error)
 
     async def await_(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Answer a call of a coroutine."""
+        guard = self._marks.guard
         try:
-            prepared = self._prepare(args, kwargs)
+            prepared = self._prepare(guard, args, kwargs)
             if not isinstance(prepared, Guarded):
                 return await self._view(*args, **kwargs) if prepared is None else prepared
 
@@ -197,17 +258,17 @@ class _WrappedView:
 
             # The protocol in the thread of this request; the view itself goes back to the event loop.
             guarded = replace(prepared, run=async_to_sync(run))
-            respond = sync_to_async(self._marks.guard.respond, thread_sensitive=True)
+            respond = sync_to_async(guard.respond, thread_sensitive=True)
             return await to_the_end(respond(guarded), name=self._marks.name)
         except TOO_LARGE as error:
-            return _too_large(_request_of(args)[1], self._marks.options, error)
+            return _too_large(_request_of(args)[1], guard.options, error)
 
     def _prepare(
-        self, args: tuple[object, ...], kwargs: dict[str, object]
+        self, guard: Guard, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Guarded | HttpResponseBase | None:
         """Read the key; return what is to be guarded, the answer to a refused request, ``None``: call the view."""
         seen, request = _request_of(args)
-        refused = _read_request(request, self._marks)
+        refused = _read_request(request, guard.options, receives=not self._marks.guards)
         if refused is not None or not self._marks.guards:
             return refused
         if getattr(request, "idempotency_guarded", False):
@@ -216,16 +277,19 @@ class _WrappedView:
         # Of a method Django knows nothing: ATOMIC_REQUESTS is around it, or was switched off for its view.
         is_handler = seen is not args[0] and getattr(self._view, "__name__", "") != "dispatch"
         call = partial(self._view, *args, **kwargs)
+        # Django REST framework finishes its response at once, for its bytes are what is kept.
+        rest = None if key is None else _rest_view(seen)
         guarded = Guarded(
             request=request,
             seen=seen,
             key=key,
             args=args[1:] if seen is args[0] else args[2:],
             kwargs=kwargs,
-            run=call if key is None else lambda: _rendered(seen, call(), kwargs),
+            run=call if rest is None else lambda: rest.finalize_response(seen, call(), **kwargs),
+            rest=rest,
             non_atomic=frozenset(connections) if is_handler else self._non_atomic,
         )
-        return guarded if self._marks.guard.has_work(guarded) else None
+        return guarded if guard.has_work(guarded) else None
 
 
 def _request_of(args: tuple[object, ...]) -> tuple[Any, Any]:
@@ -234,12 +298,13 @@ def _request_of(args: tuple[object, ...]) -> tuple[Any, Any]:
     return seen, getattr(seen, "_request", seen)
 
 
-def _read_request(request: Any, marks: Marks, *, whole: bool = True) -> HttpResponseBase | None:
+def _read_request(
+    request: Any, options: HttpOptions, *, receives: bool = False
+) -> HttpResponseBase | None:
     """Read the key into ``request.idempotency_key``, and return the answer to a request that has none or a bad one.
 
-    The body of a request that is to be queued is received here; a guard does that itself. Not ``whole``: not yet.
+    ``receives``: here the body is received as well, of a request that is to be queued. A guard does that itself.
     """
-    options = marks.options
     request.idempotency_key = None
     request.idempotency_options = options
     if request.method not in options.methods or options.mode == "off":
@@ -248,7 +313,7 @@ def _read_request(request: Any, marks: Marks, *, whole: bool = True) -> HttpResp
         request.idempotency_key = read_key(
             request, strict=options.strict, required=options.required
         )
-        if whole and not marks.guards:
+        if receives:
             receive(request, options)
     except RequestRefused as refused:
         return refused.response(options.docs_url)
@@ -269,18 +334,10 @@ def _rest_view(seen: HttpRequest) -> Any:
     return view if hasattr(view, "finalize_response") else None
 
 
-def _rendered(
-    seen: HttpRequest, response: HttpResponseBase, kwargs: dict[str, object]
-) -> HttpResponseBase:
-    """Let Django REST framework finish its response now: its bytes are what is kept."""
-    view = _rest_view(seen)
-    return response if view is None else view.finalize_response(seen, response, **kwargs)
-
-
 def _final(guarded: Guarded, response: HttpResponseBase) -> HttpResponseBase:
     """Keep Django REST framework from finishing once more what is finished, or a replay, which has no data."""
-    view = _rest_view(guarded.seen)
-    if view is None or guarded.key is None or not getattr(response, "is_rendered", True):
+    view = guarded.rest
+    if view is None or not getattr(response, "is_rendered", True):
         return response
     finalize = view.finalize_response
 

@@ -1,4 +1,11 @@
-"""A record in the words of an API: where the operation is, when, and what came of it."""
+"""A record in the words of an API: where the operation is, when, and what came of it.
+
+::
+
+    {"namespace": "shop.charge", "key": "order-17", "state": "PROCESSING", "settled": false, …}
+    {…, "state": "COMPLETED", "settled": true, …, "result": {"charge": "ch_17"}}
+    {…, "state": "FAILED", "settled": true, …, "error": {"type": "CardDeclined", …}, "retryable": false}
+"""
 
 from __future__ import annotations
 
@@ -11,16 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
+from celery_idempotent import errors
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.errors import (
-    FailedByOperator,
-    IdempotencyError,
-    ProcessingTimedOut,
-    ResultUnavailable,
-    TooManyCrashes,
-)
 from celery_idempotent.records import Record, State
 from celery_idempotent.serializers import Serializer
 
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Errors of the library's own that have a code for programs, and the same by their names, as records have them.
-_CODES: Final[dict[type[IdempotencyError], str]] = {
-    FailedByOperator: "failed_by_operator",
-    ProcessingTimedOut: "timed_out",
-    TooManyCrashes: "too_many_crashes",
+_CODES: Final[dict[type[errors.IdempotencyError], str]] = {
+    errors.FailedByOperator: "failed_by_operator",
+    errors.ProcessingTimedOut: "timed_out",
+    errors.TooManyCrashes: "too_many_crashes",
 }
 _OWN: Final = {each.__name__: each for each in _CODES}
 
@@ -88,7 +89,7 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
     permanent = False
     if task is not None and error is not None:
         permanent = isinstance(error, task.idempotency_policy.permanent_errors)
-    own = isinstance(error, IdempotencyError)
+    own = isinstance(error, errors.IdempotencyError)
     code = _CODES[_OWN[kind]] if kind in _OWN else "task_failed"
     shown = options.show_errors == "all" or (
         options.show_errors == "permanent" and (permanent or own)
@@ -106,13 +107,13 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
     if definition is not None:
         try:
             error: BaseException = definition.codec.load_error(record.value)
-        except IdempotencyError as unreadable:
+        except errors.IdempotencyError as unreadable:
             error = unreadable
         return error, type(error).__name__, _sendable(error)
     # A view's: all that is kept of it is what its caller may know.
     found: object = None
     if record.value is not None:
-        with contextlib.suppress(IdempotencyError):
+        with contextlib.suppress(errors.IdempotencyError):
             found = _SERIALIZER.load(record.value)
     parts = found if isinstance(found, dict) else {}
     kind, message = _sendable(parts.get("exc_type", "")), _sendable(parts.get("exc_message", ""))
@@ -150,7 +151,7 @@ def _result_of(
             return _if_json({"result": outcome.result}), record.state
         if record.replaced and not outcome.ready():
             return {}, State.PROCESSING
-    except (IdempotencyError, AttributeError, NotImplementedError):
+    except (errors.IdempotencyError, AttributeError, NotImplementedError):
         pass  # unreadable, or there is no result backend
     except (SerializationError, ContentDisallowed):
         pass  # in the backend, and unreadable
@@ -170,7 +171,7 @@ def _response_of(record: Record) -> dict[str, object]:
     assert record.value is not None
     try:
         response = read_response(record.value)
-    except ResultUnavailable:
+    except errors.ResultUnavailable:
         return {"result_kept": False}
     described: dict[str, object] = {"status": response.status_code}
     if is_for_the_view(record.value):

@@ -1,4 +1,17 @@
-"""Guarding one view: claim the key, run the view, store its answer, repeat it to each repetition."""
+"""Guarding one view: claim the key, run the view, store its answer, repeat it to each repetition.
+
+::
+
+    with a key   body, checks ─ claim ─┬─ Claimed ────▶ the view, in its transactions ─ settle with the response
+                                       ├─ Settled ────▶ may this caller have it? then the stored response
+                                       ├─ Held ───────▶ 409, Retry-After
+                                       ├─ Mismatched ─▶ 422
+                                       └─ no answer ──▶ 503, or the view without protection (on_store_error="open")
+    without      checks ─ the view
+
+To the protocol the view is a body. A response that is not one to repeat (a 503, for instance) leaves that body as an
+exception, and so the key is released, as after any failure.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +21,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, cast
 
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponseBase
+
 from celery_idempotent.django.applications import app_of, celery_app, named_app
-from celery_idempotent.django.http.authorizing import refused_replay
+from celery_idempotent.django.http.bodies import read_body, request_fingerprint
 from celery_idempotent.django.http.describing import failure_of
-from celery_idempotent.django.http.fingerprints import read_body, request_fingerprint
+from celery_idempotent.django.http.keys import caller_scope, http_identity
 from celery_idempotent.django.http.messages import awaited, finished, pack_response, read_response
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import RequestRefused, problem
-from celery_idempotent.django.http.scopes import caller_scope, http_identity
 from celery_idempotent.django.http.transactions import (
     atomic_aliases,
     atomic_requests,
     refuse_open_transactions,
 )
-from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
+from celery_idempotent.errors import FingerprintMismatch, InvalidOption, ResultUnavailable
 from celery_idempotent.protocol.calls import (
     Call,
+    CallResult,
     Conflict,
     Ran,
     Replay,
-    Result,
     StoreFailed,
     worker_name,
 )
@@ -38,7 +53,50 @@ from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
-    from django.http import HttpRequest, HttpResponseBase
+    from collections.abc import Sequence
+
+
+def object_permissions(request: HttpRequest, *_: object, **__: object) -> bool:
+    """Ask what a view of Django REST framework about one object asks: its ``get_object()``.
+
+    For ``@idempotent_view(authorize=object_permissions)``: a caller who no longer gets the object from
+    ``get_queryset()``, or is refused by a ``has_object_permission()``, gets the framework's 404 or 403. An action of a
+    router that is about no object (``create``) has nothing to ask.
+
+    Raises:
+        InvalidOption: for a view that has no ``get_object()``.
+    """
+    view: Any = getattr(request, "parser_context", {}).get("view")
+    if getattr(view, "detail", None) is False:
+        return True
+    if not hasattr(view, "get_object"):
+        raise InvalidOption(
+            "authorize=object_permissions is for views of Django REST framework with a get_object(); "
+            "give a function of your own: authorize(request, *args, **kwargs) -> bool"
+        )
+    view.get_object()
+    return True
+
+
+def refused_replay(
+    authorize: Callable[..., object],
+    seen: HttpRequest,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    name: str,
+) -> HttpResponseBase | None:
+    """Return the answer to a caller who may not have the replay, ``None`` for any other.
+
+    Raises:
+        PermissionDenied: if ``authorize`` says neither yes nor what to answer.
+    """
+    found = awaited(authorize(seen, *args, **kwargs), f"authorize of {name}")
+    if isinstance(found, HttpResponseBase):
+        return found
+    if not found:
+        raise PermissionDenied
+    return None
 
 
 class _NotToKeepError(Exception):
@@ -53,8 +111,8 @@ class _NotToKeepError(Exception):
 class Guarded:
     """One request: ``seen`` is what its view gets, with ``args`` and ``kwargs`` of its URL; ``run`` calls the view.
 
-    Without a key nothing is claimed. ``non_atomic`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for
-    this view.
+    Without a key nothing is claimed. ``rest`` is the view of Django REST framework whose response ``run`` finishes.
+    ``non_atomic`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for this view.
     """
 
     request: HttpRequest
@@ -63,6 +121,7 @@ class Guarded:
     run: Callable[[], HttpResponseBase]
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
+    rest: Any = None
     non_atomic: frozenset[str] = frozenset()
 
 
@@ -157,7 +216,7 @@ class Guard:
                     return answer
         return None
 
-    def _execute(self, call: Call, guarded: Guarded) -> Result:
+    def _execute(self, call: Call, guarded: Guarded) -> CallResult:
         try:
             return self._runner.execute(call, lambda: self._run(guarded))
         except FingerprintMismatch:
@@ -189,7 +248,7 @@ class Guard:
                 raise _NotToKeepError(response)
         return response
 
-    def _answer(self, result: Result, call: Call, guarded: Guarded) -> HttpResponseBase:
+    def _answer(self, result: CallResult, call: Call, guarded: Guarded) -> HttpResponseBase:
         match result:
             case Ran(response):
                 return cast("HttpResponseBase", response)  # what _run returned
@@ -201,8 +260,8 @@ class Guard:
                     "The first request with this key has not been answered yet. Ask again later.",
                     retry_after=self.options.retry_after,
                 )
-            case StoreFailed(condemned=condemned):
-                if self.options.on_store_error == "open" and not condemned:
+            case StoreFailed(barred=barred):
+                if self.options.on_store_error == "open" and not barred:
                     try:
                         answer = self._runner.unguarded(call, lambda: self._run(guarded))
                         return cast("HttpResponseBase", answer)

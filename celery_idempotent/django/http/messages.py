@@ -27,7 +27,7 @@ from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,7 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
     if options.authorize is not None:
         lines.append(f"{_AUTHORIZED}: yes")
     kept = _kept_headers(options.headers)
-    found = [(key, value) for key, value in response.headers.items() if key.lower() in kept]
-    lines += [f"{key}: {value}" for key, value in found]
+    lines += [f"{key}: {value}" for key, value in response.headers.items() if key.lower() in kept]
     head = "\r\n".join(lines).encode("latin-1", "replace")
     if len(head) > _MAX_HEAD:
         raise ValueError(f"the headers of the response of {name} have more than {_MAX_HEAD} bytes")
@@ -155,7 +154,7 @@ def _as_json(value: object, name: str) -> object:
     raise TypeError(f"its attribute {name} is a {type(value).__name__}, which is not kept")
 
 
-def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpResponse:
+def read_response(stored: Stored, attributes: Collection[str] = ()) -> HttpResponse:
     """Return the response that was kept, marked as a replay, with its ``attributes`` beside those always kept.
 
     Raises:
@@ -164,7 +163,7 @@ def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpRespons
     if stored.content_type != CONTENT_TYPE or stored.compression:
         raise ResultUnavailable("What is stored for this key is no response.")
     try:
-        return _parse(stored, {*KEPT_ATTRIBUTES, *attributes})
+        return _parse(stored, attributes)
     except ResultUnavailable:
         raise
     except Exception as error:  # noqa: BLE001  whatever Django says of what is no response
@@ -172,7 +171,15 @@ def read_response(stored: Stored, attributes: Iterable[str] = ()) -> HttpRespons
         raise ResultUnavailable(problem) from None
 
 
-def _parse(stored: Stored, known: Collection[str]) -> HttpResponse:
+def _parse(stored: Stored, more: Collection[str]) -> HttpResponse:
+    """Return the response of a record, as the first caller got it, with the mark of a replay.
+
+    Headers of ours that the record alone has are taken out. ``more`` are attributes for the project's own middleware,
+    such as ``xframe_options_exempt``: a middleware outside of the view reads them off the response.
+
+    Raises:
+        ResultUnavailable: if the response was too large, or could not be kept for another reason.
+    """
     head, _, body = stored.body.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
@@ -189,7 +196,7 @@ def _parse(stored: Stored, known: Collection[str]) -> HttpResponse:
         del response["Content-Type"]
     if attributes is not None:
         for name, value in json.loads(attributes).items():
-            if name in known:
+            if name in KEPT_ATTRIBUTES or name in more:
                 setattr(response, name, value)
     return response
 

@@ -1,9 +1,15 @@
-"""How a view is guarded: the arguments of its decorator over the setting ``IDEMPOTENCY_HTTP``, checked and frozen."""
+"""How a view is guarded: the arguments of its decorator over the setting ``IDEMPOTENCY_HTTP``, checked and frozen.
+
+::
+
+    IDEMPOTENCY_HTTP = {"lease": 60, "required": False}    the setting
+    @idempotent_view(lease=5)                              the view: HttpOptions(lease_ms=5_000, required=False, …)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Final, Literal
 
 from asgiref.sync import iscoroutinefunction
@@ -27,6 +33,7 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.records.frozen import sealed
 
 if TYPE_CHECKING:
     from django.http import HttpResponseBase
@@ -177,7 +184,7 @@ _statuses = _items(
 _BOTH: Final = "idempotent keyed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@sealed(frozen=True, slots=True, kw_only=True)
 class HttpOptions(SharedOptions):
     """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, beside what tasks take, too."""
 

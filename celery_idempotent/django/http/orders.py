@@ -14,10 +14,9 @@ from celery_idempotent.celery.reserving import lost_after_ms
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.bodies import receive
-from celery_idempotent.django.http.headers import read_key
+from celery_idempotent.django.http.keys import caller_scope, http_identity, read_key
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.django.http.scopes import caller_scope, http_identity
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.outbox.payload import MEANS, absolute
 from celery_idempotent.django.sql.autocommit import commits_by_hand
@@ -132,7 +131,7 @@ def read_order(
     publish: Options,
     options: HttpOptions,
 ) -> TaskOrder | None:
-    """Return what a request asks for, ``None`` if the task is switched off and was sent unguarded.
+    """Return what a request asks for, ``None`` if the task is switched off (``idempotency_mode="off"``).
 
     Raises:
         RequestRefused: if its key or its caller is not known, or its body is not whole.
@@ -153,7 +152,6 @@ def read_order(
     task = cast("IdempotentTask", task)
     definition = task.idempotency_definition()
     if definition is None:
-        task.apply_async(args, kwargs, **publish)
         return None
     namespace = definition.identifier.namespace
     identity = http_identity(namespace, scope, key)

@@ -17,7 +17,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import SynchronousOnlyOperation
@@ -38,7 +38,8 @@ from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settle
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
-    from celery_idempotent.celery.typed import AnyTask
+    from celery_idempotent.celery.task import IdempotentTask
+    from celery_idempotent.celery.typed import AnyTask, Options
 
 
 def enqueue(
@@ -80,13 +81,21 @@ def enqueue(
             publish=publish,
             options=options,
         )
-        if order is None:  # idempotency_mode="off": the message is sent
-            return JsonResponse({"state": State.QUEUED.value}, status=202)
+        if order is None:
+            return _send_unguarded(task, args, kwargs or {}, publish)
         in_transaction = transaction.get_connection(using).in_atomic_block
         found = _reserve_or_find(order, in_transaction=in_transaction)
         return _answer(order, found, in_transaction=in_transaction)
     except RequestRefused as refusal:
         return refusal.response(options.docs_url)
+
+
+def _send_unguarded(
+    task: AnyTask, args: Sequence[object], kwargs: Mapping[str, object], publish: Options
+) -> HttpResponse:
+    """Publish for a task that is switched off: each request sends one more message."""
+    cast("IdempotentTask", task).apply_async(args, kwargs, **publish)
+    return JsonResponse({"state": State.QUEUED.value}, status=202)
 
 
 #: :func:`enqueue` for coroutines: it runs in the thread of the request, so that the event loop is not blocked.

@@ -167,11 +167,4 @@ class _AtCommit:
 
 def _free_key(order: TaskOrder, record: Record) -> None:
     """Give the key back, so that a repetition of the request is not told that the first is in progress."""
-    try:
-        key_change.give_back(order.store, order.identified, record)
-    except STORE_ERRORS as trouble:
-        logger.warning(
-            "idempotency: could not release the reservation of %s, its deadline will end it: %s",
-            record.identity,
-            trouble,
-        )
+    key_change.give_back(order.store, order.identified, record)

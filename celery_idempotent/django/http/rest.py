@@ -12,8 +12,7 @@ from rest_framework.renderers import JSONRenderer
 from rest_framework.views import APIView
 
 from celery_idempotent.django.http.options import http_options
-from celery_idempotent.django.http.pages import for_people, login_redirect
-from celery_idempotent.django.http.status import respond
+from celery_idempotent.django.http.status import for_people, login_redirect, respond
 
 if TYPE_CHECKING:
     from django.http import HttpResponseBase

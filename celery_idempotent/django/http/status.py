@@ -6,26 +6,22 @@ import hashlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
+from django.conf import settings
 from django.core.serializers.json import DjangoJSONEncoder
-from django.http import HttpRequest, HttpResponse, HttpResponseBase
-from django.urls import NoReverseMatch, reverse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect, QueryDict
+from django.shortcuts import render, resolve_url
+from django.urls import NoReverseMatch, Resolver404, resolve, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
 from celery_idempotent.celery.registry import definition_of, find_task
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.describing import describe
+from celery_idempotent.django.http.keys import caller_scope, http_identity
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.pages import (
-    for_people,
-    login_redirect,
-    refusal_page,
-    status_page,
-)
-from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.django.http.scopes import caller_scope, http_identity
+from celery_idempotent.django.http.problems import CONDITIONS, RequestRefused
 from celery_idempotent.django.http.views import least_shown
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.identity.identified import Identified
@@ -35,6 +31,72 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_idempotent.records import Identity, Record
+
+
+def for_people(request: HttpRequest) -> bool:
+    """Does the client prefer a page? One that accepts anything gets JSON."""
+    accepted = request.headers.get("Accept", "")
+    return "text/html" in accepted and "application/json" not in accepted
+
+
+def status_page(request: HttpRequest, described: dict[str, object], *, every: int) -> HttpResponse:
+    """Show what the resource says; the page asks again each ``every`` seconds until it is settled."""
+    result = described.get("result")
+    shown = "" if result is None else _laid_out(result)
+    context = {
+        "told": described,
+        "result": shown,
+        "every": every,
+        "settled": described["settled"],
+    }
+    return render(request, "celery_idempotent/http/status.html", context)
+
+
+def _laid_out(result: object) -> str:
+    try:
+        return json.dumps(result, cls=DjangoJSONEncoder, indent=2)
+    except RecursionError:  # json is less patient with what is laid out
+        return json.dumps(result, cls=DjangoJSONEncoder)
+
+
+def refusal_page(
+    request: HttpRequest, refusal: RequestRefused, docs_url: str | None
+) -> HttpResponse:
+    """Say the same as the problem that a program gets, with its status and headers."""
+    problem = refusal.response(docs_url)
+    status, title, retryable = CONDITIONS[refusal.code]
+    context = {
+        "title": title,
+        "detail": refusal.detail,
+        "retryable": retryable,
+        "every": problem.get("Retry-After", "0"),
+        "settled": True,
+    }
+    page = render(request, "celery_idempotent/http/refusal.html", context, status=status)
+    for name, value in problem.items():
+        if name != "Content-Type":
+            page[name] = value
+    return page
+
+
+def login_redirect(request: HttpRequest) -> HttpResponse | None:
+    """Return the way to the project's login and back; ``None`` if it has none, or it would not help."""
+    user = getattr(request, "user", None)
+    if user is not None and user.is_authenticated:
+        return None
+    try:
+        login = urlsplit(resolve_url(settings.LOGIN_URL))
+        if not login.netloc:
+            resolve(login.path)
+    except (NoReverseMatch, Resolver404):
+        return None
+    query = QueryDict(login.query, mutable=True)
+    query["next"] = request.get_full_path()
+    # Django's own redirect_to_login() comes with the models of django.contrib.auth, which may not be installed.
+    answer = HttpResponseRedirect(login._replace(query=query.urlencode(safe="/")).geturl())
+    answer["Cache-Control"] = "no-store"
+    return answer
+
 
 _VARY = ("Accept", "Authorization", "Cookie")
 
@@ -49,7 +111,7 @@ def status_url(namespace: str, key: str) -> str | None:
 
 
 def _segment(text: str) -> str:
-    """Return ``text`` as one part of a path.
+    """Return ``text`` as one part of a path: ``a/b`` as ``a~1b``, ``..`` as ``~2.``.
 
     Servers decode ``%2F`` before they route, and clients take ``.`` and ``..`` for directions, escaped or not.
     """

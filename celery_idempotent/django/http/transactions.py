@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
@@ -32,11 +32,20 @@ def atomic_aliases(without: frozenset[str]) -> list[str]:
     ]
 
 
+def atomic_requests(without: frozenset[str]) -> AbstractContextManager[object]:
+    """Return a context in the transactions that ``ATOMIC_REQUESTS`` asks for."""
+    aliases = atomic_aliases(without)
+    return _in_transactions(aliases) if aliases else _IN_NONE
+
+
+#: Asked for at each request of most projects.
+_IN_NONE: Final = nullcontext()
+
+
 @contextmanager
-def atomic_requests(without: frozenset[str]) -> Iterator[None]:
-    """Be in the transactions that ``ATOMIC_REQUESTS`` asks for."""
+def _in_transactions(aliases: list[str]) -> Iterator[None]:
     with ExitStack() as stack:
-        for alias in atomic_aliases(without):
+        for alias in aliases:
             stack.enter_context(transaction.atomic(using=alias))
         yield
 
@@ -55,10 +64,10 @@ def refuse_open_transactions() -> None:
         ImproperlyConfigured: if there is a transaction around the guard.
     """
     for connection in connections.all(initialized_only=True):
-        blocks = getattr(connection, "atomic_blocks", ())
-        if any(not getattr(block, "_from_testcase", False) for block in blocks):
-            raise ImproperlyConfigured(
-                f"An idempotent view runs inside a transaction on {connection.alias!r}: its answer would be recorded "
-                "before the COMMIT, which may fail. Put the transaction inside of the view; with ATOMIC_REQUESTS, "
-                "decorate the view itself, or its class, and nothing within."
-            )
+        for block in getattr(connection, "atomic_blocks", ()):
+            if not getattr(block, "_from_testcase", False):
+                raise ImproperlyConfigured(
+                    f"An idempotent view runs inside a transaction on {connection.alias!r}: its answer would be "
+                    "recorded before the COMMIT, which may fail. Put the transaction inside of the view; with "
+                    "ATOMIC_REQUESTS, decorate the view itself, or its class, and nothing within."
+                )

@@ -1,4 +1,15 @@
-"""Sending what was staged: in order, by one process at a time, and again where it is not known to be sent."""
+"""Sending what was staged: in order, by one process at a time, and again where it is not known to be sent.
+
+The messages of one group are sent in the order in which they were staged. Whoever sends them holds the group by a
+lease, and deletes each message after the broker has confirmed it::
+
+    process A   takes the group ─ m1: sent, deleted ─ m2: sent ─ ✗ dies
+    sweep B                                                         the lease ends ─ takes it ─ m2: sent again ─ m3
+    worker                        m1 runs ─ m2 runs ───────────────────────────────────────────── m2: a redelivery
+
+A message that cannot be sent stays first in its group, with the error beside it, and those behind it wait: else a
+"refund" could be sent before its "charge". The group rests for a while, longer after each failure.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +193,11 @@ def _take_any(using: str, app: str) -> rows.GroupLease | None:
 def _send_group(
     send_now: Callable[[bytes], None], lease: rows.GroupLease, limit: int, until: float
 ) -> tuple[int, Exception | None]:
-    """Send a group that is held; return how many messages were sent, and what stopped it."""
+    """Send a group that is held; return how many messages were sent, and what stopped it.
+
+    Before each message the lease is renewed if it is time for that (``hold``). Where another process has the group by
+    now, that one goes on.
+    """
     sent = 0
     while batch := lease.messages(_BATCH):
         for message in batch:

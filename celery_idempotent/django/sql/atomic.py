@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from django.db import Error
 
+from celery_idempotent import errors
 from celery_idempotent.django.sql.blocks import RunBlock, refuse_outer
 from celery_idempotent.django.sql.columns import LIVE_SQL, PRUNE_SLACK_MS, digest
 from celery_idempotent.django.sql.connections import Lines, Session
@@ -29,12 +30,6 @@ from celery_idempotent.django.sql.elsewhere import Surroundings
 from celery_idempotent.django.sql.ended import SessionLost, still_there
 from celery_idempotent.django.sql.holders import lock_name, lock_number
 from celery_idempotent.django.sql.interruptions import drop, sound
-from celery_idempotent.errors import (
-    IdempotencyError,
-    LeaseLost,
-    StoreMisconfigured,
-    StoreUnavailable,
-)
 from celery_idempotent.records import Identity, Record, SettleRequest
 from celery_idempotent.stores.values import LETTERS, pack_value
 
@@ -44,14 +39,21 @@ _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDi
 _SAVEPOINT = "celery_idempotent_run"
 _OURS = f" WHERE digest = %s AND token = %s AND {LIVE_SQL}"
 
-#: Bounds one wait of ours, and no statement of the task, nor its COMMIT.
+#: Bounds the waits of one statement of ours, and of none of the task's, nor its COMMIT: ``was`` is what it had.
 _PATIENCE = (
-    (
-        "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), patience AS MATERIALIZED"
-        f" (SELECT was, set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true) FROM own) "
-    ),
-    " FROM patience",
-    " RETURNING set_config('lock_timeout', was, true)",
+    "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), patience AS MATERIALIZED"
+    f" (SELECT was, set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true) FROM own)"
+)
+_IMPATIENCE = "set_config('lock_timeout', was, true)"
+
+#: On PostgreSQL the lease goes with it, if nobody else has its row locked: the task's transaction must not fail for it.
+#: Nor under REPEATABLE READ or stricter, for a heartbeat may have renewed it since the snapshot of the transaction.
+_SETTLE_WITH_LEASE = (
+    _PATIENCE + ", r AS ({update} RETURNING digest, token),"
+    " free AS (SELECT e.digest FROM celery_idempotent_lease e, r WHERE e.digest = r.digest AND e.token = r.token"
+    " AND current_setting('transaction_isolation') = 'read committed' FOR UPDATE OF e SKIP LOCKED),"
+    " l AS (DELETE FROM celery_idempotent_lease e USING free WHERE e.digest = free.digest RETURNING 1)"
+    f" SELECT (SELECT count(*) FROM r), (SELECT count(*) FROM l), {_IMPATIENCE} FROM patience"
 )
 
 
@@ -67,6 +69,8 @@ class ClaimTransaction:
 
     def __init__(self, session: Session, record: Record | None) -> None:
         self.settled = False
+        #: Is the lease deleted in this transaction, too?
+        self.without_lease = False
         #: The functions that wait for the commit and were not called yet.
         self.waiting: list[Callable[[], None]] = []
         self._surroundings = Surroundings(session.connection)
@@ -98,8 +102,8 @@ class ClaimTransaction:
             # At once, which takes no parameters. The last sees what was committed while the first waited.
             ours = len(
                 session.rows_of_last(
-                    f"{_PATIENCE[0]}SELECT pg_advisory_xact_lock({lock_number(*claim):d}),"
-                    f" set_config('lock_timeout', was, true) FROM patience; SAVEPOINT {_SAVEPOINT};"
+                    f"{_PATIENCE} SELECT pg_advisory_xact_lock({lock_number(*claim):d}),"
+                    f" {_IMPATIENCE} FROM patience; SAVEPOINT {_SAVEPOINT};"
                     " SELECT 1 FROM celery_idempotent_record"
                     + _OURS
                     % (f"decode('{name.hex()}', 'hex')", f"{token:d}")
@@ -110,14 +114,14 @@ class ClaimTransaction:
                 "SELECT get_lock(%s, %s)", (lock_name(session, *claim), LOCK_TIMEOUT_MS / 1000)
             )
             if got != 1:
-                raise StoreUnavailable(
+                raise errors.StoreUnavailable(
                     f"another session is still in the transaction of the claim of {record.identity}"
                 )
             ours = len(session.rows("SELECT 1 FROM celery_idempotent_record" + _OURS, claim))
         if record is None:
             return
         if not ours:
-            raise LeaseLost(f"the claim of {record.identity} is no longer ours")
+            raise errors.LeaseLost(f"the claim of {record.identity} is no longer ours")
         if session.words.vendor != "postgresql":
             session.execute(f"SAVEPOINT {_SAVEPOINT}")
 
@@ -152,31 +156,37 @@ class ClaimTransaction:
         """
         session, record, keep_ms = self._session, request.record, max(request.keep_ms, 1)
         if self.record is None:
-            raise StoreMisconfigured("this transaction has no claim to settle")
+            raise errors.StoreMisconfigured("this transaction has no claim to settle")
         if self.of(record):
             still_there(session, _SAVEPOINT)
         now = session.words.now_ms
-        before, between, after = _PATIENCE if session.words.vendor == "postgresql" else ("", "", "")
+        patient = session.words.vendor == "postgresql"
+        update = (
+            "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
+            f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
+            f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
+            f"{' FROM patience' if patient else ''}{_OURS}"
+        )
+        params = (
+            LETTERS[request.state],
+            None if request.value is None else pack_value(request.value),
+            request.replaced,
+            False,
+            keep_ms,
+            keep_ms + PRUNE_SLACK_MS,
+            *_claim_of(record),
+        )
         try:
-            written = session.write(
-                f"{before}UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
-                f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
-                f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
-                f"{between}{_OURS}{after}",
-                (
-                    LETTERS[request.state],
-                    None if request.value is None else pack_value(request.value),
-                    request.replaced,
-                    False,
-                    keep_ms,
-                    keep_ms + PRUNE_SLACK_MS,
-                    *_claim_of(record),
-                ),
-            )
+            if patient:
+                sql = _SETTLE_WITH_LEASE.format(update=update)
+                ((written, deleted, _),) = session.rows(sql, params)
+                self.without_lease = bool(deleted)
+            else:
+                written = session.write(update, params)
         except Error as error:
             if self.passes(error):
                 raise
-            raise StoreUnavailable(
+            raise errors.StoreUnavailable(
                 f"the record of {record.identity} could not be settled in the task's transaction"
                 f" ({type(error).__name__})"
             ) from error
@@ -212,14 +222,16 @@ def transaction(lines: Lines, record: Record | None) -> Iterator[ClaimTransactio
                 drop(own)
             run.unlock()
         raise
-    if run.settled and record is not None:
-        # Not in the transaction: a heartbeat may have renewed it meanwhile, and under REPEATABLE
-        # READ it could not be deleted any more. A sweep does what is not done here.
+    if run.settled and record is not None and not run.without_lease:
+        # Not in the transaction: a heartbeat renews it right now, or did so meanwhile, and under REPEATABLE READ it
+        # could not be deleted any more. A sweep does what is not done here, or was lost in a crash.
         claim = _claim_of(record)
-        with suppress(IdempotencyError):
+        with suppress(errors.IdempotencyError):
             lines.run(
                 lambda session: session.write(
-                    "DELETE FROM celery_idempotent_lease WHERE digest = %s AND token = %s", claim
+                    "DELETE FROM celery_idempotent_lease WHERE digest = %s AND token = %s",
+                    claim,
+                    durable=False,
                 )
             )
 

@@ -1,4 +1,13 @@
-"""The block of a run's transaction: begun on a live connection, and never committed by a rollback that was cut off."""
+"""The block of a run's transaction: begun on a live connection, and never committed by a rollback that was cut off.
+
+::
+
+    BEGIN, lock ─┬─ ✗ the server had closed the connection: once more, on a new one
+                 └─ body ─┬─ settle ─ COMMIT
+                          └─ raises ─ ROLLBACK ─ ✗ a time limit strikes: the connection is closed, which rolls back
+
+Both ✗ are invisible to the task: the first since nothing has run yet, the second since nothing of it is left.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""What operators see of a database: lists in bounded steps, counts, and counters by the hour."""
+"""What operators see of a database: lists in bounded steps, counts, and counters by the hour.
+
+A page is a stretch of an index (the *walk*), and of that what the filter selects. However few records a filter matches,
+a page looks at ``look_at`` rows at the most::
+
+    index    │ r1 r2 r3 r4 r5 r6 │ r7 r8 …       look_at = 6
+    page     │    r2       r5    │               two are selected
+    cursor                     ▲ r6              the next page begins behind the last that was looked at
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""From the columns of a record's rows to the record, and back."""
+"""From the columns of a record's rows to the record, and back.
+
+A record is one row, and while it has not ended well a second one, the lease row, beside it::
+
+    celery_idempotent_record   token, state, task_id, value, …       written at a claim and at an end
+    celery_idempotent_lease    token, deadline_ms, steps, message    written at each renewal and step as well
+
+They are apart for atomic tasks: the transaction of such a run has locked the record's row, and the heartbeat renews the
+lease row meanwhile. A lease row that was left behind does not count: its token is not the record's.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +61,8 @@ ReadRows = list[tuple[Any, ...]]
 
 _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 
+# Both tuples are the order in which rows are read and written. `version` is each row's own: a write names the version
+# that was seen. `prune_ms`, `digest` and the three names are not among them, since they are read or written apart.
 # fmt: off
 RECORD = (
     "token", "created_ms", "updated_ms", "expires_ms", "version", "crashes", "attempts", "state",
@@ -130,6 +141,7 @@ def lease_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
         version,
         stored.requeues,
         LETTERS[record.state],
+        # "i", "f" or "r"; in capitals while its transaction is open. So that took no column, and no migration.
         record.on_stale[0].upper() if record.uncommitted else record.on_stale[0],
         stored.attempt,
         record.worker,

@@ -88,9 +88,13 @@ class Session:
                     pass
             return list(cursor.fetchall())
 
-    def write(self, sql: str, params: Sequence[object] = ()) -> int:
-        """Run a statement that waits for a locked row only so long; outside of a transaction an UPDATE or DELETE."""
-        before, after = ("", "") if self.begun else self.words.alone
+    def write(self, sql: str, params: Sequence[object] = (), *, durable: bool = True) -> int:
+        """Run a statement that waits for a locked row only so long; outside of a transaction an UPDATE or DELETE.
+
+        One that is not ``durable`` may be lost if the server crashes within a second.
+        """
+        alone = self.words.alone if durable else self.words.alone_at_ease
+        before, after = ("", "") if self.begun else alone
         return self.execute(before + self.words.patience + sql + after, params)
 
     def expect(self, sql: str, params: Sequence[object] = ()) -> None:

@@ -59,6 +59,8 @@ class Dialect:
     patience: str = ""
     #: What bounds the waits of a single UPDATE or DELETE outside of a transaction: its prefix and its suffix.
     alone: tuple[str, str] = ("", "")
+    #: The same for one that may be lost if the server crashes: its commit waits for no disk, where that is possible.
+    alone_at_ease: tuple[str, str] = ("", "")
 
     @property
     def now_ms(self) -> str:
@@ -84,6 +86,13 @@ DIALECTS = {
         # statement waits for the row.
         alone=(
             f"WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)) ",
+            " AND EXISTS (SELECT 1 FROM patience)",
+        ),
+        alone_at_ease=(
+            (
+                f"WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true),"
+                " set_config('synchronous_commit', 'off', true)) "
+            ),
             " AND EXISTS (SELECT 1 FROM patience)",
         ),
     ),

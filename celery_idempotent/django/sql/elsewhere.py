@@ -21,7 +21,7 @@ from django.db import connections
 from django.db.backends.signals import connection_created
 
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.protocol.claim import running
+from celery_idempotent.protocol.claim import claim_var
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -83,7 +83,13 @@ def _refuse_elsewhere(
     many: bool,
     context: Mapping[str, object],
 ) -> object:
-    claim = running.get()
+    """Raise for a statement that writes to the database of an atomic run on another connection than the run's.
+
+    Django calls this around each statement (``execute_wrapper``). The context of the run is copied to what it starts::
+
+        body ─ asyncio.to_thread(save) ─ a thread of its own: another connection, committed though the run rolls back
+    """
+    claim = claim_var.get()
     around = None if claim is None else claim.transaction
     if around is not None and around.guards(context["connection"]):
         text = _statement_text(sql)

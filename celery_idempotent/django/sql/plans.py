@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _WARM = 3
 #: How often a plan is used. A table that was all but empty then may have a million rows by now.
 _USES = 1_000
-#: So often a connection may not know what it was told before it is left alone.
+#: So often a connection may have lost a statement that was prepared on it; after that none is prepared there.
 _MISSES = 3
 
 _UNKNOWN, _KNOWN, _CHANGED = "26000", "42P05", "0A000"
@@ -42,7 +42,7 @@ _TYPES = {bytes: "bytea", bool: "boolean", int: "bigint", str: "text", type(None
 
 @dataclass(slots=True)
 class _Plans:
-    """What one connection was told: by name, how often it was used since."""
+    """The statements that were prepared on one connection: by name, how often each was used since."""
 
     verbs: int = 0
     misses: int = 0

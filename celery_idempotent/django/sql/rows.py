@@ -1,4 +1,14 @@
-"""Every statement that reads or writes one record, but for those that do a verb at once."""
+"""Every statement that reads or writes one record, but for those that do a verb at once.
+
+A look locks nothing. A write names the version that the look found; one that changes no row has met another writer, and
+the verb begins again::
+
+    worker A   look: version 3 ─ decide ──────────────────────── UPDATE … version = 3: no row ─ look: version 4 ─ …
+    worker B     look: version 3 ─ decide ─ UPDATE … version = 3: one row, now version 4
+
+A released key leaves its row behind, with the state ``R``, until a prune: the next claim of the key writes over it, and
+its token goes on growing from there. A row that is deleted leaves its token to the high-water mark of all keys.
+"""
 
 from __future__ import annotations
 
@@ -187,6 +197,7 @@ def row_of(session: Session, name: bytes, identity: Identity | None, columns: Se
     found = Identity(namespace=namespace, scope=scope, key=key)
     if identity is not None and identity != found:
         raise StoreMisconfigured(f"{identity} and {found} share a digest: one of them was forged")
+    # By their places in RECORD and LEASE.
     token, version, state = record[0], record[4], record[7]
     counts = state in LIVE_LETTERS and lease_version is not None and lease[0] == token
     stored = None

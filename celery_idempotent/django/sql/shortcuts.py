@@ -1,8 +1,14 @@
 """The verbs of almost every task as one statement: claim of a free key, settle, release.
 
-Each answers only where there is nothing to decide, and else leaves the verb to the long way: a
-look, a decision, a conditional write. Only PostgreSQL can write two tables in one statement;
-elsewhere there is the long way alone.
+Each answers only where there is nothing to decide, and else leaves the verb to the long way: a look, a decision, a
+conditional write. Only PostgreSQL can write two tables in one statement; elsewhere there is the long way alone. A claim
+is this, and returns either the new token or the row that is in the way::
+
+    WITH t AS (the time; how long to wait for a lock),
+         s AS (what there is: the record's row and its lease row),
+         r AS (INSERT the record's row, if there is no s; RETURNING its token),
+         l AS (INSERT the lease row with the token of r)
+    SELECT the token of r, the time, s
 """
 
 from __future__ import annotations
@@ -131,13 +137,22 @@ def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
 
 @cache
 def _settle_statement(now_us: str) -> str:
+    return _end_statement(
+        now_us,
+        "state = %s, value = %s, replaced = %s,"
+        " reserved = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
+        " prune_ms = least(prune_ms, us / 1000 + %s)",
+        f"record.{LIVE_SQL}",
+    )
+
+
+def _end_statement(now_us: str, changes: str, condition: str) -> str:
+    """Return what changes a record's row and deletes its lease row; both only if the claim is not over."""
     return (
         f"{_clock(now_us)}, r AS ("
-        "UPDATE celery_idempotent_record AS record SET state = %s, value = %s, replaced = %s,"
-        " reserved = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
-        " prune_ms = least(prune_ms, us / 1000 + %s), version = record.version + 1"
+        f"UPDATE celery_idempotent_record AS record SET {changes}, version = record.version + 1"
         " FROM t, celery_idempotent_lease AS lease"
-        f" WHERE record.digest = %s AND record.token = %s AND record.{LIVE_SQL}"
+        f" WHERE record.digest = %s AND record.token = %s AND {condition}"
         " AND lease.digest = record.digest AND lease.token = record.token"
         " AND lease.expires_ms > us / 1000 RETURNING record.digest"
         "), l AS (DELETE FROM celery_idempotent_lease USING r"
@@ -159,18 +174,12 @@ def _release_row(session: Session, identity: Identity, asked: Asked) -> Done | N
 
 @cache
 def _release_statement(now_us: str) -> str:
-    return (
-        f"{_clock(now_us)}, r AS ("
-        "UPDATE celery_idempotent_record AS record SET state = %s, value = NULL,"
-        " expires_ms = us / 1000, prune_ms = least(prune_ms, us / 1000 + %s),"
-        " version = record.version + 1"
-        " FROM t, celery_idempotent_lease AS lease"
-        " WHERE record.digest = %s AND record.token = %s AND record.state IN ('P', 'Q')"
-        " AND NOT ((record.reserved OR lease.message IS NOT NULL) AND %s)"
-        " AND lease.digest = record.digest AND lease.token = record.token"
-        " AND lease.steps IS NULL AND lease.expires_ms > us / 1000 RETURNING record.digest"
-        "), l AS (DELETE FROM celery_idempotent_lease USING r"
-        " WHERE celery_idempotent_lease.digest = r.digest) SELECT 1 FROM r"
+    return _end_statement(
+        now_us,
+        "state = %s, value = NULL,"
+        " expires_ms = us / 1000, prune_ms = least(prune_ms, us / 1000 + %s)",
+        "record.state IN ('P', 'Q') AND lease.steps IS NULL"
+        " AND NOT ((record.reserved OR lease.message IS NOT NULL) AND %s)",
     )
 
 

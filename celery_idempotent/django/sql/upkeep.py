@@ -23,7 +23,9 @@ def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
     """Let each lease start anew; only lease rows are written, which no task's transaction holds.
 
     A process may have frozen while it wrote one of them. That one is not renewed, and raises once all others are: to be
-    tried again.
+    tried again. So the rows that nobody has locked come first, without a wait::
+
+        leases a, b, c; b is locked     a, c: SKIP LOCKED, renewed at once ─ b: waits, lock_timeout ─ raises
     """
     # In one order: two processes that renew the same leases in different orders would deadlock.
     distinct = sorted(set(leases), key=_order)
@@ -54,7 +56,8 @@ def find_due(session: Session, limit: int) -> list[bytes]:
 def prune(lines: Lines, *, limit: int) -> int:
     """Delete records past their retention, found by the time when they were expected to be.
 
-    What lives longer than expected is given its new time and left.
+    What lives longer than expected is given its new time and left. ``prune_ms`` is that expected time: a renewal does
+    not write it, since it writes the lease row alone, and so the index of ``prune_ms`` is not written at each beat.
     """
     gone = 0
     while gone < limit:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from redis.exceptions import RedisError
 
+from celery_idempotent.records.frozen import frozen
 from celery_idempotent.stores.base import skew_ms
 from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.scripts import Command, Reply, plain
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
     """One server, with its ``replicas``, and for how many of them a claim and a settle wait (``awaited``).
 
@@ -76,6 +76,10 @@ def now_ms(link: Link, bucket: int = 0) -> int:
 
 
 def _facts_of(link: Link, node: int, *, awaited: int) -> ServerFacts:
+    """Read what a server says of itself in INFO.
+
+    Valkey says ``redis_version:7.2.4`` as well, for clients that know no Valkey: its own version is in another line.
+    """
     (answer,) = exchange(link, (plain(node, b"INFO"),))
     said: dict[str, str] = {}
     for line in answer.decode(errors="replace").splitlines():

@@ -84,16 +84,45 @@ def pack_token(token: int) -> bytes:
     return token.to_bytes(7, "big")
 
 
-def pack_claimant(request: ClaimRequest) -> bytes:
-    """Return the part of a live record that a claim brings: its owner, and the message to publish again."""
-    return pack_text(request.task_id) + pack_text(request.worker) + pack_message(request.message)
+def pack_claim(request: ClaimRequest) -> tuple[bytes, bytes]:
+    """Return what a claim brings: a live record from the id of its attempt on, and its flags, for a script."""
+    flags = _ON_STALE_FLAGS[request.on_stale]
+    fingerprint = pack_fingerprint(request.fingerprint)
+    if fingerprint:
+        flags |= _HAS_FINGERPRINT
+    owner = pack_text(request.task_id) + pack_text(request.worker)
+    return request.attempt + fingerprint + owner + pack_message(request.message), b"%d" % flags
 
 
-def pack_flags(request: ClaimRequest | ReserveRequest) -> bytes:
-    """Return the flags that a claim or a reservation brings, as a number for a script."""
-    if isinstance(request, ClaimRequest):
-        return b"%d" % _ON_STALE_FLAGS[request.on_stale]
+def unpack_new(request: ClaimRequest, packed: bytes) -> Record:
+    """Return the record of a claim that found none; ``packed`` is its token and the time."""
+    now_ms = int.from_bytes(packed[7:], "big")
+    return Record(
+        identity=request.identity,
+        state=State.PROCESSING,
+        token=int.from_bytes(packed[:7], "big"),
+        created_ms=now_ms,
+        updated_ms=now_ms,
+        deadline_ms=now_ms + request.lease_ms,
+        attempts=1,
+        fingerprint=request.fingerprint,
+        task_id=request.task_id,
+        worker=request.worker,
+        on_stale=request.on_stale,
+        message=request.message,
+    )
+
+
+def pack_reservation_flags(request: ReserveRequest) -> bytes:
+    """Return the flags that a reservation brings, as a number for a script."""
     return b"%d" % (_RESERVED | (_UNCOMMITTED if request.uncommitted else 0))
+
+
+def pack_fingerprint(fingerprint: bytes | None) -> bytes:
+    """Return the fingerprint as it stands in a record, nothing if there is none."""
+    if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
+        raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
+    return fingerprint or b""
 
 
 def pack_message(message: bytes | None) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeAlias
@@ -33,6 +34,7 @@ VERBS = (
     "reserve",
     "settle",
     "sweep",
+    "write_result",
 )
 
 #: The scripts of the cache before another store.
@@ -41,13 +43,9 @@ CACHE_VERBS = ("cache_bury", "cache_fill", "cache_lift", "cache_look", "cache_ma
 #: What goes before a word of n bytes, ready made: formatting it took longer than all the rest of packing a command.
 _SIZES = tuple([b"\r\n$%d\r\n" % size for size in range(512)])
 
-
-#: Scripts that begin with live.lua: functions that unpack live records.
-_ON_LIVE_RECORDS = frozenset({"checkpoint", "interrupt", "release", "requeue", "sweep"})
-#: Scripts that need notes.lua as well: they add notes to a record, or carry them over.
-_ON_NOTES = frozenset({"amend", "claim", "reserve", "settle"})
-#: Scripts that also need take.lua, which has what they share.
-_ON_TAKE = frozenset({"claim", "reserve"})
+#: A line of a script in whose place another file goes. A function that a common case does not need is included after
+#: that case: a script defines its functions anew each time that it runs.
+_INCLUDE = re.compile(r"^ *--include (\w+)\.lua$", re.MULTILINE)
 
 #: What each verb's script begins with: patterns of the records that are unfinished, and of those that have ended.
 _PATTERNS = "local LIVE, ENDED = '^[{}]', '^[{}]'\n".format(
@@ -106,18 +104,13 @@ def plain(bucket: int, *words: bytes) -> Command:
 @functools.cache
 def script(verb: str) -> Script:
     """Return the script of a verb."""
-    source = _read_source(verb)
-    if verb in _ON_TAKE:
-        source = _read_source("take") + source
-    if verb in _ON_NOTES:
-        source = _read_source("live") + _read_source("notes") + source
-    elif verb in _ON_LIVE_RECORDS:
-        source = _read_source("live") + source
+    source = _read_source(verb).encode()
     if verb in VERBS:
         source = _PATTERNS + source
     # The digest is Redis' name for the script, not a matter of security.
     return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
 
 
-def _read_source(name: str) -> bytes:
-    return (files("celery_idempotent.stores.redis") / "lua" / f"{name}.lua").read_bytes()
+def _read_source(name: str) -> str:
+    path = files("celery_idempotent.stores.redis") / "lua" / f"{name}.lua"
+    return _INCLUDE.sub(lambda found: _read_source(found[1]), path.read_text(encoding="utf-8"))

@@ -64,20 +64,29 @@ class Settling(Servers):
                 return SettledWith.NOTHING
         return SettledWith.NOTHING if self.settle(request) else SettledWith.LOST
 
+    def write_result(self, result: ResultWrite) -> bool:
+        """Write the result of a task that a record answered, in one script."""
+        if not self._takes_results:
+            return False
+        write = script("write_result")
+        answer = self._ask(write.call(0, (result.key,), result.payload, _expiry(result)))
+        return bool(answer == b"stored")
+
     def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> bytes:
         identity = request.record.identity
         bucket, name, leases, failures, _, interrupted = self._names(identity)
         keys = [name, leases, failures, interrupted]
-        arguments = [
-            pack_settled(request),
-            b"%d" % max(request.keep_ms, 1),
-            b"1" if self.replicas else b"",
-            b"" if request.restore else pack_state(request.record.state),
-            pack_intervention(request.intervention),
-        ]
+        payload = expiry = b""
         if result is not None:
             keys.append(result.key)
-            arguments += (result.payload, b"%d" % result.expires_s if result.expires_s else b"")
+            payload, expiry = result.payload, _expiry(result)
+        arguments = [pack_settled(request), b"%d" % max(request.keep_ms, 1), payload, expiry]
+        if self.replicas or not request.restore or request.intervention is not None:
+            arguments += (
+                b"" if request.restore else pack_state(request.record.state),
+                pack_intervention(request.intervention),
+                b"1" if self.replicas else b"",
+            )
         word: bytes
         word, replicated = self._ask_replicated(script("settle").call(bucket, keys, *arguments))
         if word == b"unreadable":
@@ -106,3 +115,7 @@ class Settling(Servers):
             f"{self._link.where}: fewer than {self.replicas} replicas acknowledged the {verb} of"
             f" {identity} within {self._replica_timeout_ms} ms"
         )
+
+
+def _expiry(result: ResultWrite) -> bytes:
+    return b"%d" % result.expires_s if result.expires_s else b""

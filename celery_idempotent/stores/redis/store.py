@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.records import (
-    FINGERPRINT_BYTES,
     Answer,
     Claimed,
     ClaimRequest,
@@ -31,11 +30,13 @@ from celery_idempotent.stores.redis.browse import Browsing
 from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import (
-    pack_claimant,
-    pack_flags,
+    pack_claim,
+    pack_fingerprint,
     pack_message,
+    pack_reservation_flags,
     pack_state,
     pack_token,
+    unpack_new,
     unpack_record,
     unreadable,
 )
@@ -102,22 +103,24 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         if len(request.attempt) != ATTEMPT_BYTES:
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         identity, lease_ms = request.identity, request.lease_ms
+        brought, flags = pack_claim(request)
+        unanswered = (b"".join(request.unanswered),) if request.unanswered else ()
         bucket, *keys = self._names(identity)
         (word, *rest), replicated = self._ask_replicated(
             script("claim").call(
                 bucket,
                 keys,
-                request.attempt,
+                brought,
                 b"%d" % lease_ms,
                 b"%d" % (lease_ms + request.keep_ms),
-                _fingerprint_argument(request.fingerprint),
-                pack_claimant(request),
-                pack_flags(request),
-                b"".join(request.unanswered),
+                flags,
+                *unanswered,
             )
         )
-        if word == b"claimed":
-            record = unpack_record(identity, rest[0])
+        if word in (b"new", b"claimed"):
+            record = (
+                unpack_new(request, rest[0]) if word == b"new" else unpack_record(identity, rest[0])
+            )
             if not replicated:
                 self._release(identity, record.token, requeue_ms=lease_ms, keep_crashes=True)
                 raise self._not_replicated("claim", identity)
@@ -155,10 +158,10 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
                 hashlib.blake2b(owner, digest_size=ATTEMPT_BYTES).digest(),
                 b"%d" % deadline_ms,
                 b"%d" % (deadline_ms + request.keep_ms),
-                _fingerprint_argument(request.fingerprint),
+                pack_fingerprint(request.fingerprint),
                 owner,
                 pack_message(request.message),
-                pack_flags(request),
+                pack_reservation_flags(request),
             )
         )
         if word == b"reserved":
@@ -261,9 +264,3 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         bucket, name = self._keys.locate(identity)
         keys = (name, self._keys.leases(bucket), self._keys.interrupted(bucket))
         return self._ask(script(verb).call(bucket, keys, *arguments))
-
-
-def _fingerprint_argument(fingerprint: bytes | None) -> bytes:
-    if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
-        raise ValueError(f"a fingerprint has {FINGERPRINT_BYTES} bytes")
-    return fingerprint or b""

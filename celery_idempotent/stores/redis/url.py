@@ -1,4 +1,13 @@
-"""What a Redis URL asks for: which servers, how to reach them, and the prefix of our keys."""
+"""What a Redis URL asks for: which servers, how to reach them, and the prefix of our keys.
+
+::
+
+    redis://:secret@cache:6379/1?prefix=shop       one server; keys begin with "shop"
+    redis+cluster://node1:7000,node2:7000          a cluster, found by any node that answers
+    sentinel://s1:26379;s2:26379/mymaster/1        whichever server the Sentinels call the master now
+
+redis-py reads the query of a URL, and makes the connections; which connection is used when is ours (:mod:`.channel`).
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ pytest.register_assert_rewrite(
     "celery_idempotent.testing.contract.listing",
     "celery_idempotent.testing.contract.messages",
     "celery_idempotent.testing.contract.refusals",
+    "celery_idempotent.testing.contract.releases",
+    "celery_idempotent.testing.contract.renewals",
     "celery_idempotent.testing.contract.requeues",
     "celery_idempotent.testing.contract.reservations",
     "celery_idempotent.testing.contract.steps",
@@ -28,6 +30,8 @@ from celery_idempotent.testing.contract.interventions import InterventionContrac
 from celery_idempotent.testing.contract.listing import ListingContract  # noqa: E402
 from celery_idempotent.testing.contract.messages import MessageContract  # noqa: E402
 from celery_idempotent.testing.contract.refusals import RefusalContract  # noqa: E402
+from celery_idempotent.testing.contract.releases import ReleaseContract  # noqa: E402
+from celery_idempotent.testing.contract.renewals import RenewalContract  # noqa: E402
 from celery_idempotent.testing.contract.requeues import RequeueContract  # noqa: E402
 from celery_idempotent.testing.contract.reservations import ReservationContract  # noqa: E402
 from celery_idempotent.testing.contract.steps import StepContract  # noqa: E402
@@ -39,7 +43,9 @@ __all__ = ["StoreContract"]
 class StoreContract(
     CellContract,
     ClaimContract,
+    RenewalContract,
     EndingContract,
+    ReleaseContract,
     ReservationContract,
     StepContract,
     RequeueContract,

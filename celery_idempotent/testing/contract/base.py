@@ -47,7 +47,7 @@ STATES = (*EVERY, "STALE")
 END_STATES: tuple[EndState, ...] = get_args(EndState)
 #: So many that a sweep with a limit takes several turns.
 NAMES = [dataclasses.replace(KEY, key=f"order-{n}") for n in range(40)]
-ENDS = {state.name: state for state in END_STATES}
+END_STATE_BY_NAME = {state.name: state for state in END_STATES}
 
 
 def attempt() -> bytes:
@@ -182,8 +182,8 @@ class ContractBase:
             advance(self.lease_ms + 1)
         elif state == "INTERRUPTED":
             assert store.interrupt(record.identity, token=record.token)
-        elif state in ENDS:
-            assert self.settle(store, record, ENDS[state])
+        elif state in END_STATE_BY_NAME:
+            assert self.settle(store, record, END_STATE_BY_NAME[state])
         found = store.get(record.identity)
         assert found is not None
         return found

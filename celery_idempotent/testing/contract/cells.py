@@ -1,7 +1,16 @@
 """The contract of every verb in every state: a walk over the table that the stores go by, cell by cell.
 
 A cell is a rule and one of the states that it is for. Each condition says below how to make it true, and how to make it
-false: the walk makes those of the rules before false, and that of the rule itself true.
+false: the walk makes those of the rules before false, and that of the rule itself true. For example::
+
+    the rules of claim for PROCESSING, in order     made     by
+    1  "another fingerprint" ─▶ mismatched          false    the same fingerprint (as a scene has it at first)
+    2  "the same attempt" ─▶ claimed                false    another attempt (likewise)
+    3  "an attempt without an answer" ─▶ claimed    false    no such attempts (likewise)
+    4  "within its lease" ─▶ held                   true     not past its lease: claim ─▶ Held, and a refusal is noted
+
+A store that fails here does something else than the table says in the state, and under the condition, that the test's
+id names: ``claim PROCESSING within its lease``.
 """
 
 from __future__ import annotations
@@ -15,7 +24,7 @@ from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.machine import Fields
 from celery_idempotent.stores.table import TABLE, Rule
 from celery_idempotent.testing.contract.base import (
-    ENDS,
+    END_STATE_BY_NAME,
     FINGERPRINT,
     KEY,
     MESSAGE,
@@ -176,8 +185,8 @@ class CellContract(ContractBase):
                     self.reserve(store, task_id=scene.task_id)
             case State.INTERRUPTED:
                 assert store.interrupt(KEY, token=claim.token)
-            case _ if found.name in ENDS:
-                assert self.settle(store, claim, ENDS[found.name])
+            case _ if found.name in END_STATE_BY_NAME:
+                assert self.settle(store, claim, END_STATE_BY_NAME[found.name])
                 life_ms = self.keep_ms
         return claim, life_ms
 

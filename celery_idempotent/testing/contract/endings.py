@@ -1,4 +1,4 @@
-"""The contract of `settle`, `release` and `interrupt`: how a claim ends, and never another's."""
+"""The contract of `settle` and `mark_delivered`: how a claim ends, and never another's."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ ANOTHER_VALUE = Stored(
 
 
 class EndingContract(ContractBase):
-    """Settling, releasing, interrupting."""
+    """Settling, and who may do so."""
 
     @pytest.mark.parametrize("state", END_STATES)
     @pytest.mark.parametrize("task_id", [TASK_ID, TASK_ID.upper(), "charge 17", ""])
     def test_a_settled_record_keeps_what_matters(
         self, store: Store, advance: Advance, state: EndState, task_id: str
     ) -> None:
+        """Identity, fingerprint, task id, token, times and counts stay: duplicates are compared and answered with them.
+        The task id comes back letter by letter, also where a store packs UUIDs.
+        """
         record = self.claim(store, task_id=task_id)
         advance(10)
         assert self.settle(store, record, state)
@@ -54,6 +57,9 @@ class EndingContract(ContractBase):
     def test_a_value_need_not_be_kept(
         self, store: Store, value: Stored | None, fingerprint: bytes | None
     ) -> None:
+        """``idempotency_store_result=False``, or a result that is too large: the key is done, and its result is
+        elsewhere.
+        """
         assert self.settle(store, self.claim(store, fingerprint=fingerprint), value=value)
         answer = self.try_claim(store)
         assert isinstance(answer, Settled)
@@ -63,6 +69,9 @@ class EndingContract(ContractBase):
     def test_a_record_says_whether_its_task_was_replaced(
         self, store: Store, replaced: bool
     ) -> None:
+        """A duplicate then has to look at the task that carries on, under the same task id, and not at this record's
+        value.
+        """
         assert self.settle(store, self.claim(store), value=None, replaced=replaced)
         found = store.get(KEY)
         assert found is not None
@@ -83,6 +92,7 @@ class EndingContract(ContractBase):
     def test_the_retention_counts_from_the_settle(
         self, store: Store, advance: Advance, state: EndState
     ) -> None:
+        """Not from the claim: the result of a long run would be gone sooner than that of a short one."""
         record = self.claim(store)
         advance(self.lease_ms + self.keep_ms / 2)
         assert self.settle(store, record, state)
@@ -93,6 +103,9 @@ class EndingContract(ContractBase):
     def test_a_settle_whose_answer_was_lost_is_accepted_again_and_the_first_value_stays(
         self, store: Store, state: EndState
     ) -> None:
+        """The worker asks again, and "yes" is the truth: its end is written. Duplicates may have got the first value by
+        now.
+        """
         record = self.claim(store)
         assert self.settle(store, record, state)
         found = store.get(KEY)
@@ -103,6 +116,7 @@ class EndingContract(ContractBase):
     def test_a_settle_is_accepted_after_the_lease_ran_out(
         self, store: Store, advance: Advance
     ) -> None:
+        """The effect has happened. While nobody else has claimed the key, its result is better than a second run."""
         record = self.claim(store)
         advance(self.lease_ms + 1)
         assert self.settle(store, record)
@@ -110,6 +124,7 @@ class EndingContract(ContractBase):
     def test_a_settle_is_accepted_after_an_interruption_whose_crash_stays(
         self, store: Store
     ) -> None:
+        """The sweep took the worker for dead, and it was only slow. Its result counts, and so does the crash."""
         record = self.claim(store)
         store.interrupt(KEY, token=record.token)
         assert self.settle(store, record)
@@ -121,6 +136,15 @@ class EndingContract(ContractBase):
     def test_a_settle_is_accepted_when_the_record_is_gone(
         self, store: Store, state: EndState
     ) -> None:
+        """It may be gone because a store lost it, an operator forgot it or it expired. The effect has happened all the
+        same, so the record is restored from what the worker knows of its claim.
+
+        ::
+
+            worker     claim ─ body ───────────────────── settle: restored, COMPLETED
+            operator              forget: no record
+            duplicate                                               claim: Settled ─ replay
+        """
         record = self.claim(store)
         store.forget(KEY)
         assert self.settle(store, record, state)
@@ -132,6 +156,9 @@ class EndingContract(ContractBase):
 
     @pytest.mark.parametrize("state", END_STATES)
     def test_who_did_not_run_it_does_not_bring_it_back(self, store: Store, state: EndState) -> None:
+        """An operator or a sweep (``restore=False``) has seen no effect. Without a record there is nothing that they
+        could end.
+        """
         reserved = self.reserve(store)
         claimed = self.claim(store)
         assert self.settle(store, reserved, state, restore=False) is False
@@ -143,6 +170,7 @@ class EndingContract(ContractBase):
 
     @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "STALE", "INTERRUPTED"])
     def test_but_may_settle_what_is_there(self, store: Store, advance: Advance, state: str) -> None:
+        """An operator fails or completes an unfinished record; the first of two such ends stays."""
         record = self.bring_to(store, advance, state)
         assert self.settle(store, record, State.FAILED, restore=False) is True
         found = self.found(store)
@@ -154,6 +182,9 @@ class EndingContract(ContractBase):
     def test_a_record_that_was_settled_meanwhile_is_not_forgotten(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """An operator decides on what a page showed. If the run has completed since, forgetting it would let it run
+        again.
+        """
         record = self.bring_to(store, advance, state)
         self.settle(store, record)
         found = self.found(store)
@@ -169,6 +200,7 @@ class EndingContract(ContractBase):
 
     @pytest.mark.parametrize("state", END_STATES)
     def test_an_end_keeps_nothing_of_the_run(self, store: Store, state: EndState) -> None:
+        """Message and steps may be large, and have a customer's data: once there is a result, nobody needs them."""
         self.reserve(store)
         record = self.claim(store, on_stale="requeue", message=MESSAGE)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
@@ -182,6 +214,7 @@ class EndingContract(ContractBase):
     def test_a_settled_record_is_marked_as_delivered(
         self, store: Store, state: EndState, replaced: bool
     ) -> None:
+        """The mark says that the callbacks of the task are sent. A redelivery of a task with callbacks reads it."""
         record = self.claim(store)
         assert self.settle(store, record, state, replaced=replaced)
         before = self.found(store)
@@ -193,6 +226,7 @@ class EndingContract(ContractBase):
         assert self.found(store).delivered is True
 
     def test_a_mark_does_not_prolong_a_record(self, store: Store, advance: Advance) -> None:
+        """In some stores a write without an expiry makes a record permanent, or starts its retention anew."""
         record = self.claim(store)
         self.settle(store, record)
         advance(self.keep_ms / 2)
@@ -204,6 +238,7 @@ class EndingContract(ContractBase):
     def test_a_record_past_its_retention_is_not_marked(
         self, store: Store, advance: Advance, state: EndState
     ) -> None:
+        """A store whose expired records lie around for a while must not bring one back by writing to it."""
         record = self.claim(store)
         self.settle(store, record, state)
         advance(self.keep_ms + 1)
@@ -214,6 +249,7 @@ class EndingContract(ContractBase):
     def test_only_a_settled_record_with_this_token_is_marked(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """A mark that arrives late must not count for the next run, whose callbacks are not sent yet."""
         record = self.bring_to(store, advance, state)
         assert store.mark_delivered(KEY, token=record.token) is False
         assert store.get(KEY) == record
@@ -224,83 +260,8 @@ class EndingContract(ContractBase):
         assert self.found(store).delivered is False
 
     def test_a_settled_key_is_not_swept(self, store: Store, advance: Advance) -> None:
+        """Its lease is past, too. An index of leases must lose a key when its claim is settled."""
         self.settle(store, self.claim(store), keep_ms=2 * self.lease_ms)
-        advance(self.lease_ms + 1)
-        assert store.sweep(limit=10).interrupted == ()
-
-    def test_a_released_key_is_free(self, store: Store) -> None:
-        record = self.claim(store)
-        assert store.release(KEY, token=record.token) is True
-        assert store.get(KEY) is None
-        again = self.claim(store)
-        assert (again.crashes, again.attempts) == (0, 1)
-
-    def test_a_released_key_is_not_swept(self, store: Store, advance: Advance) -> None:
-        store.release(KEY, token=self.claim(store).token)
-        advance(self.lease_ms + 1)
-        assert store.sweep(limit=10).interrupted == ()
-
-    def test_a_release_whose_answer_was_lost_does_no_harm_again(self, store: Store) -> None:
-        first = self.claim(store)
-        assert store.release(KEY, token=first.token)
-        assert store.release(KEY, token=first.token) is False
-        second = self.claim(store)
-        assert store.release(KEY, token=first.token) is False
-        assert store.get(KEY) == second
-
-    @pytest.mark.parametrize("state", ["INTERRUPTED", "COMPLETED", "FAILED"])
-    def test_what_nobody_holds_is_neither_released_nor_interrupted(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        record = self.bring_to(store, advance, state)
-        assert store.release(KEY, token=record.token) is False
-        assert store.release(KEY, token=record.token, requeue_ms=1) is False
-        assert store.interrupt(KEY, token=record.token) is None
-        assert store.get(KEY) == record
-
-    def test_an_unknown_key_is_neither_released_nor_interrupted(self, store: Store) -> None:
-        assert store.release(KEY, token=1) is False
-        assert store.interrupt(KEY, token=1) is None
-        assert store.get(KEY) is None
-
-    def test_an_interrupted_record_stays_with_one_crash_more(
-        self, store: Store, advance: Advance
-    ) -> None:
-        record = self.claim(store)
-        advance(10)
-        found = store.interrupt(KEY, token=record.token)
-        assert found is not None
-        assert found == store.get(KEY)
-        assert found.updated_ms > record.updated_ms
-        assert found == dataclasses.replace(
-            record,
-            state=State.INTERRUPTED,
-            crashes=1,
-            deadline_ms=None,
-            updated_ms=found.updated_ms,
-        )
-
-    def test_an_interruption_whose_answer_was_lost_counts_once(self, store: Store) -> None:
-        record = self.claim(store)
-        assert store.interrupt(KEY, token=record.token) is not None
-        store.interrupt(KEY, token=record.token)
-        found = store.get(KEY)
-        assert found is not None
-        assert found.crashes == 1
-
-    def test_an_interrupted_record_lives_as_long_as_it_would_have(
-        self, store: Store, advance: Advance
-    ) -> None:
-        record = self.claim(store)
-        advance(self.lease_ms)
-        store.interrupt(KEY, token=record.token)
-        advance(self.keep_ms / 2)
-        assert store.get(KEY) is not None
-        advance(self.keep_ms / 2 + 1)
-        assert store.get(KEY) is None
-
-    def test_an_interrupted_record_is_not_swept_again(self, store: Store, advance: Advance) -> None:
-        store.interrupt(KEY, token=self.claim(store).token)
         advance(self.lease_ms + 1)
         assert store.sweep(limit=10).interrupted == ()
 
@@ -308,6 +269,14 @@ class EndingContract(ContractBase):
     def test_a_zombie_is_refused_by_every_verb(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """A zombie is a worker that was frozen for longer than its lease, and does not know it. Its token is older than
+        that of the record; whatever the record's state is, nothing that it asks for may be written.
+
+        ::
+
+            zombie     claim (token 7) ─ frozen ······················· thaws ─ settle (token 7): refused
+            worker B                     the lease ends ─ claim (token 8) ─ body ─ settle: COMPLETED
+        """
         zombie = self.claim(store)
         advance(self.lease_ms + 1)
         found = self.bring_to(store, advance, state)
@@ -315,6 +284,7 @@ class EndingContract(ContractBase):
         assert store.get(KEY) == found
 
     def test_a_zombie_is_refused_after_a_forget_and_a_new_claim(self, store: Store) -> None:
+        """The last token outlives the record, so that the new one is larger also after a forget."""
         zombie = self.claim(store)
         store.forget(KEY)
         found = self.claim(store)
@@ -324,6 +294,9 @@ class EndingContract(ContractBase):
     def test_of_a_settle_and_a_takeover_at_once_one_wins(
         self, store: Store, advance: Advance
     ) -> None:
+        """Both look at a stale record. If both succeeded, the effect would happen twice with a result recorded for the
+        first.
+        """
         with crowd(2) as together:
             for name in NAMES[:20]:
                 zombie = self.claim(store, name)

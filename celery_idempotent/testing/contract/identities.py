@@ -54,6 +54,10 @@ class IdentityContract(ContractBase):
     """Identities and values."""
 
     def test_identities_that_look_alike_stay_apart(self, store: Store) -> None:
+        """A store that joins the parts by a separator takes ``("a", "b:c")`` and ``("a:b", "c")`` for one key; a
+        database may compare without case, accents or trailing blanks. Then one customer would get the result of
+        another.
+        """
         records = [self.claim(store, identity) for identity in CONFUSABLE]
         for identity, record in zip(CONFUSABLE, records, strict=True):
             assert store.get(identity) == record
@@ -63,6 +67,7 @@ class IdentityContract(ContractBase):
 
     @pytest.mark.parametrize("key", UNUSUAL)
     def test_any_printable_key_is_kept_as_it_is(self, store: Store, key: str) -> None:
+        """Keys come from clients: they may look like a pattern, a statement, a path or a Redis hash tag."""
         identity = Identity(namespace="tasks.charge", scope=key, key=key)
         record = self.claim(store, identity)
         assert store.get(identity) == record
@@ -72,6 +77,9 @@ class IdentityContract(ContractBase):
     def test_a_swept_record_has_the_identity_that_it_was_claimed_with(
         self, store: Store, advance: Advance
     ) -> None:
+        """A sweep may know no more of a record than the name that the store made for it, and has to take that apart
+        again.
+        """
         for identity in CONFUSABLE:
             self.claim(store, identity)
         advance(self.lease_ms + 1)
@@ -93,6 +101,7 @@ class IdentityContract(ContractBase):
     def test_any_value_comes_back_as_it_was(
         self, store: Store, content_type: str, content_encoding: str, body: bytes
     ) -> None:
+        """A value is bytes with a type: whatever a serializer makes, no store may read, convert or cut it."""
         value = Stored(content_type=content_type, content_encoding=content_encoding, body=body)
         assert self.settle(store, self.claim(store), value=value)
         answer = self.try_claim(store)
@@ -117,6 +126,7 @@ class IdentityContract(ContractBase):
     def test_a_value_says_how_it_is_compressed(
         self, store: Store, content_type: str, compression: str
     ) -> None:
+        """A reader needs the method to read it. Methods that a store has no short form for are stored by name."""
         value = Stored(
             content_type=content_type,
             content_encoding="utf-8",
@@ -131,6 +141,7 @@ class IdentityContract(ContractBase):
 
     @pytest.mark.parametrize("text", ["", "\u00fc@h\u00f6st:1", "x" * 1000])
     def test_any_owner_comes_back_as_it_was(self, store: Store, text: str) -> None:
+        """Task ids are any text, host names too: nothing may rely on UUIDs, on ASCII or on a length."""
         record = self.claim(store, task_id=text, worker=text)
         assert (record.task_id, record.worker) == (text, text)
         assert store.get(KEY) == record

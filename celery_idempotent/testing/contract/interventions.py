@@ -49,6 +49,7 @@ class InterventionContract(ContractBase):
     def test_who_settled_it_and_why_stays_with_the_record(
         self, store: Store, advance: Advance, state: EndState
     ) -> None:
+        """The note is part of the answer to a duplicate; a worker that ends its run later does not replace it."""
         record = self.claim(store)
         assert isinstance(self.try_claim(store, task_id="another"), Held)
         advance(10)
@@ -74,6 +75,9 @@ class InterventionContract(ContractBase):
         assert self.noted(store) == [ALICE]
 
     def test_an_operator_completes_what_failed(self, store: Store, advance: Advance) -> None:
+        """Only an operator who saw it FAILED may change that end: someone who saw the record at work knows nothing of
+        it.
+        """
         claimed = self.claim(store)
         assert self.settle(store, claimed, State.FAILED, restore=False, intervention=BOB)
         assert store.mark_delivered(KEY, token=claimed.token)
@@ -104,6 +108,7 @@ class InterventionContract(ContractBase):
     def test_an_operator_amends_the_steps_of_what_is_unfinished(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """A live owner loses the key by that, since it has read the steps as they were before."""
         self.reserve(store)
         claimed = self.claim(store)
         for name in ("pay", "ship"):
@@ -157,6 +162,9 @@ class InterventionContract(ContractBase):
         assert store.get(KEY) == record
 
     def test_five_interventions_stay_beside_five_refusals(self, store: Store) -> None:
+        """Each kind has a bound of its own: clients that repeat a refused call cannot push out what an operator has
+        noted.
+        """
         record = self.claim(store)
         for n in range(7):
             assert isinstance(self.try_claim(store, task_id=f"early-{n}"), Held)
@@ -171,6 +179,7 @@ class InterventionContract(ContractBase):
         assert len(found.steps) == 7
 
     def test_the_same_again_is_one_intervention(self, store: Store, advance: Advance) -> None:
+        """A page that is sent twice is one intervention; the same operation for another reason is another one."""
         record = self.claim(store)
         plain = dataclasses.replace(ALICE, step="pay", reason="")
         for noted in (ALICE, plain, plain, ALICE):
@@ -180,6 +189,7 @@ class InterventionContract(ContractBase):
         assert [each.reason for each in self.noted(store)] == [ALICE.reason, "", ALICE.reason]
 
     def test_what_is_noted_is_bounded(self, store: Store) -> None:
+        """Whatever people type, the record stays small. Cut by characters: half of one would not be text any more."""
         record = self.claim(store)
         long = Intervention(operation="complete", who="w\u20ac" * 90, reason="r\u20ac" * 300)
         assert self.settle(store, record, restore=False, intervention=long)
@@ -189,6 +199,7 @@ class InterventionContract(ContractBase):
 
     @pytest.mark.parametrize("way", ["forget", "release"])
     def test_a_new_record_of_the_key_has_no_interventions(self, store: Store, way: str) -> None:
+        """What an operator did to one operation says nothing about the next one with this key."""
         record = self.claim(store)
         assert self.amend(store, record, "pay", TRUE)
         assert self.amend(store, record, "pay", None)

@@ -10,7 +10,7 @@ import pytest
 from celery_idempotent.records import Identity, Record, Selection, State
 from celery_idempotent.stores.base import Store
 from celery_idempotent.testing.contract.base import (
-    ENDS,
+    END_STATE_BY_NAME,
     EVERY,
     KEY,
     MESSAGE,
@@ -47,8 +47,8 @@ class ListingContract(ContractBase):
         record = self.claim(store, identity)
         if state == "INTERRUPTED":
             store.interrupt(identity, token=record.token)
-        elif state in ENDS:
-            self.settle(store, record, ENDS[state])
+        elif state in END_STATE_BY_NAME:
+            self.settle(store, record, END_STATE_BY_NAME[state])
         return self.found(store, identity)
 
     def test_an_empty_store_lists_and_counts_nothing(self, store: Store) -> None:
@@ -69,6 +69,7 @@ class ListingContract(ContractBase):
         assert self.keys(store, Selection()) == sorted(EVERY)
 
     def test_a_list_tells_all_but_what_was_stored(self, store: Store) -> None:
+        """Values, steps and messages may be megabytes each: a page of a hundred records is read without them."""
         record = self.claim(store, message=MESSAGE)
         store.checkpoint(KEY, token=record.token, name="charge", value=VALUE)
         (listed,) = store.list(Selection()).records
@@ -79,6 +80,9 @@ class ListingContract(ContractBase):
 
     @pytest.mark.parametrize("states", [{State.PROCESSING}, {State.FAILED}, {State.COMPLETED}])
     def test_pages_together_hold_every_record_once(self, store: Store, states: set[State]) -> None:
+        """Also where many records have the same time: a cursor that is a time alone skips some of them, or repeats
+        them.
+        """
         (state,) = states
         wanted = [f"{n:03}" for n in range(60)]
         for key in wanted:
@@ -92,6 +96,7 @@ class ListingContract(ContractBase):
     def test_what_ended_badly_is_listed_newest_first(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """Operators look for what has just happened. Other states come in the order that is cheapest for the store."""
         wanted = [f"{n:03}" for n in range(12)]
         for key in wanted:
             self.make(store, state, key)
@@ -104,6 +109,7 @@ class ListingContract(ContractBase):
     def test_what_ended_badly_is_found_without_looking_at_others(
         self, store: Store, state: str
     ) -> None:
+        """With a million records that completed, a list of ten failures must not read them all."""
         others = [each for each in EVERY if each != state]
         for n in range(40):
             self.make(store, others[n % len(others)], f"{n:03}")
@@ -114,6 +120,7 @@ class ListingContract(ContractBase):
 
     @pytest.mark.parametrize("verb", ["claim", "reserve", "requeue", "settle", "forget"])
     def test_what_is_interrupted_no_more_is_not_counted(self, store: Store, verb: str) -> None:
+        """Some stores count by an index: each verb that ends the state has to take the record out of it."""
         record = self.claim(store, message=MESSAGE)
         store.interrupt(KEY, token=record.token)
         assert store.stats().interrupted == 1
@@ -132,6 +139,7 @@ class ListingContract(ContractBase):
         assert store.list(Selection(states=frozenset({State.INTERRUPTED}))).records == ()
 
     def test_what_a_release_interrupts_is_counted(self, store: Store) -> None:
+        """There are two ways to INTERRUPTED, a crash and a release with steps, and one index of it."""
         record = self.claim(store)
         store.checkpoint(KEY, token=record.token, name="charge", value=VALUE)
         assert store.release(KEY, token=record.token)
@@ -142,6 +150,7 @@ class ListingContract(ContractBase):
     def test_what_ended_badly_and_is_over_is_not_counted(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """An index may still have them until the next prune."""
         self.make(store, state, "over")
         advance(self.lease_ms + self.keep_ms + 1)
         stats = store.stats()
@@ -149,6 +158,9 @@ class ListingContract(ContractBase):
         assert self.keys(store, Selection(states=frozenset({State(state)}))) == []
 
     def test_a_page_looks_at_so_many_keys_only(self, store: Store) -> None:
+        """A filter that nothing matches would read the whole store in one call, and block it. The page is empty, and
+        its cursor says where to go on.
+        """
         for n in range(30):
             self.make(store, "PROCESSING", f"{n:03}")
         selection = Selection(states=frozenset({State.PROCESSING}), scope="nobody's")
@@ -193,10 +205,14 @@ class ListingContract(ContractBase):
         assert (stats.live, stats.stale, stats.interrupted, stats.failed) == (2, 0, 2, 1)
 
     def test_a_cursor_of_another_list_is_refused(self, store: Store) -> None:
+        """A cursor comes back from a URL. Whatever is in it, it is an error for people, never part of a statement."""
         with pytest.raises(ValueError, match="cursor"):
             store.list(Selection(), cursor="'; drop")
 
     def test_counters_add_up(self, store: Store) -> None:
+        """Each process writes what it has counted: sums must not be lost when two of them write at once, nor names
+        mixed up.
+        """
         counting = self.counting(store)
         assert list(counting.counts(hours=24)) == []
         counting.count({("payments.charge", "settled"): 2, ("payments.charge", "replayed"): 1})
@@ -211,6 +227,7 @@ class ListingContract(ContractBase):
         }
 
     def test_counters_are_of_this_hour(self, store: Store) -> None:
+        """By the store's clock: processes on machines with other clocks write to the same hour."""
         counting = self.counting(store)
         counting.count({("payments.charge", "settled"): 1})
         (counted,) = counting.counts(hours=2)

@@ -22,6 +22,7 @@ class MessageContract(ContractBase):
     def test_a_reservation_without_a_message_is_left_to_the_next_one(
         self, store: Store, advance: Advance
     ) -> None:
+        """A sweep has nothing to send. The next publisher takes it over, under the task id of the first."""
         record = self.reserve(store)
         advance(self.lease_ms + 1)
         for _ in range(2):
@@ -37,6 +38,14 @@ class MessageContract(ContractBase):
     def test_the_message_of_a_reservation_is_requeued_past_its_deadline_until_it_is_claimed(
         self, store: Store, advance: Advance
     ) -> None:
+        """The broker may never have got it; once a worker has claimed the key, it has.
+
+        ::
+
+            publisher   reserve, with its message ─ ✗ killed before it was sent
+            sweep                                      the deadline passes ─ sends it ─ … twice as long ─ sends it again
+            worker                                                                             claim: no more copies
+        """
         record = self.reserve(store, message=MESSAGE)
         assert record.message == MESSAGE
         assert store.get(KEY) == record
@@ -60,6 +69,7 @@ class MessageContract(ContractBase):
     def test_who_reserves_again_may_bring_a_message_and_else_leaves_the_first(
         self, store: Store, advance: Advance
     ) -> None:
+        """The second call may be the one after the COMMIT, which brings the message of a reservation that had none."""
         first = self.claim(store)
         assert store.checkpoint(KEY, token=first.token, name="pay", value=VALUE)
         store.interrupt(KEY, token=first.token)
@@ -75,6 +85,9 @@ class MessageContract(ContractBase):
     def test_who_takes_a_reservation_over_brings_its_message_under_the_first_task_id(
         self, store: Store, advance: Advance
     ) -> None:
+        """A message names its own task id. One for another id than the record's would be no redelivery of the first,
+        which may have been sent.
+        """
         self.reserve(store)
         advance(self.lease_ms + 1)
         # Of another task id: the first stays in the record.

@@ -55,6 +55,7 @@ class RefusalContract(ContractBase):
     def test_a_mismatch_is_noted_in_every_state(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """It is noted for people, and the record's own times and state stay as they are."""
         before = self.bring_to(store, advance, state)
         self.mismatch(store)
         assert self.refused(store) == [("mismatch", "another")]
@@ -64,6 +65,7 @@ class RefusalContract(ContractBase):
         assert store.get(KEY) == before
 
     def test_neither_a_replay_nor_a_reservation_that_waits_is_a_refusal(self, store: Store) -> None:
+        """A refusal is a call that did not get what it asked for. These two got an answer."""
         record = self.claim(store)
         assert isinstance(self.try_reserve(store, task_id="another"), Held)
         self.settle(store, record)
@@ -72,12 +74,14 @@ class RefusalContract(ContractBase):
         assert self.refused(store) == []
 
     def test_only_the_last_five_are_kept(self, store: Store) -> None:
+        """A client that tries again every second for a day must not make the record grow."""
         self.claim(store)
         for number in range(8):
             self.conflict(store, f"task-{number}")
         assert self.refused(store) == [("conflict", f"task-{n}") for n in range(3, 8)]
 
     def test_who_is_refused_again_is_noted_once(self, store: Store, advance: Advance) -> None:
+        """A message that comes back every few seconds would fill the list, and push out the others."""
         self.claim(store)
         self.conflict(store, "first")
         for _ in range(3):
@@ -92,6 +96,7 @@ class RefusalContract(ContractBase):
 
     @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
     def test_refusals_outlive_the_settle(self, store: Store, state: EndState) -> None:
+        """“Who else tried?" is asked after the end, too. The value that duplicates get is not touched by noting it."""
         record = self.claim(store)
         self.conflict(store)
         assert self.settle(store, record, state)
@@ -120,6 +125,9 @@ class RefusalContract(ContractBase):
         assert (found.task_id, found.value, len(found.refusals)) == ("no-uuid", None, 1)
 
     def test_a_refusal_leaves_the_holder_alone(self, store: Store, advance: Advance) -> None:
+        """A refusal writes to the record of a run at work: message, steps, token and lease must come through it
+        unchanged.
+        """
         record = self.claim(store, on_stale="requeue", message=MESSAGE)
         self.conflict(store)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
@@ -139,6 +147,7 @@ class RefusalContract(ContractBase):
         assert len(self.found(store).refusals) == 3
 
     def test_refusals_stay_with_the_next_claim(self, store: Store, advance: Advance) -> None:
+        """They belong to the operation, not to a run of it: an operator reads them after any number of attempts."""
         self.claim(store, message=MESSAGE)
         self.conflict(store)
         advance(self.lease_ms + 1)
@@ -156,6 +165,7 @@ class RefusalContract(ContractBase):
     def test_refusals_go_with_their_record(
         self, store: Store, advance: Advance, given_back: str, later_ms: int
     ) -> None:
+        """Also where a store notes them beside the record: the next one of the key begins without."""
         record = self.claim(store)
         self.conflict(store)
         if given_back == "released":
@@ -175,6 +185,9 @@ class RefusalContract(ContractBase):
     def test_whatever_a_task_is_called_is_noted_within_bounds(
         self, store: Store, task_id: str
     ) -> None:
+        """A task id may come from any client. It is cut, at a character's end, and can neither break nor fill the
+        record.
+        """
         record = self.claim(store)
         self.conflict(store, task_id)
         self.conflict(store, "last")
@@ -188,6 +201,7 @@ class RefusalContract(ContractBase):
         assert len(self.found(store).refusals) == 2
 
     def test_conflicts_at_once_disturb_no_holder(self, store: Store) -> None:
+        """To note a refusal is a write beside the run's own: a store that writes whole records could undo a step."""
         record = self.claim(store)
 
         def do(number: int) -> object:
@@ -212,6 +226,7 @@ class RefusalContract(ContractBase):
         assert all(each.kind == "conflict" for each in found.refusals)
 
     def test_a_settle_and_conflicts_at_once_lose_no_result(self, store: Store) -> None:
+        """A refusal that was read before the settle and is written after it must not bring PROCESSING back."""
         with crowd(6) as together:
             for name in NAMES[:5]:
                 record = self.claim(store, name)

@@ -26,6 +26,13 @@ class RequeueContract(ContractBase):
     def test_a_sweep_requeues_a_stale_record_with_its_message(
         self, store: Store, advance: Advance
     ) -> None:
+        """The message comes from the record: with early acks nothing else has it.
+
+        ::
+
+            worker   claim, with its message ─ ✗ killed
+            sweep                                 the lease ends ─ QUEUED, crash 1 ─ publishes the message
+        """
         record = self.requeueable(store, advance)
         report = store.sweep(limit=10, requeue_ms=self.lease_ms)
         (swept,) = report.requeued
@@ -48,6 +55,7 @@ class RequeueContract(ContractBase):
     def test_a_sweep_interrupts_what_it_cannot_or_shall_not_requeue(
         self, store: Store, advance: Advance, on_stale: str, message: bytes | None
     ) -> None:
+        """``"requeue"`` without a message: it could not be serialized, or the call was an eager one."""
         record = self.requeueable(store, advance, on_stale=on_stale, message=message)
         report = store.sweep(limit=10)
         (swept,) = report.interrupted
@@ -58,6 +66,9 @@ class RequeueContract(ContractBase):
     def test_who_did_not_run_it_settles_no_state_but_the_one_that_they_saw(
         self, store: Store
     ) -> None:
+        """A requeue leaves the token as it is. So the token alone does not show an operator that the record has
+        changed.
+        """
         record = self.claim(store, message=MESSAGE)
         seen = store.interrupt(KEY, token=record.token)
         assert seen is not None
@@ -68,6 +79,7 @@ class RequeueContract(ContractBase):
     def test_what_was_requeued_is_claimed_with_its_crash(
         self, store: Store, advance: Advance
     ) -> None:
+        """The run that did not come back is counted, and cannot renew its claim: the next run is on its way."""
         zombie = self.requeueable(store, advance)
         store.sweep(limit=10)
         assert not self.renew(store, zombie)
@@ -79,6 +91,7 @@ class RequeueContract(ContractBase):
     def test_a_late_result_is_accepted_before_the_next_claim(
         self, store: Store, advance: Advance
     ) -> None:
+        """The message that was published again then finds the result, and nothing runs twice."""
         zombie = self.requeueable(store, advance)
         store.sweep(limit=10, requeue_ms=self.lease_ms)
         assert self.settle(store, zombie)
@@ -90,6 +103,9 @@ class RequeueContract(ContractBase):
     def test_a_message_that_nobody_sent_is_requeued_for_twice_as_long(
         self, store: Store, advance: Advance
     ) -> None:
+        """While no worker runs, each sweep would publish one more copy: after a weekend there would be thousands. The
+        pause doubles, so there are a few.
+        """
         self.requeueable(store, advance)
         waited = self.lease_ms // 4
         (record,) = store.sweep(limit=10, requeue_ms=waited).requeued
@@ -108,6 +124,7 @@ class RequeueContract(ContractBase):
     def test_the_times_doubled_are_counted_over_claims(
         self, store: Store, advance: Advance
     ) -> None:
+        """A task that kills its worker each time is published ever more rarely, though each copy is claimed."""
         for doubled in range(3):
             self.requeueable(store, advance)
             (record,) = store.sweep(limit=10, requeue_ms=1000).requeued
@@ -123,6 +140,7 @@ class RequeueContract(ContractBase):
         assert store.get(KEY) is None
 
     def test_a_retry_whose_sender_died_is_requeued(self, store: Store, advance: Advance) -> None:
+        """Between the release and the publishing of a retry the record alone knows that a retry is due."""
         self.reserve(store)
         record = self.claim(store, message=MESSAGE)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
@@ -137,6 +155,7 @@ class RequeueContract(ContractBase):
     def test_a_claim_with_a_message_keeps_it_until_its_retry_is_out(
         self, store: Store, advance: Advance
     ) -> None:
+        """The worker may die between the release and the publishing: the message stays until the retry has the key."""
         record = self.claim(store, on_stale="requeue", message=MESSAGE)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
         for _ in range(2):
@@ -159,6 +178,7 @@ class RequeueContract(ContractBase):
     def test_a_claim_with_a_message_whose_retry_never_went_out_is_requeued(
         self, store: Store, advance: Advance
     ) -> None:
+        """Its worker died after the release, before the publishing. No crash is counted: the run itself had ended."""
         record = self.claim(store, on_stale="requeue", message=MESSAGE)
         store.release(KEY, token=record.token, requeue_ms=10 * self.keep_ms)
         advance(10 * self.keep_ms + 1)
@@ -173,6 +193,9 @@ class RequeueContract(ContractBase):
     def test_what_was_requeued_is_held_for_other_publishers_until_its_deadline(
         self, store: Store, advance: Advance
     ) -> None:
+        """The message is on its way again, so a second one is not needed; after the deadline it counts as lost once
+        more.
+        """
         record = self.requeueable(store, advance)
         store.sweep(limit=10, requeue_ms=self.lease_ms)
         assert isinstance(self.try_reserve(store, task_id="another"), Held)
@@ -182,6 +205,9 @@ class RequeueContract(ContractBase):
         assert (again.crashes, again.reserved, again.on_stale) == (1, True, "requeue")
 
     def test_sweeps_at_once_requeue_each_record_once(self, store: Store, advance: Advance) -> None:
+        """Sweeps may overlap, and several machines may run one. Two copies of one message would do no harm; thousands
+        would.
+        """
         for name in NAMES:
             self.claim(store, name, on_stale="requeue", message=MESSAGE)
         with crowd(8) as together:
@@ -196,6 +222,7 @@ class RequeueContract(ContractBase):
     def test_a_limited_sweep_says_that_there_is_more_to_requeue(
         self, store: Store, advance: Advance
     ) -> None:
+        """After an outage there may be a million stale records. A sweep does a part, and asks to be called again."""
         for name in NAMES:
             self.claim(store, name, on_stale="requeue", message=MESSAGE)
         advance(self.lease_ms + 1)
@@ -235,6 +262,9 @@ class RequeueContract(ContractBase):
     def test_an_operator_who_names_the_token_requeues_that_very_claim(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """With its token the operator has said which run is meant, and may take the key from a live owner. Without one,
+        a record is only requeued once its lease is over.
+        """
         record = self.bring_to(store, advance, state, message=MESSAGE)
         assert store.requeue(KEY, deadline_ms=1000, token=record.token + 1) is None
         assert store.get(KEY) == record
@@ -250,6 +280,7 @@ class RequeueContract(ContractBase):
 
     @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "COMPLETED", "FAILED"])
     def test_nothing_else_is_requeued(self, store: Store, advance: Advance, state: str) -> None:
+        """What is done must not run again, and what is queued or at work has a message on its way."""
         record = self.bring_to(store, advance, state, message=MESSAGE)
         assert store.requeue(KEY, deadline_ms=1000) is None
         assert store.get(KEY) == record

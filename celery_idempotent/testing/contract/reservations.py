@@ -37,6 +37,9 @@ class ReservationContract(ContractBase):
     """Reservations, and claims of what was reserved."""
 
     def test_it_says_whether_its_transaction_may_be_rolled_back(self, store: Store) -> None:
+        """A request that meets an uncommitted reservation waits for its COMMIT instead of promising that the task will
+        run.
+        """
         for uncommitted in (True, False, True):
             record = self.reserve(store, uncommitted=uncommitted)
             assert record.uncommitted is uncommitted
@@ -58,6 +61,9 @@ class ReservationContract(ContractBase):
     def test_a_reservation_whose_answer_was_lost_gets_the_same_token_again(
         self, store: Store, advance: Advance
     ) -> None:
+        """The publisher's task id tells its own reservation from that of another: asked again, it goes on with what it
+        has.
+        """
         first = self.reserve(store)
         for elapsed in (self.lease_ms / 2, self.lease_ms + 1):
             advance(elapsed)
@@ -79,6 +85,14 @@ class ReservationContract(ContractBase):
     def test_past_its_deadline_a_key_is_reserved_anew_for_the_first_task(
         self, store: Store, advance: Advance
     ) -> None:
+        """The first publisher died, before or after it sent its message. Under the same task id a second copy is a
+        redelivery: should the first have been sent, it runs once.
+
+        ::
+
+            publisher A   reserve (task 1) ─ ✗ sent? nobody knows
+            publisher B           the deadline passes ─ reserve (task 2) ─▶ Reserved for task 1 ─ sends under task 1
+        """
         first = self.reserve(store)
         advance(self.lease_ms + 1)
         second = self.reserve(store, task_id="another")
@@ -98,6 +112,9 @@ class ReservationContract(ContractBase):
         assert store.release(KEY, token=first.token) is False
 
     def test_an_interrupted_key_is_reserved_for_the_new_task(self, store: Store) -> None:
+        """A run has ended in a crash, and its message is not on its way any more: the new message has a task id of its
+        own. Crashes and steps stay, since they belong to the operation.
+        """
         first = self.claim(store, on_stale="requeue", message=MESSAGE)
         assert store.checkpoint(KEY, token=first.token, name="pay", value=VALUE)
         interrupted = store.interrupt(KEY, token=first.token)
@@ -121,6 +138,7 @@ class ReservationContract(ContractBase):
         assert store.get(KEY) == second
 
     def test_a_key_at_work_is_held(self, store: Store) -> None:
+        """Also for the task id that works on it: the publisher gets that task's ``AsyncResult``, and sends nothing."""
         record = self.claim(store)
         for task_id in (TASK_ID, "another"):
             answer = self.try_reserve(store, task_id=task_id)
@@ -129,6 +147,9 @@ class ReservationContract(ContractBase):
             assert 0 < answer.left_ms <= self.lease_ms
 
     def test_a_stale_key_is_held_for_no_time(self, store: Store, advance: Advance) -> None:
+        """Only a worker may take over a run that did not come back. "0 ms left" tells the publisher to send its
+        message.
+        """
         record = self.bring_to(store, advance, "STALE")
         assert self.try_reserve(store, task_id="another") == Held(record, left_ms=0)
         assert store.get(KEY) == record
@@ -149,6 +170,7 @@ class ReservationContract(ContractBase):
     def test_another_fingerprint_is_a_mismatch_before_all_else(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """Also before "held": otherwise the caller would get the ``AsyncResult`` of a call with other arguments."""
         record = self.bring_to(store, advance, state)
         for task_id in (TASK_ID, "another"):
             answer = self.try_reserve(store, task_id=task_id, fingerprint=OTHER_FINGERPRINT)
@@ -179,6 +201,9 @@ class ReservationContract(ContractBase):
     def test_a_reserved_key_is_claimed_by_any_task(
         self, store: Store, advance: Advance, task_id: str, late: bool
     ) -> None:
+        """Whichever message with this key comes first may run: a second publisher may have failed to reach the store,
+        and have sent its message unreserved.
+        """
         reserved = self.reserve(store)
         if late:
             advance(self.lease_ms + 1)
@@ -194,6 +219,9 @@ class ReservationContract(ContractBase):
         assert isinstance(self.try_claim(store), Held)
 
     def test_a_reservation_stays_one_over_crashes(self, store: Store, advance: Advance) -> None:
+        """``reserved`` says later whether a release for a retry makes the key QUEUED again: somebody waits for its
+        outcome.
+        """
         self.reserve(store)
         first = self.claim(store)
         store.interrupt(KEY, token=first.token)
@@ -202,65 +230,8 @@ class ReservationContract(ContractBase):
         record = self.claim(store)
         assert (record.reserved, record.crashes, record.attempts) == (True, 2, 3)
 
-    def test_a_retry_makes_a_reserved_key_queued_again(
-        self, store: Store, advance: Advance
-    ) -> None:
-        self.reserve(store)
-        record = self.claim(store, task_id="another", on_stale="requeue", message=MESSAGE)
-        advance(10)
-        for _ in range(2):
-            # The answer to the first one may be lost.
-            assert store.release(KEY, token=record.token, requeue_ms=2 * self.lease_ms) is True
-            found = self.found(store)
-            assert found.updated_ms > record.updated_ms
-            assert found == dataclasses.replace(
-                record,
-                state=State.QUEUED,
-                updated_ms=found.updated_ms,
-                deadline_ms=found.updated_ms + 2 * self.lease_ms,
-            )
-        assert isinstance(self.try_reserve(store, task_id="a third"), Held)
-        again = self.claim(store, task_id="another")
-        assert (again.crashes, again.attempts) == (0, 2)
-
-    def test_what_waits_for_a_retry_lives_as_much_longer(
-        self, store: Store, advance: Advance
-    ) -> None:
-        self.reserve(store)
-        record = self.claim(store)
-        store.release(KEY, token=record.token, requeue_ms=10 * self.keep_ms)
-        advance(10 * self.keep_ms + self.lease_ms + self.keep_ms / 2)
-        assert store.get(KEY) is not None
-        advance(self.keep_ms / 2 + 1)
-        assert store.get(KEY) is None
-
-    def test_without_a_retry_a_reserved_key_is_free_again(self, store: Store) -> None:
-        self.reserve(store)
-        assert store.release(KEY, token=self.claim(store).token) is True
-        assert store.get(KEY) is None
-
-    def test_a_key_without_reservation_and_message_is_free_for_its_retry(
-        self, store: Store
-    ) -> None:
-        record = self.claim(store)
-        assert store.release(KEY, token=record.token, requeue_ms=1000) is True
-        assert store.get(KEY) is None
-
-    def test_a_reservation_is_released(self, store: Store) -> None:
-        record = self.reserve(store)
-        assert store.release(KEY, token=record.token + 1) is False
-        assert store.get(KEY) == record
-        assert store.release(KEY, token=record.token) is True
-        assert store.get(KEY) is None
-        assert self.reserve(store, task_id="another").token > record.token
-
-    def test_a_reservation_that_was_claimed_is_not_released(self, store: Store) -> None:
-        reserved = self.reserve(store)
-        record = self.claim(store)
-        assert store.release(KEY, token=reserved.token) is False
-        assert store.get(KEY) == record
-
     def test_nobody_holds_a_reserved_key(self, store: Store) -> None:
+        """A reservation has a token, too. With that, no verb of a run may be carried out: there is no run."""
         record = self.reserve(store)
         assert store.interrupt(KEY, token=record.token) is None
         assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE) is False
@@ -270,6 +241,7 @@ class ReservationContract(ContractBase):
     def test_a_settle_with_its_own_token_is_accepted_while_a_key_is_queued(
         self, store: Store
     ) -> None:
+        """A run released its key for a retry, and took effect all the same. Its own token is still the last one."""
         self.reserve(store)
         record = self.claim(store)
         store.release(KEY, token=record.token, requeue_ms=1000)
@@ -288,6 +260,7 @@ class ReservationContract(ContractBase):
         assert self.reserve(store, task_id="another").task_id == "another"
 
     def test_of_many_reservations_at_once_one_wins(self, store: Store, advance: Advance) -> None:
+        """All publishers send under the task id that won, so that a second copy is a redelivery of the first."""
         with crowd(self.many) as together:
             for turn in ("first", "second"):
 
@@ -302,6 +275,9 @@ class ReservationContract(ContractBase):
                 advance(self.lease_ms + 1)
 
     def test_of_a_reservation_and_a_claim_at_once_the_claim_holds(self, store: Store) -> None:
+        """A publisher reserves for a message while another message of the same key begins to run. The reservation must
+        not overwrite the claim, and comes out as Reserved only if it was first.
+        """
         with crowd(2) as together:
             for name in NAMES[:20]:
 

@@ -28,6 +28,7 @@ class StepContract(ContractBase):
         assert store.get(KEY) == record
 
     def test_a_step_keeps_its_first_result(self, store: Store) -> None:
+        """The first answer may have been lost after the write, and the outside system has seen that result."""
         record = self.with_steps(store)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=result("9")) is True
         assert store.get(KEY) == record
@@ -47,6 +48,9 @@ class StepContract(ContractBase):
         assert found.message == MESSAGE
 
     def test_a_step_changes_nothing_else(self, store: Store, advance: Advance) -> None:
+        """A checkpoint neither renews the lease nor prolongs the record: it may come from a claim that is about to be
+        lost.
+        """
         record = self.claim(store, on_stale="fail", message=MESSAGE)
         advance(self.lease_ms / 2)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=result("1"))
@@ -61,6 +65,7 @@ class StepContract(ContractBase):
     def test_only_the_run_that_holds_the_key_makes_a_step(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """Whoever has given the key back must not add to what the next run will believe."""
         record = self.bring_to(store, advance, state)
         assert store.checkpoint(KEY, token=record.token, name="pay", value=result("1")) is False
         assert store.get(KEY) == record
@@ -71,6 +76,13 @@ class StepContract(ContractBase):
         assert store.get(KEY) == record
 
     def test_steps_survive_a_crash(self, store: Store, advance: Advance) -> None:
+        """What is done is not done again.
+
+        ::
+
+            run 1   step "pay" ─ checkpoint ─ ✗ killed
+            run 2                                claim: has "pay" ─ does not pay again ─ step "ship"
+        """
         first = self.with_steps(store)
         swept = store.interrupt(KEY, token=first.token)
         assert swept is not None
@@ -84,6 +96,7 @@ class StepContract(ContractBase):
         assert store.get(KEY) is not None
 
     def test_steps_survive_a_renewal_and_a_claim_repeated(self, store: Store) -> None:
+        """A store that writes the record anew at a renewal may lose what was added since it was read."""
         record = self.with_steps(store, attempt=b"12345678")
         assert self.renew(store, record)
         assert self.claim(store, attempt=b"12345678").steps == STEPS
@@ -92,6 +105,9 @@ class StepContract(ContractBase):
     def test_a_released_record_with_steps_is_interrupted_without_a_crash(
         self, store: Store, advance: Advance, requeue_ms: int | None
     ) -> None:
+        """The run failed, it did not crash. The record stays for its steps, so that the next attempt does not repeat
+        them.
+        """
         record = self.with_steps(store)
         advance(10)
         assert store.release(KEY, token=record.token, requeue_ms=requeue_ms) is True
@@ -119,6 +135,9 @@ class StepContract(ContractBase):
         assert store.get(KEY) is None
 
     def test_a_retry_of_a_reserved_run_keeps_its_steps(self, store: Store) -> None:
+        """Released for a retry it is QUEUED, given up after that it is INTERRUPTED: the steps have happened in either
+        case.
+        """
         self.reserve(store)
         record = self.with_steps(store)
         assert store.release(KEY, token=record.token, requeue_ms=1000)
@@ -130,6 +149,7 @@ class StepContract(ContractBase):
         assert self.claim(store).steps == STEPS
 
     def test_steps_at_once_are_all_kept(self, store: Store) -> None:
+        """A body may take its steps in threads. A store that reads all steps and writes them back would lose some."""
         token = self.claim(store).token
 
         def do(n: int) -> bool:

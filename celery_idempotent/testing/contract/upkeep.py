@@ -44,6 +44,9 @@ class UpkeepContract(ContractBase):
     def test_every_verb_calls_a_lease_over_at_the_same_millisecond(
         self, store: Store, stop_at: Callable[[int], None], late_ms: int
     ) -> None:
+        """If a claim used ``<`` and a sweep ``<=``, there would be a moment in which a record is alive for one and dead
+        for the other: a run could be taken over and renewed at once.
+        """
         stop_at(self.claim(store).updated_ms)
         store.forget(KEY)
         claimed, requeued, swept = (
@@ -71,6 +74,7 @@ class UpkeepContract(ContractBase):
         assert [record.identity for record in report.requeued] == ([NAMES[2]] if over else [])
 
     def test_a_second_sweep_finds_nothing(self, store: Store, advance: Advance) -> None:
+        """An interruption is reported once, and the crash is counted once, however often sweeps run."""
         self.claim(store)
         advance(self.lease_ms + 1)
         store.sweep(limit=10)
@@ -102,6 +106,7 @@ class UpkeepContract(ContractBase):
     def test_a_sweep_leaves_what_expired_or_was_forgotten(
         self, store: Store, advance: Advance
     ) -> None:
+        """A sweep may read an index that still names records which are gone. It must not bring them back."""
         self.claim(store, NAMES[0])
         self.claim(store, NAMES[1])
         store.forget(NAMES[1])
@@ -112,6 +117,9 @@ class UpkeepContract(ContractBase):
     def test_limited_sweeps_reach_everything_in_the_end(
         self, store: Store, advance: Advance
     ) -> None:
+        """A sweep that began at the start each time, and met ten records that it may not touch, would never come
+        further.
+        """
         for name in NAMES:
             self.claim(store, name)
         advance(self.lease_ms + 1)
@@ -127,6 +135,7 @@ class UpkeepContract(ContractBase):
     def test_sweeps_at_once_interrupt_each_record_once(
         self, store: Store, advance: Advance
     ) -> None:
+        """Each interruption is reported to people and counted: exactly one sweep returns each record."""
         for name in NAMES:
             self.claim(store, name)
         advance(self.lease_ms + 1)
@@ -138,6 +147,9 @@ class UpkeepContract(ContractBase):
     def test_sweeps_and_claims_at_once_count_each_crash_once(
         self, store: Store, advance: Advance
     ) -> None:
+        """A sweep and a claim may find the same stale record. The one that writes counts the crash; the other looks
+        again.
+        """
         for name in NAMES:
             self.claim(store, name)
         advance(self.lease_ms + 1)
@@ -166,6 +178,7 @@ class UpkeepContract(ContractBase):
         assert len(self.known(store, [KEY, NAMES[0]])) == 2
 
     def test_prunes_end(self, store: Store, advance: Advance) -> None:
+        """``prune`` is called until it returns 0. A store that deletes by itself may return 0 at once."""
         for name in NAMES:
             self.settle(store, self.claim(store, name), State.FAILED)
         advance(self.keep_ms + 1)
@@ -179,6 +192,7 @@ class UpkeepContract(ContractBase):
     def test_a_forgotten_key_is_free_whatever_its_state_was(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """With all that belongs to it: indexes, steps and refusals. Only the token outlives it."""
         token = self.bring_to(store, advance, state).token
         assert store.forget(KEY) is True
         assert store.get(KEY) is None
@@ -191,6 +205,9 @@ class UpkeepContract(ContractBase):
     def test_a_record_may_be_forgotten_by_its_token_alone(
         self, store: Store, advance: Advance, state: str
     ) -> None:
+        """What an operator forgets is what a page showed: after another claim the token is another one, and nothing is
+        deleted.
+        """
         record = self.bring_to(store, advance, state)
         assert store.forget(KEY, token=record.token - 1) is False
         assert store.forget(KEY, token=record.token + 1) is False
@@ -205,6 +222,7 @@ class UpkeepContract(ContractBase):
         assert store.forget(KEY) is False
 
     def test_a_closed_store_may_be_used_again(self, store: Store) -> None:
+        """An app is closed in a test, or before a fork, and used again. Connections are then opened anew."""
         record = self.claim(store)
         store.close()
         store.close()

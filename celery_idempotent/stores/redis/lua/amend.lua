@@ -1,10 +1,11 @@
--- Set the result of a step of the unfinished record with this token, or take it away, as an operator says. Put after
--- live.lua and notes.lua.
+-- Set the result of a step of the unfinished record with this token, or take it away, as an operator says.
 --
 -- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 token, 7 bytes · 2 name of the step, after its length · 3 its value, packed, or '' to take it away
 --          4 what the operator did, packed
 -- returns  'amended' | 'lost' | 'unreadable': written by a newer version
+--include live.lua
+--include notes.lua
 local old = redis.call('GET', KEYS[1])
 if not old or old:find(ENDED) or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
 if not old:find(LIVE) or foreign(old) then return 'unreadable' end

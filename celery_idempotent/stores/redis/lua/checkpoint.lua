@@ -1,8 +1,9 @@
--- Add the result of a step to the PROCESSING record with this token. Put after live.lua.
+-- Add the result of a step to the PROCESSING record with this token.
 --
 -- KEYS     1 record · 2 leases
 -- ARGV     1 token, 7 bytes · 2 name of the step, after its length · 3 its value, packed
 -- returns  'added' | 'kept': it was there, and stays | 'lost'
+--include live.lua
 local old = redis.call('GET', KEYS[1])
 if not old or old:sub(1, 1) ~= 'P' or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
 local at = extension(old)

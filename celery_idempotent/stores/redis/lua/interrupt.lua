@@ -1,8 +1,9 @@
--- Note that a crash took the owner of the PROCESSING record with this token. Put after live.lua.
+-- Note that a crash took the owner of the PROCESSING record with this token.
 --
 -- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 token, 7 bytes
 -- returns  {'interrupted', record} | {'lost'}
+--include live.lua
 local old = redis.call('GET', KEYS[1])
 if not old or old:sub(1, 1) ~= 'P' or old:sub(3, 9) ~= ARGV[1] then return {'lost'} end
 local time = redis.call('TIME')

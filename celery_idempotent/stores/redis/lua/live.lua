@@ -1,4 +1,4 @@
--- What the scripts about live records (P, I, Q) share, put before them. packed.py has the layout.
+-- What the scripts about live records (P, I, Q) share. packed.py has the layout.
 
 -- Return where the extension of a live record starts.
 local function extension(record)

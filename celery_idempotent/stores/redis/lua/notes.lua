@@ -1,4 +1,4 @@
--- What a record notes: who could not have its key, and what operators did to it. Put after live.lua; packed.py,
+-- What a record notes: who could not have its key, and what operators did to it. Needs live.lua. packed.py,
 -- refusals.py and interventions.py have the layout.
 
 -- Return the notes of a record, and what is before and behind them.

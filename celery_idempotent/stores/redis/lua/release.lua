@@ -1,4 +1,4 @@
--- Give the key back: delete the PROCESSING or QUEUED record with this token. Put after live.lua.
+-- Give the key back: delete the PROCESSING or QUEUED record with this token.
 --
 -- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 token, 7 bytes · 2 ms until the retry of a record counts as lost, or ''
@@ -7,6 +7,7 @@
 --          'requeued': it was reserved or has a message, and is QUEUED until its retry is there
 --          'interrupted': it stays
 --          'lost'
+--include live.lua
 local old = redis.call('GET', KEYS[1])
 local state = old and old:sub(1, 1)
 if state ~= 'P' and state ~= 'Q' or old:sub(3, 9) ~= ARGV[1] then return 'lost' end

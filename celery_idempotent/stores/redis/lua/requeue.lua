@@ -1,9 +1,10 @@
--- Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED. Put after live.lua.
+-- Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED.
 --
 -- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 until the deadline, ms · 2 attempt id, 8 bytes
 --          3 token that it must have, 7 bytes, and then need not be stale, or '' for any
 -- returns  {'requeued', record} | {'none'} | {'unreadable'}: written by a newer version
+--include live.lua
 local old = redis.call('GET', KEYS[1])
 if not old then return {'none'} end
 local state = old:sub(1, 1)

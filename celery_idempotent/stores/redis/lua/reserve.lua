@@ -1,4 +1,4 @@
--- Take the key for a message that is about to be published. Put after take.lua.
+-- Take the key for a message that is about to be published.
 --
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
 -- ARGV     1 who reserves, 8 bytes · 2 until the deadline, ms · 3 life of the record, ms
@@ -11,15 +11,13 @@
 --          {'unreadable'}: written by a newer version
 --
 -- A mismatch is noted in the record. What is held is not: the caller gets the first call's result.
+--include take.lua
 local fingerprint, owner = ARGV[4], ARGV[5] .. '\0\0' .. ARGV[6]
-local time = redis.call('TIME')
-local micros = time[1] * 1000000 + time[2]
-local now = math.floor(micros / 1000)
-local deadline = now + ARGV[2]
 local created, crashes, attempts, extra, flags, at = now, 0, 0, '', tonumber(ARGV[7]), nil
 
 local old = redis.call('GET', KEYS[1])
 if old then
+  --include taken.lua
   if unreadable(old) then return {'unreadable'} end
   fingerprint, at = agreed(old, fingerprint)
   if not fingerprint then
@@ -45,7 +43,7 @@ if old then
         rest = rest .. old:sub(at)
       end
       local head = 'Q' .. string.char(flags) .. old:sub(3, 23) .. struct.pack('>I6', deadline)
-      return {'reserved', again(head .. ARGV[1] .. rest, deadline)}
+      return {'reserved', put(head .. ARGV[1] .. rest)}
     end
     local left = struct.unpack('>I6', old, 24) - now
     if left > 0 then return {'held', old, left} end
@@ -63,5 +61,5 @@ if old then
 end
 
 if fingerprint ~= '' then flags = bit.bor(flags, 1) end
-local rest = fingerprint .. owner .. extra
-return {'reserved', take(old, 'Q', flags, micros, created, crashes, attempts, deadline, rest)}
+local rest = ARGV[1] .. fingerprint .. owner .. extra
+return {'reserved', take(old, 'Q', flags, created, crashes, attempts, rest)}

@@ -1,9 +1,9 @@
 -- End those of these records whose lease or deadline ran out, and mend the index for the others.
--- Put after live.lua.
 --
 -- KEYS     for each bucket: leases, interrupted, and records that the index of leases calls due
 -- ARGV     1 until the deadline of what is requeued, ms · 2 attempt id, 8 bytes · 3... how many records of each bucket
 -- returns  for each record: as it is now, INTERRUPTED or QUEUED, or nil if there was nothing to do
+--include live.lua
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local delay, attempt = tonumber(ARGV[1]), ARGV[2]

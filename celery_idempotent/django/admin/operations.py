@@ -1,8 +1,8 @@
-"""One flow for every operation: what would become of a record as it was shown, is that meant, what came of it.
+"""The operations, each in one flow: what it would do to a record as it was shown, the confirmation, what came of it.
 
 ::
 
-    list ─ Mark ──▶ plan: "do" │ "live" │ "left" ──▶ question, ConfirmForm ──▶ carry_out ──▶ a line, or a message
+    list ─ Mark ──▶ plan: "do" │ "live" │ "left" ──▶ question, ConfirmForm ──▶ execute ──▶ a line, or a message
 
 A page about one record asks about one mark, the list about many (:mod:`~celery_idempotent.django.admin.bulk`).
 """
@@ -125,7 +125,7 @@ class OperationPages(Pages):
             return self.render(request, "operation", context, status=400 if sent else 200)
         given = form.cleaned_data
         mark = Mark(identity=identity, token=given["token"], state=State(given["state"]))
-        outcome = self.carry_out(
+        outcome = self.execute(
             request,
             operation,
             mark,
@@ -183,7 +183,7 @@ class OperationPages(Pages):
             stale=record is not None and record.stale(now_ms),
         )
 
-    def carry_out(
+    def execute(
         self,
         request: HttpRequest,
         operation: Operation,

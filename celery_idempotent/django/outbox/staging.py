@@ -1,4 +1,4 @@
-"""The transactional outbox: messages that are committed with the data they are about, and sent after that.
+"""Staging in the transactional outbox: messages that are committed with the data they are about, and sent after that.
 
 A message is a row of the transaction that stages it, complete: task id, key, fingerprint, absolute times. Its process
 sends it after COMMIT; what a dead process left, a sweep sends, under the same task id::
@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,18 +28,9 @@ from celery_idempotent.celery.publishing import Args, DeferredCall, Kwargs, outb
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.celery.typed import AnyTask, Options, Result, Sig
 from celery_idempotent.django.outbox import rows
-from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
+from celery_idempotent.django.outbox.models import OutboxMessage
 from celery_idempotent.django.outbox.payload import Payload, absolute, dump, fixed
-from celery_idempotent.django.outbox.sending import (
-    Sent,
-    name_of,
-    publish_staged,
-    send,
-    send_one,
-    sweep,
-)
-from celery_idempotent.django.sql.autocommit import committing
-from celery_idempotent.django.transactions import alias_in_use
+from celery_idempotent.django.outbox.sending import name_of, publish_staged, send_one
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured
 from celery_idempotent.identity.identified import MAX_CHARS, Identified
 from celery_idempotent.identity.stamp import as_mapping, stamp_of
@@ -50,30 +40,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-__all__ = ["Pending", "Sent", "alias_in_use", "discard", "pending", "send", "stage", "sweep"]
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
-    """A message that waits, for operators: what it is, since when, and why it was not sent.
-
-    ``error`` is class and message of the last failure, empty if there was none. ``due_in_ms``: when a sweep may take
-    its group; below zero, it waits for one.
-    """
-
-    id: int
-    group: str
-    app: str
-    task: str
-    task_id: str
-    key: str
-    scope: str
-    attempts: int
-    error: str
-    age_ms: int
-    due_in_ms: int
 
 
 class _MessageGroup:
@@ -123,9 +90,6 @@ class _AfterCommit:
 #: The last group of each connection.
 _groups: WeakKeyDictionary[BaseDatabaseWrapper, _MessageGroup] = WeakKeyDictionary()
 _groups_lock = threading.Lock()
-
-
-# -- staging -----------------------------------------------------------------------------------------------------------
 
 
 def stage(
@@ -198,6 +162,11 @@ def _stamps_itself(task: object) -> bool:
 
 
 def _stage_call(task: IdempotentTask, call: DeferredCall, using: str, group: str | None) -> str:
+    """Stage one call that is stamped already; return its task id.
+
+    All that would be found out at the time of sending is written down now: absolute times, the task's own ``expires``,
+    whose child it is, and that its arguments fit. A sweep that sends it tomorrow knows none of that.
+    """
     check = getattr(task, "__header__", None) if task.typing else None
     if check is not None:
         check(*(call.args or ()), **(call.kwargs or {}))
@@ -307,42 +276,3 @@ def _group(using: str, name: str | None) -> _MessageGroup:
         ):
             group = _groups[connection] = _MessageGroup(using, None)
     return group
-
-
-# -- for operators -----------------------------------------------------------------------------------------------------
-
-
-def pending(
-    *, using: str = "default", limit: int = 100, scopes: Collection[str] | None = None
-) -> list[Pending]:
-    """Return the messages that wait, oldest first; only those of ``scopes`` (canonical), if these are given."""
-    staged = rows.rows(using)
-    if scopes is not None:
-        staged = staged.filter(scope__in=scopes)
-    waiting = staged.annotate(now_ms=NowMs()).defer("payload").order_by("pk")[:limit]
-    copied = ("group", "app", "task", "task_id", "key", "scope", "attempts", "error")
-    return [
-        Pending(
-            id=each.pk,
-            **{name: getattr(each, name) for name in copied},
-            age_ms=max(each.now_ms - each.created_ms, 0),
-            due_in_ms=each.due_ms - each.now_ms,
-        )
-        for each in waiting
-    ]
-
-
-def oldest_ms(*, using: str | None) -> int | None:
-    """Return for how long the oldest message waits; ``None`` if none does, or without a database (``using``)."""
-    waiting = [] if using is None else pending(using=using, limit=1)
-    return waiting[0].age_ms if waiting else None
-
-
-def discard(message_id: int, *, using: str = "default") -> bool:
-    """Delete a message that shall never be sent; later ones of its group go on. ``False`` if it is gone already."""
-    with committing(connections[using]):
-        label = rows.rows(using).filter(pk=message_id).values_list("task", "task_id").first()
-        if label is None:
-            return False
-        logger.warning("idempotency: staged message %s[%s] is discarded", *label)
-        return rows.delete(using, message_id)

@@ -1,4 +1,8 @@
-"""Carrying out what was asked for: the question, a line for each record, how far one came, the exit code."""
+"""Executing an operation on records: the question, a line for each record, a summary, the exit code.
+
+Exit codes are for scripts: 0 if all of it was done, ``FOUND`` if something was left alone, ``UNREACHABLE`` if the store
+did not answer for a record, so that it is not known whether that one was done.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from celery_idempotent.cli.options import Given, json_option
 from celery_idempotent.cli.output import Progress, note, write_json
 from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session
 from celery_idempotent.operations import Operation, Outcome
-from celery_idempotent.operations.bulk import Ended, carry_out
+from celery_idempotent.operations.bulk import Ended, execute
 from celery_idempotent.records import Record, Stored
 
 DONE: dict[Operation, str] = {
@@ -37,7 +41,7 @@ _SAID: dict[Outcome, str] = {
 
 
 #: How an operation is asked for.
-order_options = [
+request_options = [
     click.option(
         "--reason", default="", metavar="TEXT", help="Why: for the log, the event and the record."
     ),
@@ -50,21 +54,21 @@ order_options = [
 ]
 
 
-def order_of(operation: Operation, given: Given) -> Order:
-    """Return the order that these options give; they are taken out of ``given``."""
-    order = Order(
+def request_of(operation: Operation, given: Given) -> OperationRequest:
+    """Return the request that these options give; they are taken out of ``given``."""
+    request = OperationRequest(
         operation=operation,
         step=given.pop("step", None),
         who=given.pop("who") or _user(),
         **{name: given.pop(name) for name in ("reason", "force", "yes", "as_json")},
     )
-    if order.force and not order.reason:
+    if request.force and not request.reason:
         raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
-    if len(order.reason) > LONGEST_REASON:
+    if len(request.reason) > LONGEST_REASON:
         raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
-    if order.step == "":
+    if request.step == "":
         raise click.UsageError("--step is empty.")
-    return order
+    return request
 
 
 def _user() -> str:
@@ -76,8 +80,8 @@ def _user() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What is to be done, by whom and why, and how it is asked for and told; to a whole record or one step."""
+class OperationRequest:
+    """An operation as the command line asks for it: on a whole record or one step, by whom and why."""
 
     operation: Operation
     who: str
@@ -108,55 +112,62 @@ class Order:
             raise click.exceptions.Exit(FOUND)
 
 
-def do(
-    session: Session, order: Order, records: Iterable[Record], *, total: int, left: int = 0
+def execute_all(
+    session: Session,
+    request: OperationRequest,
+    records: Iterable[Record],
+    *,
+    total: int,
+    left: int = 0,
 ) -> None:
     """Do it to one record after the other, and end with the exit code; ``left`` were left alone before."""
     counts: Counter[Outcome | None] = Counter()
     try:
         with Progress("records", total=total) as progress:
-            for each in carry_out(
+            for each in execute(
                 session.app,
-                order.operation,
+                request.operation,
                 records,
-                force=order.force,
-                who=order.who,
-                reason=order.reason,
-                step=order.step,
-                value=order.value,
+                force=request.force,
+                who=request.who,
+                reason=request.reason,
+                step=request.step,
+                value=request.value,
             ):
                 counts[each.outcome] += 1
                 progress.add()
-                _tell(session, order, each)
+                _tell(session, request, each)
     except KeyboardInterrupt:
         note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
         raise click.exceptions.Exit(FOUND) from None
     if total > 1 or left:
-        note(_summary(order, counts, left=left, untried=total - counts.total()))
+        note(_summary(request, counts, left=left, untried=total - counts.total()))
     if counts[None]:
         raise click.exceptions.Exit(UNREACHABLE)
     if left or counts.total() > counts[Outcome.DONE]:
         raise click.exceptions.Exit(FOUND)
 
 
-def _tell(session: Session, order: Order, ended: Ended[Record]) -> None:
+def _tell(session: Session, request: OperationRequest, ended: Ended[Record]) -> None:
     """Write what came of one record."""
     outcome = "unknown" if ended.outcome is None else ended.outcome.value
-    if order.as_json:
+    if request.as_json:
         now_ms = ended.record.updated_ms
         told = object_of(session, ended.record, now_ms)
-        step = {} if order.step is None else {"step": order.step}
-        write_json({**told, "operation": order.operation, **step, "outcome": outcome})
+        step = {} if request.step is None else {"step": request.step}
+        write_json({**told, "operation": request.operation, **step, "outcome": outcome})
         return
     said = f"it may have been done, or not: {ended.trouble}"
     if ended.outcome is not None:
-        said = _SAID.get(ended.outcome, order.done)
+        said = _SAID.get(ended.outcome, request.done)
     click.echo(f"{ended.record.identity}: {said}")
 
 
-def _summary(order: Order, counts: Mapping[Outcome | None, int], *, left: int, untried: int) -> str:
+def _summary(
+    request: OperationRequest, counts: Mapping[Outcome | None, int], *, left: int, untried: int
+) -> str:
     parts = [
-        (counts[Outcome.DONE], DONE[order.operation]),
+        (counts[Outcome.DONE], DONE[request.operation]),
         (counts[Outcome.UNSENT], "queued and not published yet"),
         (counts[Outcome.CHANGED] + counts[Outcome.LIVE] + left, "left alone"),
         (counts[None], "unknown: the store did not answer"),

@@ -8,19 +8,12 @@ from dataclasses import asdict
 
 import click
 
-from celery_idempotent.cli.objects import COLUMNS, object_of, row_of, shown_state
+from celery_idempotent.cli.objects import COLUMNS, cells_of, object_of, shown_state
 from celery_idempotent.cli.options import json_option, key_options, known_namespace, scopes_of
 from celery_idempotent.cli.output import Progress, note, on_terminal, paragraph, table, write_json
 from celery_idempotent.cli.session import FOUND, Session, command
+from celery_idempotent.operations import finding
 from celery_idempotent.operations.explaining import Story, story_of, story_of_nothing
-from celery_idempotent.operations.finding import (
-    Filter,
-    Found,
-    find_key,
-    find_task_id,
-    pages,
-    task_name,
-)
 from celery_idempotent.operations.values import shown
 from celery_idempotent.operations.wording import intervention_in_words, iso, moment
 from celery_idempotent.records import Record, State
@@ -142,7 +135,7 @@ def find_one(
         note(
             f"{text} is a key of {len(found.records)} records: say which one by --task or --scope."
         )
-        table(COLUMNS, [row_of(session, each, now_ms, whole=whole) for each in found.records])
+        table(COLUMNS, [cells_of(session, each, now_ms, whole=whole) for each in found.records])
         raise click.exceptions.Exit(FOUND)
     what = f"{text} in {task or 'any task of this app'}"
     story = story_of_nothing(session.app, f"{what}{f', scope {scope}' if scope else ''}", namespace)
@@ -156,23 +149,23 @@ def find_one(
 
 def _find(
     session: Session, text: str, namespace: str | None, scope: str | None, *, scan: bool
-) -> Found:
+) -> finding.Found:
     """Look for a key, then for a task id, where that costs little; then, if asked for, everywhere."""
     namespaces = session.namespaces() if namespace is None else [namespace]
     scopes = scopes_of(scope) if scope else [""]
-    records: Sequence[Record] = find_key(session.store, namespaces, text, scopes)
+    records: Sequence[Record] = finding.find_key(session.store, namespaces, text, scopes)
     if records:
-        return Found(records=records)
-    found = find_task_id(session.app, session.store, text, namespace=namespace)
+        return finding.Found(records=records)
+    found = finding.find_task_id(session.app, session.store, text, namespace=namespace)
     if found.records or not scan:
         return found
-    wanted = Filter(states=frozenset(State), namespace=namespace)
+    wanted = finding.Filter(states=frozenset(State), namespace=namespace)
     with Progress("keys looked at") as progress:
-        for page in pages(session.app, session.store, wanted):
+        for page in finding.pages(session.app, session.store, wanted):
             progress.add(page.looked_at)
             for each in page.records:
                 if each.task_id == text and (whole := session.store.get(each.identity)):
-                    return Found(records=[whole], how="by a scan")
+                    return finding.Found(records=[whole], how="by a scan")
     return found
 
 
@@ -197,6 +190,6 @@ def tell(story: Story, app: str = "", arguments: str = "") -> None:
 def arguments_of(session: Session, record: Record) -> str:
     """Return what names a record on a command line, to be copied."""
     about = record.identity
-    task = task_name(session.app, about)
+    task = finding.task_name(session.app, about)
     scope = f" --scope {shlex.quote(about.scope)}" if about.scope else ""
     return f"{shlex.quote(about.key)} --task {shlex.quote(task)}{scope}"

@@ -29,15 +29,22 @@ if TYPE_CHECKING:
 OnCommit = Callable[[Callable[[], None]], None]
 
 #: The ends of this process that wait, by their claims: the identity and the token.
-_waiting: dict[tuple[Identity, int], DeferredEnd] = {}
+_waiting: dict[tuple[Identity, int], EndAtCommit] = {}
 
 
 def _claim_id(record: Record) -> tuple[Identity, int]:
     return record.identity, record.token
 
 
-class DeferredEnd:
-    """The end of one run. ``record`` is as it will be: a duplicate in the same transaction is answered from it."""
+class EndAtCommit:
+    """The end of one run, which waits for the COMMIT of the caller's transactions.
+
+    ``record`` is what the record will be after that. A duplicate in the same transaction is answered from it::
+
+        with transaction.atomic():
+            charge.apply((17,))     runs; its end waits, the store still says PROCESSING
+            charge.apply((17,))     the same key: a replay of the first, though the store has no result yet
+    """
 
     def __init__(
         self,
@@ -57,8 +64,8 @@ class DeferredEnd:
         self._thread = threading.get_ident()
         self._hooks: list[weakref.ref[_Hook]] = []
 
-    def needs_renewal(self) -> bool:
-        """Free the key if the transaction was rolled back; does the end still wait for its commit?
+    def prepare_renewal(self) -> bool:
+        """Release the key if the transaction was rolled back; return whether the end still waits for its commit.
 
         This is how a rollback is noticed where no further eager call looks for it: by the next beat of the heartbeat.
         """
@@ -95,7 +102,7 @@ class DeferredEnd:
             self._settle()
 
     def release_if_rolled_back(self) -> None:
-        """Free the key if the transaction was rolled back."""
+        """Release the key if the transaction was rolled back."""
         if self._rolled_back and self._stop_waiting():
             self._release()
 
@@ -112,15 +119,15 @@ class _Hook:
 
     __slots__ = ("__weakref__", "_end")
 
-    def __init__(self, end: DeferredEnd) -> None:
+    def __init__(self, end: EndAtCommit) -> None:
         self._end = end
 
     def __call__(self) -> None:
         self._end.committed(self)
 
 
-def defer(end: DeferredEnd, transactions: Sequence[OnCommit]) -> None:
-    """Let an end wait for these transactions; nothing happens if the end of this claim waits already."""
+def wait_for_commit(end: EndAtCommit, transactions: Sequence[OnCommit]) -> None:
+    """Let an end wait for these transactions. If an end of this claim waits already, nothing happens."""
     if end.claim_id not in _waiting:
         end.wait_for(transactions)
 
@@ -132,7 +139,7 @@ def record_after_commit(record: Record) -> Record | None:
 
 
 def release_rolled_back() -> None:
-    """Free the keys of all runs whose transaction was rolled back."""
+    """Release the keys of all runs whose transaction was rolled back."""
     for end in tuple(_waiting.values()):
         end.release_if_rolled_back()
 

@@ -1,4 +1,13 @@
-"""``release``, ``requeue``, ``complete``, ``fail``, ``forget``: on one record, or on all that a filter means."""
+"""``release``, ``requeue``, ``complete``, ``fail``, ``forget``: on one record, or on all that a filter means.
+
+::
+
+    KEY     find it ─ say what it is and what this may cost ─ ask ─ do it ────────────────────── exit code
+    --all   find them ─ sort out: to be done, live, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
+
+Each is done to the record as it was found, by its token and its state: what has changed during the question is left
+alone. Only ``complete`` has no ``--all``, since each operation has a result of its own.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +20,20 @@ import click
 
 from celery_idempotent.celery.operations import offered
 from celery_idempotent.celery.registry import definition_of
-from celery_idempotent.cli.doing import (
+from celery_idempotent.cli.execution import (
     DONE,
     OWNER_IS_LIVE,
-    Order,
-    do,
-    order_of,
-    order_options,
+    OperationRequest,
+    execute_all,
     records_in_words,
+    request_of,
+    request_options,
 )
-from celery_idempotent.cli.objects import row_of
+from celery_idempotent.cli.objects import cells_of
 from celery_idempotent.cli.options import filter_of, filter_options, key_options
 from celery_idempotent.cli.output import Progress, note
 from celery_idempotent.cli.session import FOUND, Session, command
-from celery_idempotent.cli.telling import find_one
+from celery_idempotent.cli.showing import find_one
 from celery_idempotent.operations import Operation
 from celery_idempotent.operations.bulk import Verdict, collect, verdict
 from celery_idempotent.operations.choosing import EFFECTS, STEP_EFFECTS
@@ -56,6 +65,12 @@ _step_option = click.option(
 
 
 def _command(operation: Operation, text: str) -> click.Command:
+    """Make the command of an operation that may be about one KEY or, with ``--all``, about what filters mean.
+
+    Both forms have one set of options, so click cannot say which of them go together: the command itself refuses, for
+    example, ``--limit`` with a KEY.
+    """
+
     @click.argument("key", required=False)
     @click.option("--all", "every", is_flag=True, help="All that the filters mean, not one KEY.")
     @filter_options
@@ -68,15 +83,15 @@ def _command(operation: Operation, text: str) -> click.Command:
     )
     @click.option("--dry-run", is_flag=True, help="With --all: say what would be done.")
     def run(session: Session, key: str | None, every: bool, **given: Any) -> None:
-        order = order_of(operation, given)
+        request = request_of(operation, given)
         if every is (key is not None):
             raise click.UsageError("Give a KEY, or --all with filters.")
-        if every and order.step is not None:
+        if every and request.step is not None:
             raise click.UsageError("--step goes with a KEY, not with --all.")
         limit, dry_run = given.pop("limit"), given.pop("dry_run")
         if key is None:
             wanted = filter_of(session, given)
-            _act_on_filter(session, order, wanted, limit=limit, dry_run=dry_run)
+            _execute_on_filter(session, request, wanted, limit=limit, dry_run=dry_run)
         else:
             names = [f"--{name}" for name, value in given.items() if value is not None]
             names = [name for name in names if name not in ("--task", "--scope")]
@@ -85,9 +100,9 @@ def _command(operation: Operation, text: str) -> click.Command:
                     f"{(names or ['--dry-run'])[0]} goes with --all, not with a KEY."
                 )
             record = find_one(session, key, task=given["task"], scope=given["scope"])
-            _act_on_one(session, order, record)
+            _execute_on_one(session, request, record)
 
-    for option in reversed(order_options):
+    for option in reversed(request_options):
         run = option(run)
     if operation == "forget":
         run = _step_option(run)
@@ -107,43 +122,43 @@ _HELP = (
 )
 
 
-def _act_on_one(session: Session, order: Order, record: Record) -> None:
+def _execute_on_one(session: Session, request: OperationRequest, record: Record) -> None:
     story = story_of(session.app, session.store, record)
-    why_not = _why_not(session, order, record)
-    if why_not is None and story.live and not order.force:
+    why_not = _why_not(session, request, record)
+    if why_not is None and story.live and not request.force:
         why_not = f"{OWNER_IS_LIVE}. Wait for its end, or give --force and a --reason."
     if why_not is not None:
         note(f"{story.headline}\nNothing was done: {why_not}")
         raise click.exceptions.Exit(FOUND)
-    if not order.yes:
+    if not request.yes:
         note(story.headline)
-        cost = next(each.cost for each in story.choices if each.operation == order.operation)
-        effects = f"{EFFECTS[order.operation]} {cost}"
+        cost = next(each.cost for each in story.choices if each.operation == request.operation)
+        effects = f"{EFFECTS[request.operation]} {cost}"
         note(
-            f"{order.operation} {effects if order.step is None else STEP_EFFECTS[order.operation]}"
+            f"{request.operation} {effects if request.step is None else STEP_EFFECTS[request.operation]}"
         )
-    what = "it" if order.step is None else f"step {order.step}"
-    order.confirm(f"{order.operation.capitalize()} {what}?")
-    do(session, order, [record], total=1)
+    what = "it" if request.step is None else f"step {request.step}"
+    request.confirm(f"{request.operation.capitalize()} {what}?")
+    execute_all(session, request, [record], total=1)
 
 
-def _why_not(session: Session, order: Order, record: Record) -> str | None:
-    """Return why an order means nothing for a record."""
+def _why_not(session: Session, request: OperationRequest, record: Record) -> str | None:
+    """Return why a request means nothing for a record."""
     known = definition_of(session.app, record.identity.namespace) is not None
-    if order.operation in offered(record, known=known, step=order.step):
+    if request.operation in offered(record, known=known, step=request.step):
         return None
-    if order.step is None:
-        return _WHY_NOT[order.operation]
+    if request.step is None:
+        return _WHY_NOT[request.operation]
     steps = ", ".join(name for name, _ in record.steps) or "none"
     return f"{_NO_STEPS} Its steps: {steps}."
 
 
-def _act_on_filter(
-    session: Session, order: Order, wanted: Filter, *, limit: int, dry_run: bool
+def _execute_on_filter(
+    session: Session, request: OperationRequest, wanted: Filter, *, limit: int, dry_run: bool
 ) -> None:
-    found, more = _collect(session, order.operation, wanted, limit)
+    found, more = _collect(session, request.operation, wanted, limit)
     more_text = f"There are more than {limit:,}: run it again for the rest." if more else ""
-    _act_on_all(session, order, found, more=more_text, dry_run=dry_run)
+    _execute_on_all(session, request, found, more=more_text, dry_run=dry_run)
 
 
 def _collect(
@@ -160,9 +175,9 @@ def _collect(
         return collect(session.store, operation, counted(), limit=limit)
 
 
-def _act_on_all(
+def _execute_on_all(
     session: Session,
-    order: Order,
+    request: OperationRequest,
     records: Sequence[Record],
     *,
     more: str = "",
@@ -172,43 +187,45 @@ def _act_on_all(
     now_ms = session.store.now_ms()
     sorted_out: dict[Verdict, list[Record]] = {"do": [], "live": [], "left": []}
     for record in records:
-        sorted_out[verdict(order.operation, record, now_ms)].append(record)
-    doing = sorted_out["do"] + (sorted_out["live"] if order.force else [])
-    _preview(session, order, sorted_out, doing, now_ms)
+        sorted_out[verdict(request.operation, record, now_ms)].append(record)
+    chosen = sorted_out["do"] + (sorted_out["live"] if request.force else [])
+    _preview(session, request, sorted_out, chosen, now_ms)
     if more:
         note(more)
     if dry_run:
         return
-    if doing:
-        order.confirm(f"{order.operation.capitalize()} {records_in_words(len(doing))}?")
-    left = len(records) - len(doing)
-    do(session, order, doing, total=len(doing), left=left)
+    if chosen:
+        request.confirm(f"{request.operation.capitalize()} {records_in_words(len(chosen))}?")
+    left = len(records) - len(chosen)
+    execute_all(session, request, chosen, total=len(chosen), left=left)
 
 
 def _preview(
     session: Session,
-    order: Order,
+    request: OperationRequest,
     sorted_out: dict[Verdict, list[Record]],
-    doing: Sequence[Record],
+    chosen: Sequence[Record],
     now_ms: int,
 ) -> None:
-    done = DONE[order.operation]
+    done = DONE[request.operation]
     total = sum(map(len, sorted_out.values()))
-    note(f"{records_in_words(total)} found; {len(doing):,} to be {done}.")
-    if doing:
-        states = Counter(each.state.value for each in doing)
+    note(f"{records_in_words(total)} found; {len(chosen):,} to be {done}.")
+    if chosen:
+        states = Counter(each.state.value for each in chosen)
         counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        note(f"{order.operation} {EFFECTS[order.operation]} ({counted})")
-        for row in (row_of(session, each, now_ms, whole=False) for each in doing[:_SAMPLE]):
+        note(f"{request.operation} {EFFECTS[request.operation]} ({counted})")
+        for row in (cells_of(session, each, now_ms, whole=False) for each in chosen[:_SAMPLE]):
             note("  " + "  ".join(cell for cell in row[:5] if cell))
-        if len(doing) > _SAMPLE:
-            note(f"  … and {len(doing) - _SAMPLE:,} more")
-    if sorted_out["live"] and not order.force:
+        if len(chosen) > _SAMPLE:
+            note(f"  … and {len(chosen) - _SAMPLE:,} more")
+    if sorted_out["live"] and not request.force:
         note(
             f"{records_in_words(len(sorted_out['live']))} left alone: {OWNER_IS_LIVE} (--force, with a --reason)."
         )
     if sorted_out["left"]:
-        note(f"{records_in_words(len(sorted_out['left']))} left alone: {_WHY_NOT[order.operation]}")
+        note(
+            f"{records_in_words(len(sorted_out['left']))} left alone: {_WHY_NOT[request.operation]}"
+        )
 
 
 release_command = _command(
@@ -239,19 +256,19 @@ def _complete_one(
     nothing to a record that has changed since, or whose owner is live (unless forced), or that is COMPLETED. Exit
     code 1 if it was left alone.
     """
-    order = order_of("complete", given)
+    request = request_of("complete", given)
     if (value is None) is (value_file is None):
         raise click.UsageError("Give the value: --value JSON, or --value-file FILE.")
-    if value_file == "-" and not order.yes:
+    if value_file == "-" and not request.yes:
         raise click.UsageError("A value from standard input takes --yes: nobody could answer.")
     record = find_one(session, key, task=given["task"], scope=given["scope"])
-    if _why_not(session, order, record) is None:
+    if _why_not(session, request, record) is None:
         try:
             stored = value_from_json(session.app, record.identity, value or _read_value(value_file))
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        order = replace(order, value=stored)
-    _act_on_one(session, order, record)
+        request = replace(request, value=stored)
+    _execute_on_one(session, request, record)
 
 
 def _read_value(path: str | None) -> bytes:
@@ -263,7 +280,7 @@ def _read_value(path: str | None) -> bytes:
     return content
 
 
-for _option in reversed(order_options):
+for _option in reversed(request_options):
     _complete_one = _option(_complete_one)
 
 complete_command = command(

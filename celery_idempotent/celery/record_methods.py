@@ -1,4 +1,4 @@
-"""What code asks and does about the keys of a task: ``task.idempotency_record``, ``_forget`` and the other methods."""
+"""The methods of a task about its records: ``task.idempotency_record``, ``idempotency_forget`` and the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.definition import Definition
 
 
-class OperableTask(TaskBase):
+class RecordMethods(TaskBase):
     """A task that has records."""
 
     abstract = True

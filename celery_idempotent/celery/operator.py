@@ -1,4 +1,17 @@
-"""What each operation writes to the store, and how it is reported: by whoever decided it, and why."""
+"""What each operation writes to the store, and how it is reported: with the operator and the reason.
+
+::
+
+    operation   verb of the store                           reported as
+    release     release                                     released
+    requeue     requeue, then its message is published      requeued, or store_failed
+    complete    settle COMPLETED; of a step: amend          settled; amended
+    fail        settle FAILED                               settled
+    forget      forget; of a step: amend without a value    forgotten; amended
+
+Every verb gets the token of the record that the operator saw. If another run has claimed the key since, the store
+writes nothing, and the outcome is CHANGED.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +20,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from celery_idempotent import signals
 from celery_idempotent.celery import reaper
@@ -15,12 +28,13 @@ from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import Line
+from celery_idempotent.protocol.telling import Details, Line
 from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
     from celery.utils.dispatch import Signal
+    from typing_extensions import Unpack
 
     from celery_idempotent.stores import Store
 
@@ -75,8 +89,8 @@ class Operator:
         line = Line(logging.WARNING, f"%(who)s {_DONE[operation]}{of_step} %(identity)s%(why)s")
         return cls(app, store, operation, who or worker_name(os.getpid()), reason, line)
 
-    def carry_out(self, record: Record, step: str | None, value: Stored | None) -> Outcome:
-        """Do it to a record as it was seen, or to one step of it."""
+    def execute(self, record: Record, step: str | None, value: Stored | None) -> Outcome:
+        """Execute the operation on a record as it was seen, or on one step of it."""
         if step is not None:
             return _amend(self, record, step, value)
         match self.operation:
@@ -95,10 +109,10 @@ class Operator:
         """Return what the record keeps of it."""
         return Intervention(operation=self.operation, who=self.who, reason=self.reason, step=step)
 
-    def report(self, outcome: Signal, record: Record, **more: Any) -> None:
+    def report(self, outcome: Signal, record: Record, **more: Unpack[Details]) -> None:
         """Report what was done."""
-        by = {"who": self.who, "reason": self.reason, "line": self.line}
-        reaper.report_record(self.app, self.store, outcome, record, **by, **more)
+        about: Details = {**more, "who": self.who, "reason": self.reason, "line": self.line}
+        reaper.report_record(self.app, self.store, outcome, record, **about)
 
 
 def _forget(by: Operator, record: Record) -> Outcome:

@@ -1,0 +1,76 @@
+"""A guard against getting slower, as tests/unit/test_weight.py is: how many functions a request has us call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_idempotent.stores import open_store
+from tests.http.sites import new_key
+from tests.sql import databases
+from tests.support.admin import make_app
+from tests.support.weight import calls
+
+#: So many calls each may take; a little more than they take on any Python that we support. Lower them when you can.
+CEILINGS = {"first request": 350, "repetition": 245}
+
+
+@pytest.fixture
+def send(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str, prefix: str
+) -> Iterator[Callable[[str], Callable[[], Any]]]:
+    """Return what makes a request with a key, to be sent by a call."""
+    directory: Path = tmp_path_factory.mktemp("weight")
+    store = open_store(f"{redis_url}?prefix={prefix}")
+    with databases.ready(directory):
+        state: Any = importlib.import_module("celery._state")
+        before = state._tls.current_app
+        state._tls.current_app = make_app(store)
+        try:
+            yield _sender()
+        finally:
+            state._tls.current_app = before
+            store.close()
+
+
+def _sender() -> Callable[[str], Callable[[], Any]]:
+    from django.http import JsonResponse
+    from django.test import RequestFactory
+
+    from celery_idempotent.django.http import idempotent_view
+
+    factory = RequestFactory()
+    answer = {"paid": 17}
+    view = idempotent_view(scope=lambda _: "acct_1")(lambda _: JsonResponse(answer, status=201))
+
+    def made(key: str) -> Callable[[], Any]:
+        request = factory.post(
+            "/pay/",
+            {"amount": 17, "currency": "EUR"},
+            content_type="application/json",
+            HTTP_IDEMPOTENCY_KEY=key,
+        )
+        return lambda: view(request)
+
+    return made
+
+
+@pytest.mark.parametrize("kind", CEILINGS)
+def test_a_request_takes_no_more_calls_than_before(
+    send: Callable[[str], Callable[[], Any]], kind: str
+) -> None:
+    key = new_key()
+    send(key)()
+
+    def once() -> Callable[[], Any]:
+        return send(key if kind == "repetition" else new_key())
+
+    for _ in range(3):
+        assert once()().status_code == 201
+    # Now and then a collection of garbage, or the heartbeat of an earlier test, has one or two in between.
+    count = min(calls(once()) for _ in range(5))
+    assert 0.7 * CEILINGS[kind] < count <= CEILINGS[kind]
