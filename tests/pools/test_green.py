@@ -30,7 +30,8 @@ def pool(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def site(pool: str, open_site: Callable[..., Site]) -> Site:
     """A site with one worker of many greenlets, for all tests of this module; keys are each test's own."""
-    site = open_site(idempotency_lease=1)
+    # With kombu's own 10 connections a greenlet may find none to acknowledge by, which ends the consumer.
+    site = open_site(idempotency_lease=1, broker_transport_options={"max_connections": 2 * MANY})
     site.worker(pool, concurrency=MANY)
     return site
 
