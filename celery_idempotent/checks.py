@@ -5,10 +5,10 @@ from __future__ import annotations
 from celery_idempotent.celery.checks import (
     Finding,
     check,
+    check_or_raise,
     check_settings,
     check_store,
     check_workers,
-    insist,
 )
 
-__all__ = ["Finding", "check", "check_settings", "check_store", "check_workers", "insist"]
+__all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store", "check_workers"]

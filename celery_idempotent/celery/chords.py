@@ -37,14 +37,14 @@ else:
 logger = logging.getLogger(__name__)
 
 #: These come from a signature or a value: it would be the same the next time.
-_HOPELESS = (SerializationError, SerializerNotInstalled, IdempotencyError)
+_PERMANENT = (SerializationError, SerializerNotInstalled, IdempotencyError)
 #: So do these, unless it is a broker's or server's client that raises them: a connection that breaks in the middle of
 #: something has them stumble over what is no longer there.
-_STUMBLES = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+_AMBIGUOUS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 _CLIENTS = ("kombu.transport.", "kombu.connection", "amqp.", "redis.")
 
 #: Where a part cannot be returned twice, the publishing of a body is tried again for so long, in seconds.
-_BODY_PATIENCE = 30.0
+_BODY_RETRY_SECONDS = 30.0
 
 
 #: Give the right to publish a chord's body back, if this process still has it.
@@ -62,16 +62,16 @@ class Undelivered(BaseException):
         self.trouble = trouble
 
 
-def hopeless(error: BaseException | None) -> bool:
+def is_permanent(error: BaseException | None) -> bool:
     """Will this error come again however often the same is sent?
 
     An ``OSError`` may be a ``ValueError`` as well: TLS says so of a certificate.
     """
     if error is None or isinstance(error, (OSError, StoreUnavailable)):
         return False
-    if isinstance(error, _HOPELESS):
+    if isinstance(error, _PERMANENT):
         return True
-    return isinstance(error, _STUMBLES) and not any(
+    return isinstance(error, _AMBIGUOUS) and not any(
         module.startswith(_CLIENTS) for module in _modules(error)
     )
 
@@ -85,16 +85,16 @@ def _modules(error: BaseException) -> list[str]:
     return modules
 
 
-def patient(backend: Backend) -> PatientBackend:
+def retryable(backend: Backend) -> RetryableBackend:
     """Return a view of this backend that raises :class:`Undelivered`; for one delivery."""
     kind: AnyBackend = type(backend)
-    view = object.__new__(_patient_kind(kind))
+    view = object.__new__(_retryable_kind(kind))
     view.__dict__ = backend.__dict__  # the same: what connects when it is first used does so once
     view.whole, view.trouble, view.claim = backend, None, None
     return view
 
 
-class PatientBackend(Base):
+class RetryableBackend(Base):
     """What such a view does otherwise than the backend; all else is Celery's own code."""
 
     __slots__ = ("claim", "trouble", "whole")
@@ -116,12 +116,12 @@ class PatientBackend(Base):
         return cast("Context", prepared)
 
     def _publish(self, body: Sig, result: object) -> object:
-        failures, give_up = 0, time.monotonic() + _BODY_PATIENCE
+        failures, give_up = 0, time.monotonic() + _BODY_RETRY_SECONDS
         while True:
             try:
                 return type(body).delay(body, result)
             except Exception as error:  # noqa: PERF203  each try fails for a reason of its own
-                if hopeless(error):
+                if is_permanent(error):
                     raise
                 if _is_redis(self.whole):
                     self._give_up(error)
@@ -175,7 +175,7 @@ class PatientBackend(Base):
         try:
             super()._call_task_errbacks(request, exc, traceback)  # type: ignore[misc]
         except Exception as error:
-            if hopeless(error):
+            if is_permanent(error):
                 raise
             self._give_up(error)
 
@@ -192,7 +192,7 @@ class PatientBackend(Base):
 class _Client:
     """A Redis client for as long as nothing went wrong."""
 
-    def __init__(self, view: PatientBackend) -> None:
+    def __init__(self, view: RetryableBackend) -> None:
         self._view = view
 
     def __getattr__(self, name: str) -> object:
@@ -207,5 +207,5 @@ def _is_redis(backend: object) -> bool:
 
 
 @cache
-def _patient_kind(kind: type) -> type[PatientBackend]:
-    return type(f"Patient{kind.__name__}", (PatientBackend, kind), {})
+def _retryable_kind(kind: type) -> type[RetryableBackend]:
+    return type(f"Retryable{kind.__name__}", (RetryableBackend, kind), {})

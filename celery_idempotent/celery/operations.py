@@ -7,13 +7,13 @@ saw, and does nothing where the key has moved on since.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from celery_idempotent.celery.operator import Operation, Operator, Outcome
+from celery_idempotent.celery.operator import Operation, OperationRequest, Operator, Outcome
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import Identity, Record, State
+from celery_idempotent.records.frozen import frozen
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -26,12 +26,13 @@ __all__ = [
     "LONGEST_REASON",
     "ON_MANY",
     "OPERATIONS",
-    "Begun",
-    "Note",
+    "AuditEntry",
     "Operation",
+    "OperationRequest",
     "Outcome",
+    "StartedOperation",
+    "audit_logs",
     "is_live",
-    "notebooks",
     "offered",
     "operate",
     "operate_or_raise",
@@ -48,37 +49,31 @@ ON_MANY: tuple[Operation, ...] = tuple(each for each in OPERATIONS if each != "c
 LONGEST_REASON = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """An operation that is about to be done: by whom, to what, why, and whether it is forced on a live owner.
-
-    ``step``: to which step of the record, ``None`` for the whole.
-    """
+@frozen(frozen=True, slots=True)
+class StartedOperation:
+    """An operation on a record that is about to be done; ``forced``: an owner within its lease holds the key."""
 
     identity: Identity
-    operation: Operation
-    who: str
-    reason: str
+    request: OperationRequest
     forced: bool
-    step: str | None = None
 
 
-class Note(Protocol):
-    """What a notebook writes about one operation: begun before it is done, completed after."""
+class AuditEntry(Protocol):
+    """An entry of an audit log about one operation: written before it is done, completed after."""
 
     def done(self, trouble: str = "") -> None:
-        """Note that it was done."""
+        """Write that it was done."""
 
     def failed(self, trouble: str) -> None:
-        """Note that it was tried."""
+        """Write that it was tried."""
 
     def withdraw(self) -> None:
-        """Note nothing: nothing was done."""
+        """Delete the entry: nothing was done."""
 
 
 #: Where operations of named people are written down, beside the event and the log: Django's admin log, where our app is
-#: installed. ``None``: this notebook has no place for that person.
-notebooks: list[Callable[[Begun], Note | None]] = []
+#: installed. ``None``: this log has no place for that person.
+audit_logs: list[Callable[[StartedOperation], AuditEntry | None]] = []
 
 
 def is_live(record: Record, now_ms: int) -> bool:
@@ -109,66 +104,55 @@ def offered(
 
 
 def operate(
-    app: AnyCelery,
-    identity: Identity,
-    operation: Operation,
-    *,
-    token: int,
-    state: State,
-    force: bool = False,
-    who: str = "",
-    reason: str = "",
-    step: str | None = None,
-    value: Stored | None = None,
+    app: AnyCelery, identity: Identity, request: OperationRequest, *, token: int, state: State
 ) -> Outcome:
-    """Do one of :data:`OPERATIONS` to the record that has this token and this state, or to one ``step`` of it.
+    """Do what is asked for to the record that has this token and this state.
 
-    To complete takes a ``value``, as the task would write it. Only to complete and to forget can be about a step.
-    A record whose owner is live is left alone, unless this is forced: then its owner loses the key, and may still be
-    at work. The next claim gets a larger token. The log and the event tell ``who`` did it and why; so do the
-    :data:`notebooks`, which have it before it is done, so that nothing a person does is without a trace.
+    Only to complete and to forget can be about a step. A record whose owner is live is left alone, unless this is
+    forced: then its owner loses the key, and may still be at work. The next claim gets a larger token. The log and the
+    event tell who did it and why; so do the :data:`audit_logs`, which have it before it is done, so that nothing a
+    person does is without a trace.
 
     Raises:
         StoreUnavailable: if the store did not answer; what was asked for may have been done.
         ValueError: for a step or a value with an operation that takes none, or no value to complete with.
     """
-    _check(operation, step, value)
+    _check(request)
     store = get_store(app)
     record = store.get(identity)
     if record is None or (record.token, record.state) != (token, state):
         return Outcome.CHANGED
-    if operation not in offered(record, step=step):
+    if request.operation not in offered(record, step=request.step):
         return Outcome.CHANGED
     live = is_live(record, store.now_ms())
-    if live and not force:
+    if live and not request.force:
         return Outcome.LIVE
-    begun = Begun(
-        identity=identity, operation=operation, who=who, reason=reason, forced=live, step=step
-    )
-    notes = [note for open_note in notebooks if who and (note := open_note(begun))]
+    started = StartedOperation(identity, request, forced=live)
+    entries = [entry for open_entry in audit_logs if request.who and (entry := open_entry(started))]
     try:
-        outcome = Operator.of(app, store, operation, who, reason, step).execute(record, step, value)
+        outcome = Operator(app, store, request).execute(record)
     except IdempotencyError:
-        for note in notes:
-            note.failed(_aftermath(store, record))
+        for entry in entries:
+            entry.failed(_state_afterwards(store, record))
         raise
-    for note in notes:
+    for entry in entries:
         match outcome:
             case Outcome.DONE:
-                note.done()
+                entry.done()
             case Outcome.UNSENT:
-                note.done("its message could not be published yet")
+                entry.done("its message could not be published yet")
             case Outcome.CHANGED | Outcome.LIVE:
-                note.withdraw()
+                entry.withdraw()
     if outcome is not Outcome.CHANGED:
         heartbeat.start()  # which writes the counters
     return outcome
 
 
-def _check(operation: Operation, step: str | None, value: Stored | None) -> None:
-    if (operation == "complete") is (value is None):
+def _check(request: OperationRequest) -> None:
+    if (request.operation == "complete") is (request.value is None):
         raise ValueError("complete takes a value, and nothing else does")
-    if step is not None and (not step or operation not in ("complete", "forget")):
+    step = request.step
+    if step is not None and (not step or request.operation not in ("complete", "forget")):
         raise ValueError("complete and forget take the name of a step, and nothing else does")
 
 
@@ -177,7 +161,7 @@ def _seen(record: Record) -> tuple[object, ...]:
     return record.token, record.state, record.steps
 
 
-def _aftermath(store: Store, before: Record) -> str:
+def _state_afterwards(store: Store, before: Record) -> str:
     """Say what is known of an operation that the store did not confirm."""
     try:
         record = store.get(before.identity)
@@ -188,41 +172,20 @@ def _aftermath(store: Store, before: Record) -> str:
     return "right after that the record was gone, or another"
 
 
-def operate_or_raise(
-    app: Celery,
-    identity: Identity,
-    operation: Operation,
-    *,
-    force: bool = False,
-    who: str = "",
-    reason: str = "",
-    step: str | None = None,
-    value: Stored | None = None,
-) -> bool:
-    """Do an operation to whatever record a key has; ``False`` if it has none for which it means something.
+def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest) -> bool:
+    """Do what is asked for to whatever record a key has; ``False`` if it has none for which that means something.
 
     Raises:
         InProgress: if an owner within its lease holds the key, and this is not forced.
         ValueError: if it is forced without a reason; as :func:`operate` does.
         StoreUnavailable: if the store did not answer; it may have been done.
     """
-    if force and not reason:
+    if request.force and not request.reason:
         raise ValueError("to take a key away from a live owner, say why: reason=…")
-    _check(operation, step, value)
-    store = get_store(app)
+    _check(request)
+    store, operation, step = get_store(app), request.operation, request.step
     while (record := store.get(identity)) is not None and operation in offered(record, step=step):
-        outcome = operate(
-            app,
-            identity,
-            operation,
-            token=record.token,
-            state=record.state,
-            force=force,
-            who=who,
-            reason=reason,
-            step=step,
-            value=value,
-        )
+        outcome = operate(app, identity, request, token=record.token, state=record.state)
         if outcome is Outcome.LIVE:
             raise InProgress(
                 f"{identity} is held by {record.owner}, and was left alone ({operation}): wait for its end, or give"

@@ -19,7 +19,7 @@ import enum
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import TYPE_CHECKING, Final, Literal
 
 from celery_idempotent import signals
@@ -30,6 +30,7 @@ from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import Details, Line
 from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
+from celery_idempotent.records.frozen import frozen
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -63,55 +64,73 @@ class Outcome(enum.Enum):
     UNSENT = "unsent"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen(frozen=True, slots=True)
+class OperationRequest:
+    """What somebody wants done to a record, or to one ``step`` of it: ``who``, and why.
+
+    ``who``: this process, if no one is named. ``force``: also where an owner within its lease holds the key. ``value``:
+    what to complete with, as the task would write it.
+    """
+
+    operation: Operation
+    _: KW_ONLY
+    who: str = ""
+    reason: str = ""
+    force: bool = False
+    step: str | None = None
+    value: Stored | None = None
+
+
+@frozen(frozen=True, slots=True)
 class Operator:
-    """Who operates on the records of an app, and why."""
+    """What executes a request on the records of an app."""
 
     app: Celery
     store: Store
-    operation: Operation
-    who: str
-    reason: str
-    line: Line
+    request: OperationRequest
 
-    @classmethod
-    def of(
-        cls,
-        app: Celery,
-        store: Store,
-        operation: Operation,
-        who: str,
-        reason: str,
-        step: str | None,
-    ) -> Operator:
-        """Return who is to do an operation: this process, if nobody is named."""
+    @property
+    def who(self) -> str:
+        """Who asked for it."""
+        return self.request.who or worker_name(os.getpid())
+
+    @property
+    def line(self) -> Line:
+        """What the log says of it."""
+        step = self.request.step
         of_step = "" if step is None else f" step {step!r} of".replace("%", "%%")
-        line = Line(logging.WARNING, f"%(who)s {_DONE[operation]}{of_step} %(identity)s%(why)s")
-        return cls(app, store, operation, who or worker_name(os.getpid()), reason, line)
+        done = _DONE[self.request.operation]
+        return Line(logging.WARNING, f"%(who)s {done}{of_step} %(identity)s%(why)s")
 
-    def execute(self, record: Record, step: str | None, value: Stored | None) -> Outcome:
-        """Execute the operation on a record as it was seen, or on one step of it."""
-        if step is not None:
-            return _amend(self, record, step, value)
-        match self.operation:
+    def execute(self, record: Record) -> Outcome:
+        """Execute the request on a record as it was seen."""
+        if self.request.step is not None:
+            return _amend(self, record, self.request.step)
+        match self.request.operation:
             case "release":
                 return _release(self, record)
             case "requeue":
                 return _requeue(self, record)
             case "complete":
-                return _complete(self, record, value)
+                return _complete(self, record)
             case "fail":
                 return _fail(self, record)
             case "forget":
                 return _forget(self, record)
 
-    def intervention(self, step: str = "") -> Intervention:
+    def intervention(self) -> Intervention:
         """Return what the record keeps of it."""
-        return Intervention(operation=self.operation, who=self.who, reason=self.reason, step=step)
+        wanted = self.request
+        return Intervention(
+            operation=wanted.operation,
+            who=self.who,
+            reason=wanted.reason,
+            step=wanted.step or "",
+        )
 
     def report(self, outcome: Signal, record: Record, **more: Unpack[Details]) -> None:
         """Report what was done."""
-        about: Details = {**more, "who": self.who, "reason": self.reason, "line": self.line}
+        about: Details = {**more, "who": self.who, "reason": self.request.reason, "line": self.line}
         reaper.report_record(self.app, self.store, outcome, record, **about)
 
 
@@ -135,17 +154,19 @@ def _requeue(by: Operator, record: Record) -> Outcome:
     queued = by.store.requeue(record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token)
     if queued is None:
         return Outcome.CHANGED
-    sent = reaper.send_again(by.app, by.store, queued, who=by.who, reason=by.reason, line=by.line)
+    sent = reaper.send_again(
+        by.app, by.store, queued, who=by.who, reason=by.request.reason, line=by.line
+    )
     return Outcome.DONE if sent else Outcome.UNSENT
 
 
-def _complete(by: Operator, record: Record, value: Stored | None) -> Outcome:
+def _complete(by: Operator, record: Record) -> Outcome:
     definition = definition_of(by.app, record.identity.namespace, load=True)
     policy = Policy() if definition is None else definition.policy
     end = SettleRequest(
         record=record,
         state=State.COMPLETED,
-        value=value,
+        value=by.request.value,
         keep_ms=policy.settled_keep_ms,
         restore=False,
         intervention=by.intervention(),
@@ -156,10 +177,14 @@ def _complete(by: Operator, record: Record, value: Stored | None) -> Outcome:
     return Outcome.DONE
 
 
-def _amend(by: Operator, record: Record, step: str, value: Stored | None) -> Outcome:
-    noted = by.intervention(step)
-    identity, token = record.identity, record.token
-    if not by.store.amend(identity, token=token, name=step, value=value, intervention=noted):
+def _amend(by: Operator, record: Record, step: str) -> Outcome:
+    if not by.store.amend(
+        record.identity,
+        token=record.token,
+        name=step,
+        value=by.request.value,
+        intervention=by.intervention(),
+    ):
         return Outcome.CHANGED
     state = State.INTERRUPTED if record.state is State.PROCESSING else record.state
     by.report(signals.amended, record, state=state)

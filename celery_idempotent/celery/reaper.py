@@ -309,7 +309,7 @@ def _register(app: Celery, interval: float | None) -> None:
         conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
 
 
-def mend_row(sender: Service, **_: object) -> None:
+def repair_beat_row(sender: Service, **_: object) -> None:
     """Bring django-celery-beat's row of the sweep in line with the app's settings.
 
     Beat copies our entry to a row when it starts, without ``expires``, and never deletes that row.

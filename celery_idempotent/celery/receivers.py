@@ -23,10 +23,10 @@ def make_store(sender: WorkController, **_: object) -> None:
     Raises:
         SystemExit: if no task could run: the worker would take messages, and get rid of them.
     """
-    from celery_idempotent.celery.checks import insist
+    from celery_idempotent.celery.checks import check_or_raise
 
     try:
-        insist(sender.app)
+        check_or_raise(sender.app)
     except Exception as error:
         raise SystemExit(f"idempotency: this worker does not start: {error}") from error
 

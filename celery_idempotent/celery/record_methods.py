@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from celery_idempotent.celery import operations
+from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.typed import TaskBase
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.records import Identity, Record
@@ -59,8 +59,8 @@ class RecordMethods(TaskBase):
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        how = {"reason": reason, "who": who, "force": force}
-        return self._operate("forget", key, scope, step=step, **how)
+        request = OperationRequest("forget", step=step, reason=reason, who=who, force=force)
+        return self._operate(request, key, scope)
 
     def idempotency_release(
         self,
@@ -75,7 +75,8 @@ class RecordMethods(TaskBase):
 
         It is reported, refused and forced as :meth:`idempotency_forget` is, and raises the same.
         """
-        return self._operate("release", key, scope, reason=reason, who=who, force=force)
+        request = OperationRequest("release", reason=reason, who=who, force=force)
+        return self._operate(request, key, scope)
 
     def idempotency_requeue(
         self,
@@ -91,7 +92,8 @@ class RecordMethods(TaskBase):
         That takes ``idempotency_on_stale="requeue"``, and an unfinished run. It is reported, refused and forced as
         :meth:`idempotency_forget` is, and raises the same.
         """
-        return self._operate("requeue", key, scope, reason=reason, who=who, force=force)
+        request = OperationRequest("requeue", reason=reason, who=who, force=force)
+        return self._operate(request, key, scope)
 
     def idempotency_complete(
         self,
@@ -115,8 +117,10 @@ class RecordMethods(TaskBase):
             ValueError: if the value cannot be written as the task writes its results, or is too large.
         """
         stored = self._ours().codec.dump_given(value)
-        how = {"reason": reason, "who": who, "force": force}
-        return self._operate("complete", key, scope, step=step, value=stored, **how)
+        request = OperationRequest(
+            "complete", step=step, value=stored, reason=reason, who=who, force=force
+        )
+        return self._operate(request, key, scope)
 
     def idempotency_fail(
         self,
@@ -132,16 +136,12 @@ class RecordMethods(TaskBase):
         The record keeps who and why. It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
         the same.
         """
-        return self._operate("fail", key, scope, reason=reason, who=who, force=force)
+        request = OperationRequest("fail", reason=reason, who=who, force=force)
+        return self._operate(request, key, scope)
 
-    def _operate(
-        self, operation: operations.Operation, key: object, scope: object, **how: Any
-    ) -> bool:
+    def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:
         identities = self._identities(key, scope)
-        return True in [
-            operations.operate_or_raise(self.app, identity, operation, **how)
-            for identity in identities
-        ]
+        return True in [operate_or_raise(self.app, identity, request) for identity in identities]
 
     def _identities(self, key: object, scope: object) -> list[Identity]:
         """Return the identity of a key, and what it was in the namespace of before a deploy."""

@@ -89,8 +89,8 @@ def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms
         return value
     if state == "FAILURE" and isinstance(value, Exception):
         raise value
-    patience = _patience_ms(task) if record.replaced else task.idempotency_policy.lease_ms
-    if state and age_ms < patience and record.task_id != request.id:
+    wait_ms = _longest_wait_ms(task) if record.replaced else task.idempotency_policy.lease_ms
+    if state and age_ms < wait_ms and record.task_id != request.id:
         republish.conflict(task, request, record, task.idempotency_policy.lease_ms)
     raise ResultUnavailable(
         f"{record.identity} was completed by task {record.task_id}, but its result was not kept in the record "
@@ -98,7 +98,7 @@ def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms
     )
 
 
-def _patience_ms(task: IdempotentTask) -> int:
+def _longest_wait_ms(task: IdempotentTask) -> int:
     """Return how long a duplicate waits for the result of a replacement.
 
     That may take its time, or ignore its result. But once the record is gone, the duplicate would run.

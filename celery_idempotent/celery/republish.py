@@ -16,7 +16,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu 
 from celery_idempotent import backoff
 from celery_idempotent.celery import sentry
 from celery_idempotent.celery.delivery import UNDELIVERED
-from celery_idempotent.celery.patience import patience
+from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.typed import Options, Sig
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
@@ -246,7 +246,7 @@ def longest_wait_ms(task: IdempotentTask, request: Context) -> int | None:
 
 def _unacknowledged(task: IdempotentTask) -> float:
     """Return for how many seconds a message may stay unacknowledged, far from being taken for lost."""
-    broker = patience(task.app)
+    broker = redelivery_timeout(task.app)
     if broker is None:
         visible = task.app.conf.broker_transport_options.get("visibility_timeout")
         return float(visible or _VISIBILITY_TIMEOUT) / 4

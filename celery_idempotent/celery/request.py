@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: How long the main process waits for the interrupt of a child that is gone, before it lets the message go back.
-LOSS_PATIENCE = 0.25
+LOSS_TIMEOUT = 0.25
 _POLL = 0.02
 _LONGEST_POLL = 1.0
 
@@ -48,7 +48,7 @@ _LONGEST_POLL = 1.0
 LATE = 5.0
 
 #: How long a key is tried to be freed while the store does not answer, in seconds.
-UNRESERVE_PATIENCE = 600.0
+UNRESERVE_RETRY_SECONDS = 600.0
 
 _INTERRUPTED = Line(logging.WARNING, "%(identity)s is interrupted (crash %(crashes)s)%(why)s")
 
@@ -226,7 +226,7 @@ class Request(CeleryRequest):
                     task_id=self.id,
                     store=get_store(task.app),
                     reporter=definition.runner.reporter,
-                    give_up=time.monotonic() + UNRESERVE_PATIENCE,
+                    give_up=time.monotonic() + UNRESERVE_RETRY_SECONDS,
                 )
                 background.put(job)
         except Exception:
@@ -255,7 +255,7 @@ class Request(CeleryRequest):
                 if gone(lost.pid):
                     # Before the message goes back. A child that is still to be killed is not waited for:
                     # the pool kills it only when this has returned.
-                    lost.looked.wait(LOSS_PATIENCE)
+                    lost.looked.wait(LOSS_TIMEOUT)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 

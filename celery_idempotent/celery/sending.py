@@ -25,7 +25,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.utils.serialization import get_pickleable_exception
 
 from celery_idempotent.celery import delivery, republish, storing
-from celery_idempotent.celery.chords import Undelivered, hopeless, patient
+from celery_idempotent.celery.chords import Undelivered, is_permanent, retryable
 from celery_idempotent.celery.delivery import Due
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.identity.trees import AnySignature, canvas_tasks
@@ -47,7 +47,7 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
 
     Raises:
         Ignore: if that cannot be sent now: the message comes back.
-        Exception: what the run raised; or what makes it hopeless to send: then the task fails, and its record stays.
+        Exception: what the run raised; or what makes sending impossible: then the task fails, and its record stays.
     """
     delivery.take_due(request)  # some pools keep one request for all deliveries of a task
     try:
@@ -56,7 +56,7 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
         left_ms = task.idempotency_policy.settled_keep_ms // 2 - replaced.due.age_ms
         try:
             _deliver(task, request, replaced.due, left_ms, replaced.signature.delay)
-        except _Hopeless as error:
+        except _NeverDeliverableError as error:
             replaced.free()  # as where it is raised within run()
             raise error.trouble from None
         raise Ignore(str(replaced)) from None
@@ -64,7 +64,7 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
         due = delivery.take_due(request)
         if due is not None and not isinstance(error, (Ignore, Reject, Retry)):
             left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
-            with suppress(_Hopeless):
+            with suppress(_NeverDeliverableError):
                 _deliver(task, request, due, left_ms, partial(_send_failure, task, request, error))
             if not _celery_sends_it(request):
                 request.errbacks = request.chain = request.chord = None
@@ -74,7 +74,7 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
         left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
         try:
             _deliver(task, request, due, left_ms, partial(_send_success, task, request, value))
-        except _Hopeless as error:
+        except _NeverDeliverableError as error:
             raise error.trouble from None
         if not _celery_sends_it(request):
             request.callbacks = request.chain = request.chord = None
@@ -82,7 +82,7 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
     return value
 
 
-class _Hopeless(Exception):
+class _NeverDeliverableError(Exception):
     """The callbacks cannot be sent, however often the message comes back: ``trouble`` says why."""
 
     def __init__(self, trouble: BaseException) -> None:
@@ -107,14 +107,14 @@ def _deliver(
     except (Exception, Undelivered) as error:  # noqa: BLE001  brokers and backends fail in their own ways
         trouble = error.trouble if isinstance(error, Undelivered) else error
         _forget_published(request)
-        if trouble is not None and (hopeless(trouble) or left_ms <= 0):
+        if trouble is not None and (is_permanent(trouble) or left_ms <= 0):
             logger.critical(
                 "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s",
                 task.name,
                 request.id,
                 type(trouble).__name__,
             )
-            raise _Hopeless(trouble) from None
+            raise _NeverDeliverableError(trouble) from None
         republish.undelivered(task, request, trouble, left_ms)
     finally:
         _published.reset(token)
@@ -152,7 +152,7 @@ def _send_success(
         following = cast("Sig", maybe_signature(step, app=app))
         publish(following.apply_async, (value,), chain=rest, **options)
         request.chain = None
-    backend = patient(task.backend)
+    backend = retryable(task.backend)
     stored = not storing.ignores_result(task, request)
     backend.mark_as_done(request.id, value, backend.prepared(request), stored)
 
@@ -162,7 +162,7 @@ def _send_failure(task: IdempotentTask, request: Context, error: Exception) -> N
     failure = get_pickleable_exception(error)
     info = ExceptionInfo((type(failure), failure, error.__traceback__))
     stored = not storing.ignores_result(task, request) or task.store_errors_even_if_ignored
-    backend = patient(task.backend)
+    backend = retryable(task.backend)
     backend.mark_as_failure(
         str(request.id), failure, info.traceback, request=request, store_result=stored
     )

@@ -10,7 +10,6 @@ import getpass
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import click
 
@@ -19,9 +18,10 @@ from celery_idempotent.cli.objects import object_of
 from celery_idempotent.cli.options import Given, json_option
 from celery_idempotent.cli.output import Progress, note, write_json
 from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session
-from celery_idempotent.operations import Operation, Outcome
+from celery_idempotent.operations import Operation, OperationRequest, Outcome
 from celery_idempotent.operations.bulk import Ended, execute
-from celery_idempotent.records import Record, Stored
+from celery_idempotent.records import Record
+from celery_idempotent.records.frozen import frozen
 
 DONE: dict[Operation, str] = {
     "release": "released",
@@ -54,10 +54,10 @@ request_options = [
 ]
 
 
-def request_of(operation: Operation, given: Given) -> OperationRequest:
+def request_of(operation: Operation, given: Given) -> CommandRequest:
     """Return the request that these options give; they are taken out of ``given``."""
-    request = OperationRequest(
-        operation=operation,
+    request = CommandRequest(
+        operation,
         step=given.pop("step", None),
         who=given.pop("who") or _user(),
         **{name: given.pop(name) for name in ("reason", "force", "yes", "as_json")},
@@ -79,18 +79,12 @@ def _user() -> str:
         return f"uid {os.getuid()}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationRequest:
-    """An operation as the command line asks for it: on a whole record or one step, by whom and why."""
+@frozen(frozen=True, slots=True, kw_only=True)
+class CommandRequest(OperationRequest):
+    """What a command line asks for; ``yes``: without a question."""
 
-    operation: Operation
-    who: str
-    reason: str
-    force: bool
     yes: bool
     as_json: bool
-    step: str | None = None
-    value: Stored | None = None
 
     @property
     def done(self) -> str:
@@ -114,7 +108,7 @@ class OperationRequest:
 
 def execute_all(
     session: Session,
-    request: OperationRequest,
+    request: CommandRequest,
     records: Iterable[Record],
     *,
     total: int,
@@ -124,16 +118,7 @@ def execute_all(
     counts: Counter[Outcome | None] = Counter()
     try:
         with Progress("records", total=total) as progress:
-            for each in execute(
-                session.app,
-                request.operation,
-                records,
-                force=request.force,
-                who=request.who,
-                reason=request.reason,
-                step=request.step,
-                value=request.value,
-            ):
+            for each in execute(session.app, request, records):
                 counts[each.outcome] += 1
                 progress.add()
                 _tell(session, request, each)
@@ -148,7 +133,7 @@ def execute_all(
         raise click.exceptions.Exit(FOUND)
 
 
-def _tell(session: Session, request: OperationRequest, ended: Ended[Record]) -> None:
+def _tell(session: Session, request: CommandRequest, ended: Ended[Record]) -> None:
     """Write what came of one record."""
     outcome = "unknown" if ended.outcome is None else ended.outcome.value
     if request.as_json:
@@ -164,7 +149,7 @@ def _tell(session: Session, request: OperationRequest, ended: Ended[Record]) -> 
 
 
 def _summary(
-    request: OperationRequest, counts: Mapping[Outcome | None, int], *, left: int, untried: int
+    request: CommandRequest, counts: Mapping[Outcome | None, int], *, left: int, untried: int
 ) -> str:
     parts = [
         (counts[Outcome.DONE], DONE[request.operation]),

@@ -23,7 +23,7 @@ from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.cli.execution import (
     DONE,
     OWNER_IS_LIVE,
-    OperationRequest,
+    CommandRequest,
     execute_all,
     records_in_words,
     request_of,
@@ -122,7 +122,7 @@ _HELP = (
 )
 
 
-def _execute_on_one(session: Session, request: OperationRequest, record: Record) -> None:
+def _execute_on_one(session: Session, request: CommandRequest, record: Record) -> None:
     story = story_of(session.app, session.store, record)
     why_not = _why_not(session, request, record)
     if why_not is None and story.live and not request.force:
@@ -142,7 +142,7 @@ def _execute_on_one(session: Session, request: OperationRequest, record: Record)
     execute_all(session, request, [record], total=1)
 
 
-def _why_not(session: Session, request: OperationRequest, record: Record) -> str | None:
+def _why_not(session: Session, request: CommandRequest, record: Record) -> str | None:
     """Return why a request means nothing for a record."""
     known = definition_of(session.app, record.identity.namespace) is not None
     if request.operation in offered(record, known=known, step=request.step):
@@ -154,7 +154,7 @@ def _why_not(session: Session, request: OperationRequest, record: Record) -> str
 
 
 def _execute_on_filter(
-    session: Session, request: OperationRequest, wanted: Filter, *, limit: int, dry_run: bool
+    session: Session, request: CommandRequest, wanted: Filter, *, limit: int, dry_run: bool
 ) -> None:
     found, more = _collect(session, request.operation, wanted, limit)
     more_text = f"There are more than {limit:,}: run it again for the rest." if more else ""
@@ -177,7 +177,7 @@ def _collect(
 
 def _execute_on_all(
     session: Session,
-    request: OperationRequest,
+    request: CommandRequest,
     records: Sequence[Record],
     *,
     more: str = "",
@@ -202,7 +202,7 @@ def _execute_on_all(
 
 def _preview(
     session: Session,
-    request: OperationRequest,
+    request: CommandRequest,
     sorted_out: dict[Verdict, list[Record]],
     chosen: Sequence[Record],
     now_ms: int,

@@ -15,13 +15,13 @@ class IdempotencyConfig(AppConfig):
 
     def ready(self) -> None:
         """Register the checks, the sweep of the outbox, and the admin's log as where operations are written down."""
-        from celery_idempotent.celery.operations import notebooks
+        from celery_idempotent.celery.operations import audit_logs
         from celery_idempotent.django import checks, store  # noqa: F401
         from celery_idempotent.django.outbox import sending
 
         if sending.upkeep not in store.upkeeps:
             store.upkeeps.append(sending.upkeep)
         if apps.is_installed("django.contrib.admin"):
-            from celery_idempotent.django.admin.audit import open_note
+            from celery_idempotent.django.admin.audit import open_entry
 
-            notebooks.append(open_note)
+            audit_logs.append(open_entry)

@@ -17,7 +17,7 @@ from django.core.exceptions import ImproperlyConfigured
 from celery_idempotent.django.sql import atomic, browse, elsewhere, shortcuts, upkeep
 from celery_idempotent.django.sql.autocommit import commits_by_hand, committing
 from celery_idempotent.django.sql.columns import ENDED, digest
-from celery_idempotent.django.sql.connections import Busy, Lines, Session
+from celery_idempotent.django.sql.connections import Lines, RowLocked, Session
 from celery_idempotent.django.sql.reach import missing_bounds
 from celery_idempotent.django.sql.rows import read
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class LookAfter(Protocol):
+class UpkeepHook(Protocol):
     """Does a table's part of the beat task, in one database, and returns the counts for its report."""
 
     def __call__(self, app: Celery, *, using: str, limit: int) -> dict[str, int]:
@@ -60,7 +60,7 @@ class LookAfter(Protocol):
 
 
 #: Those of the other tables, the outbox: :mod:`celery_idempotent.django.apps` has them.
-upkeeps: list[LookAfter] = []
+upkeeps: list[UpkeepHook] = []
 
 
 class DjangoStore(cas.DecidingStore):
@@ -164,9 +164,9 @@ class DjangoStore(cas.DecidingStore):
             look.delete_lease()  # left behind by a task that settled in its own transaction
             return None
 
-        # Busy: a task that froze between the settle in its own transaction and the COMMIT. The next claim ends its
+        # RowLocked: a task that froze between the settle in its own transaction and the COMMIT. The next claim ends its
         # session; nobody else's record shall wait for that.
-        with suppress(Busy):
+        with suppress(RowLocked):
             return self.lines.run(work)
         return None
 

@@ -13,9 +13,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from celery_idempotent.celery.operations import Operation, Outcome, is_live, offered, operate
+from celery_idempotent.celery.operations import (
+    Operation,
+    OperationRequest,
+    Outcome,
+    is_live,
+    offered,
+    operate,
+)
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Identity, Page, Record, State, Stored
+from celery_idempotent.records import Identity, Page, Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -31,7 +38,7 @@ Verdict = Literal["do", "live", "left"]
 _SILENT = 2
 
 
-class Seen(Protocol):
+class SeenRecord(Protocol):
     """A record as somebody saw it, who decided what is to be done to it."""
 
     @property
@@ -47,7 +54,7 @@ class Seen(Protocol):
         """The state that it was in."""
 
 
-SeenT = TypeVar("SeenT", bound=Seen)
+SeenT = TypeVar("SeenT", bound=SeenRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,35 +104,16 @@ def collect(
 
 
 def execute(
-    app: Celery,
-    operation: Operation,
-    records: Iterable[SeenT],
-    *,
-    force: bool,
-    who: str,
-    reason: str,
-    step: str | None = None,
-    value: Stored | None = None,
+    app: Celery, request: OperationRequest, records: Iterable[SeenT]
 ) -> Iterator[Ended[SeenT]]:
-    """Do an operation to one record after the other; each is yielded as soon as it is done.
+    """Do what is asked for to one record after the other; each is yielded as soon as it is done.
 
     What goes wrong with one keeps none of the others, unless the store is silent: then those that follow are not tried.
     """
-    silent = 0
+    silent, operation = 0, request.operation
     for record in records:
         try:
-            outcome = operate(
-                app,
-                record.identity,
-                operation,
-                token=record.token,
-                state=record.state,
-                force=force,
-                who=who,
-                reason=reason,
-                step=step,
-                value=value,
-            )
+            outcome = operate(app, record.identity, request, token=record.token, state=record.state)
         except IdempotencyError as error:  # noqa: PERF203  each by itself
             logger.warning("idempotency: %s of %s failed: %s", operation, record.identity, error)
             yield Ended(record, None, str(error))

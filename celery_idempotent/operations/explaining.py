@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import is_live
-from celery_idempotent.celery.patience import patience
+from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.operations.choosing import Choice, choices_of
 from celery_idempotent.operations.finding import scope_in_words, task_name
@@ -234,7 +234,7 @@ class _Teller:
                 yield f"{self._sweep()} {_SWEPT[record.on_stale]}"
                 yield f"A delivery or call before that claims it at once, and {self._claimed(record.crashes + 1)}."
                 if self.definition is not None:
-                    yield redelivery_in_words(patience(self.app))
+                    yield redelivery_in_words(redelivery_timeout(self.app))
             case State.INTERRUPTED:
                 claimed = f"That claims it, and {self._claimed(record.crashes)}."
                 if self.definition is None:
@@ -244,7 +244,7 @@ class _Teller:
                     it = lost if record.crashes else "its retry, if it asked for one"
                     yield f"It waits for {it}, or for another call. {claimed}"
                     if record.crashes:
-                        yield redelivery_in_words(patience(self.app))
+                        yield redelivery_in_words(redelivery_timeout(self.app))
                     kept = time_in_words(self.policy.keep_ms)
                     yield f"Kept for {kept} after the end of its lease: then a call runs as if it were the first."
             case State.COMPLETED:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from celery_idempotent.records import Intervention, Record
 
 if TYPE_CHECKING:
-    from celery_idempotent.celery.patience import Patience
+    from celery_idempotent.celery.redelivery import RedeliveryTimeout
 
 #: What came of a call under another task id that was refused, as its task's idempotency_on_conflict says.
 REFUSED = {
@@ -64,7 +64,7 @@ def holder(record: Record, kind: str = "task") -> str:
     return f"{task} on {host}, pid {pid}" if host else task
 
 
-def redelivery_in_words(broker: Patience | None) -> str:
+def redelivery_in_words(broker: RedeliveryTimeout | None) -> str:
     """Return when the broker delivers the message of a lost worker again."""
     if broker is None:
         return "The broker delivers its message again once the connection of its worker is gone."

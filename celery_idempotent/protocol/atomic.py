@@ -178,12 +178,12 @@ class AtomicRun:
                                                               └─ it is not ─▶ it was rolled back: again, or raise
         """
         call, claim, endings = self._call, self._claim, self._endings
-        patient = isinstance(error, Exception)
+        retry = isinstance(error, Exception)
         with suppress(*STORE_ERRORS):
             claim.store.abandon(claim.record)
         if self._stage is Stage.COMMITTING:
-            return self._decided(error, patient=patient)
-        if patient:
+            return self._decided(error, retry=retry)
+        if retry:
             if self._stage is Stage.REFUSED:
                 return End.NEWER_CLAIM if endings.notice_newer_claim(call, claim) else End.GONE
             if claim.after_rollback is not None:
@@ -203,18 +203,18 @@ class AtomicRun:
         if act is not None:
             act()
 
-    def _decided(self, error: BaseException, *, patient: bool) -> CallResult | End:
+    def _decided(self, error: BaseException, *, retry: bool) -> CallResult | End:
         """Act on what the database made of the commit."""
         call, claim, endings = self._call, self._claim, self._endings
         commit = Commit.COMMITTED
         if claim.phase is not Phase.SETTLED:
-            commit = endings.ask_commit(call, claim, patient=patient)
+            commit = endings.ask_commit(call, claim, retry=retry)
         match commit:
             case Commit.ROLLED_BACK:
-                if patient and endings.notice_newer_claim(call, claim):
+                if retry and endings.notice_newer_claim(call, claim):
                     return End.NEWER_CLAIM
                 return self._rolled_back(error)
-            case _ if not patient:
+            case _ if not retry:
                 raise error
             case Commit.IN_DOUBT:
                 return StoreFailed(

@@ -34,7 +34,7 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import Store
 
 #: How long a claim tries to reach the store before the message goes back, in seconds.
-CLAIM_PATIENCE = 3.0
+CLAIM_RETRY_SECONDS = 3.0
 
 
 class AnsweredAttempt(NamedTuple):
@@ -69,7 +69,7 @@ class Claiming:
         Raises:
             StoreUnavailable, StoreMisconfigured: if no try had an answer.
         """
-        until = time.monotonic() + CLAIM_PATIENCE
+        until = time.monotonic() + CLAIM_RETRY_SECONDS
         try:
             return backoff.persist(partial(self.ask_once, call, attempt), until=until)
         except STORE_ERRORS:

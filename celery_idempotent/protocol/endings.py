@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: How long a release tries to reach the store, in seconds; after that the lease ends the claim.
-RELEASE_PATIENCE = 1.0
+RELEASE_RETRY_SECONDS = 1.0
 
 #: After so many failures to serialize a value the end is written without it. Two, for one may be a time limit.
 MAX_FAULTS = 2
@@ -97,9 +97,9 @@ class Endings:
             settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
             return self.settle(call, claim, settlement)
         # Not after SystemExit and the like: the process has a moment left, and the lease ends the claim anyway.
-        patient = isinstance(error, Exception)
-        end = self.release(claim, patient=patient, error=error)
-        if end is End.GONE and patient and self.notice_newer_claim(call, claim):
+        retry = isinstance(error, Exception)
+        end = self.release(claim, retry=retry, error=error)
+        if end is End.GONE and retry and self.notice_newer_claim(call, claim):
             return End.NEWER_CLAIM
         return end
 
@@ -109,14 +109,14 @@ class Endings:
         self,
         claim: Claim,
         *,
-        patient: bool = True,
+        retry: bool = True,
         requeue_ms: int | None = None,
         error: BaseException | None = None,
     ) -> End:
         """Give the key back: RELEASED, GONE, or LEFT_TO_LEASE if the store does not answer in time.
 
         ``requeue_ms``: a retry is about to be published, and its message counts as lost after so long. Without
-        ``patient`` there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
+        ``retry`` there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
         """
         claim.phase = Phase.RELEASED
         identity = claim.record.identity
@@ -128,7 +128,7 @@ class Endings:
             return claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
 
         try:
-            until = time.monotonic() + (RELEASE_PATIENCE if patient else 0)
+            until = time.monotonic() + (RELEASE_RETRY_SECONDS if retry else 0)
             released = backoff.persist(free, until=until, errors=STORE_ERRORS)
         except STORE_ERRORS as trouble:
             logger.warning(
@@ -290,7 +290,7 @@ class Endings:
 
     # -- of a transaction ----------------------------------------------------------------------------------------------
 
-    def ask_commit(self, call: Call, claim: Claim, *, patient: bool) -> Commit:
+    def ask_commit(self, call: Call, claim: Claim, *, retry: bool) -> Commit:
         """Ask the database whether the transaction was committed: the answer to its COMMIT was lost.
 
         The record's row decides: the transaction has it locked until it ends, and who writes to it waits for that::
@@ -300,7 +300,7 @@ class Endings:
             database                                  COMMIT is running ─────────────────────── committed
         """
         store = claim.store
-        until = time.monotonic() + (self.policy.lease_ms / 1000 if patient else 0)
+        until = time.monotonic() + (self.policy.lease_ms / 1000 if retry else 0)
         ask = partial(store.committed, claim.record)
         try:
             if not backoff.persist(ask, until=until, errors=STORE_ERRORS):

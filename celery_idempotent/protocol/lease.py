@@ -43,7 +43,7 @@ TICK = 5.0
 LINGER = 10.0
 
 #: An app or a process that ends waits so long for the last counts to be written, in seconds.
-EXIT_PATIENCE = 2.0
+EXIT_TIMEOUT = 2.0
 
 
 class Renewable(Protocol):
@@ -133,7 +133,7 @@ class Heartbeat:
                 return
             self._finishing.append(done)
         self._ring()
-        done.acquire(timeout=EXIT_PATIENCE)
+        done.acquire(timeout=EXIT_TIMEOUT)
 
     def remove(self, claim: Renewable) -> None:
         """Let ``claim`` go; a renewal under way may still end after this."""

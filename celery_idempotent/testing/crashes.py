@@ -152,7 +152,7 @@ def crash_matrix(
             operation.deliver(AFTER_THE_RUN if line == _AFTER else _at(event))
         let_leases_end()
         places = tuple(
-            _judge(line, operation.deliver(redelivered=True), operation.effects, expected)
+            _check_effects(line, operation.deliver(redelivered=True), operation.effects, expected)
             for line, operation in killed
         )
     report = CrashReport(
@@ -261,7 +261,7 @@ def _at(event: int) -> Kill:
     return lambda count, _: count == event
 
 
-def _judge(
+def _check_effects(
     line: WatchedLine, second: ProcessEnd, effects_of: Callable[[], object], expected: KilledAt
 ) -> KilledAt:
     effects = effects_of()

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from django.db import DatabaseError
 
-from celery_idempotent.celery.operations import operate_or_raise
+from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from tests.support.admin import claim, identity, make_user, settle
 
 
@@ -25,13 +25,15 @@ def app(memory, serve):
 
 def test_a_user_who_operates_in_code_is_in_the_log(app):
     make_user("alice")
-    assert operate_or_raise(app, identity("order-1"), "forget", who="alice", reason="a test")
+    assert operate_or_raise(
+        app, identity("order-1"), OperationRequest("forget", who="alice", reason="a test")
+    )
     assert entries() == [("alice", "Forgotten. Reason: a test")]
 
 
 @pytest.mark.parametrize("who", ["", "nobody here"])
 def test_who_is_no_user_of_the_project_has_no_entry(app, who):
-    assert operate_or_raise(app, identity("order-1"), "forget", who=who)
+    assert operate_or_raise(app, identity("order-1"), OperationRequest("forget", who=who))
     assert entries() == []
 
 
@@ -39,7 +41,7 @@ def test_an_operation_does_not_wait_for_a_log_that_is_down(app, memory, caplog):
     make_user("alice")
     log = "django.contrib.admin.models.LogEntry.objects.create"
     with mock.patch(log, side_effect=DatabaseError("it is down")):
-        assert operate_or_raise(app, identity("order-1"), "forget", who="alice")
+        assert operate_or_raise(app, identity("order-1"), OperationRequest("forget", who="alice"))
     assert memory.get(identity("order-1")) is None
     assert "the admin's log does not have what follows: it is down" in caplog.text
     assert "alice forgot" in caplog.text
@@ -57,7 +59,9 @@ def test_a_log_that_goes_down_meanwhile_keeps_the_note_that_nobody_knows_the_end
     patch = mock.patch(save, side_effect=DatabaseError("it is down"))
     with mock.patch.object(app.conf.idempotency_store, "forget", forgets_and_goes_down):
         try:
-            assert operate_or_raise(app, identity("order-1"), "forget", who="alice")
+            assert operate_or_raise(
+                app, identity("order-1"), OperationRequest("forget", who="alice")
+            )
         finally:
             patch.stop()
     ((who, message),) = entries()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.celery.operations import Outcome, operate
+from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.records import Record, ReserveRequest, SettleRequest, State
 from celery_idempotent.stores import Store
 from tests.support.admin import claim, identity, settle, value
@@ -145,7 +145,9 @@ def test_what_happens_between_look_and_write_stays(
     about: dict[str, Any] = {"step": step or None}
     if operation == "complete":
         about["value"] = value("17")
-    outcome = operate(app, KEY, operation, token=seen.token, state=seen.state, **about)
+    outcome = operate(
+        app, KEY, OperationRequest(operation, **about), token=seen.token, state=seen.state
+    )
     assert outcome is Outcome.CHANGED
     assert [store.get(KEY)] == after
 
@@ -157,6 +159,6 @@ def test_what_was_requeued_since_it_was_seen_is_not_failed(store: Store, serve: 
     queued = store.requeue(KEY, deadline_ms=60_000)
     assert queued is not None
     assert queued.token == seen.token
-    outcome = operate(app, KEY, "fail", token=seen.token, state=seen.state)
+    outcome = operate(app, KEY, OperationRequest("fail"), token=seen.token, state=seen.state)
     assert outcome is Outcome.CHANGED
     assert store.get(KEY) == queued

@@ -44,7 +44,7 @@ def backend(
 def test_a_frozen_result_backend_costs_a_page_some_seconds(
     backend: tuple[Any, EmbeddedRedis], operator: Client
 ) -> None:
-    from celery_idempotent.django.admin.results import BACKEND_PATIENCE
+    from celery_idempotent.django.admin.results import BACKEND_TIMEOUT
 
     app, server = backend
     url = address("a", "result")
@@ -55,8 +55,8 @@ def test_a_frozen_result_backend_costs_a_page_some_seconds(
     page = operator.get(url)
     took = time.monotonic() - started
     assert page.status_code == 200
-    assert f"The result backend does not answer within {BACKEND_PATIENCE:g} seconds." in text(page)
-    assert took >= BACKEND_PATIENCE
+    assert f"The result backend does not answer within {BACKEND_TIMEOUT:g} seconds." in text(page)
+    assert took >= BACKEND_TIMEOUT
     # Celery itself gives it two minutes.
     assert took < 30 < app.conf.redis_socket_timeout
     server.thaw()
@@ -69,7 +69,7 @@ def test_however_many_ask_few_threads_wait(
 ) -> None:
     from celery_idempotent.django.admin import results
 
-    monkeypatch.setattr(results, "BACKEND_PATIENCE", 0.2)
+    monkeypatch.setattr(results, "BACKEND_TIMEOUT", 0.2)
     app, server = backend
     server.freeze()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent.celery.operations import Outcome, operate
+from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import Ran, StoreFailed
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
@@ -225,7 +225,7 @@ def test_what_an_operator_failed_is_told_as_that(options: dict[str, Any]) -> Non
 
     def fail() -> bool:
         token = claimed.record.token
-        done = operate(app, identity, "fail", token=token, state=State.PROCESSING)
+        done = operate(app, identity, OperationRequest("fail"), token=token, state=State.PROCESSING)
         return done is Outcome.DONE
 
     wait_for(fail)

@@ -371,7 +371,7 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
         raise Killed
 
     monkeypatch.setattr(reservations, "UNCOMMITTED_MS", 1500)
-    monkeypatch.setattr(reservations, "REQUEST_PATIENCE", 0.1)
+    monkeypatch.setattr(reservations, "REQUEST_RETRY_SECONDS", 0.1)
     # Between the reservation and the message, with nobody left to give the key back.
     with monkeypatch.context() as patch:
         patch.setattr(reservations, "queue_message", kill)

@@ -756,7 +756,7 @@ def test_a_reservation_that_may_be_rolled_back_promises_nothing(
 
     from celery_idempotent.django.http import reservations
 
-    monkeypatch.setattr(reservations, "REQUEST_PATIENCE", 0.2)
+    monkeypatch.setattr(reservations, "REQUEST_RETRY_SECONDS", 0.2)
     with transaction.atomic():
         assert queue(factory, shop).status_code == 202
         answer = queue(factory, shop)

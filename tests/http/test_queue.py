@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import install
-from celery_idempotent.celery.operations import Outcome, operate
+from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
 from tests.http.sites import ORDER, Site, at_once, new_key
@@ -140,8 +140,14 @@ def test_what_an_operator_completed_is_told_to_who_polls_and_to_who_posts_again(
     value = Stored(
         content_type="application/json", content_encoding="utf-8", body=json.dumps(receipt).encode()
     )
-    about: dict[str, Any] = {"token": seen.token, "state": seen.state, "value": value}
-    assert operate(producer, seen.identity, "complete", **about) is Outcome.DONE
+    completed = operate(
+        producer,
+        seen.identity,
+        OperationRequest("complete", value=value),
+        token=seen.token,
+        state=seen.state,
+    )
+    assert completed is Outcome.DONE
     told = site.settled(first)
     assert (told["state"], told["result"]) == ("COMPLETED", receipt)
     again = site.pay(order("acct_closed"), key=key)

@@ -45,7 +45,7 @@ class Baseline:
     useless: str
 
     @property
-    def patience_s(self) -> float:
+    def timeout_s(self) -> float:
         """How long the tests may take with a mutant: past that they hang, which is noticed, too."""
         return 60 + 5 * self.seconds
 
@@ -94,7 +94,7 @@ def try_out(mutant: Mutant, baselines: Sequence[Baseline]) -> Verdict:
             target = directory / "celery_idempotent" / mutant.file
             target.write_text(target.read_text().replace(mutant.old, mutant.new))
             options = ("-x", *(f"--deselect={test}" for test in each.failed))
-            run = _pytest(directory, [*options, *shlex.split(each.tests)], each.patience_s)
+            run = _pytest(directory, [*options, *shlex.split(each.tests)], each.timeout_s)
         if run.code == _FAILED:
             word, by = "killed", (*run.failed, each.tests)[0]
         elif run.code is None:
@@ -134,7 +134,7 @@ class _Run:
     log: str
 
 
-def _pytest(directory: Path, arguments: Sequence[str], patience_s: float) -> _Run:
+def _pytest(directory: Path, arguments: Sequence[str], timeout_s: float) -> _Run:
     """Run pytest on the package in a directory, in a fork of this process."""
     begun = time.monotonic()
     pid = os.fork()
@@ -147,7 +147,7 @@ def _pytest(directory: Path, arguments: Sequence[str], patience_s: float) -> _Ru
         finally:
             os._exit(code)
     ended_with: int | None = None
-    while time.monotonic() < begun + patience_s:
+    while time.monotonic() < begun + timeout_s:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             ended_with = os.waitstatus_to_exitcode(status)

@@ -721,7 +721,7 @@ def test_a_row_that_a_frozen_run_holds_stops_no_sweep(
     words = store.lines._words
     assert words is not None
     words.begin = words.begin.replace("5000", "100")
-    words.patience = words.patience.replace("5", "1")
+    words.lock_wait = words.lock_wait.replace("5", "1")
     report = store.sweep(limit=10)
     assert [record.identity for record in report.interrupted] == [other]
     assert claimed(store).crashes == 1
@@ -751,7 +751,9 @@ def test_a_run_waits_for_an_earlier_session_of_its_claim_but_not_for_ever(
     other = connections.create_connection(store.alias)
     other.inc_thread_sharing()
     monkeypatch.setattr(atomic, "LOCK_TIMEOUT_MS", 1000)
-    monkeypatch.setattr(atomic, "_PATIENCE", atomic._PATIENCE.replace("5000", "1000"))
+    monkeypatch.setattr(
+        atomic, "_LOCK_TIMEOUT_SET", atomic._LOCK_TIMEOUT_SET.replace("5000", "1000")
+    )
     with other.cursor() as cursor:
         if other.vendor == "postgresql":
             cursor.execute("SELECT pg_advisory_lock(%s)", (holders.lock_number(name, token),))

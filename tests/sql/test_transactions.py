@@ -287,11 +287,11 @@ def make_impatient(store: DjangoStore, patch: pytest.MonkeyPatch) -> None:
 
     words = store.lines._words
     assert words is not None
-    words.patience = words.patience.replace("5", "1")
+    words.lock_wait = words.lock_wait.replace("5", "1")
     words.begin = words.begin.replace("5000", "100")
     words.alone = (words.alone[0].replace("5000", "100"), words.alone[1])
     patch.setattr(shortcuts, "LOCK_TIMEOUT_MS", 100)
-    for name in ("_PATIENCE", "_SETTLE_WITH_LEASE"):
+    for name in ("_LOCK_TIMEOUT_SET", "_SETTLE_WITH_LEASE"):
         patch.setattr(atomic, name, getattr(atomic, name).replace("5000", "100"))
 
 

@@ -16,7 +16,7 @@ import redis
 from celery import Celery
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery.operations import Outcome, operate
+from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import (
     Claimed,
@@ -482,7 +482,9 @@ class TestForget:
         seen = admin.get(identity)
 
         def forget():
-            return operate(apps[1], identity, "forget", token=seen.token, state=seen.state)
+            return operate(
+                apps[1], identity, OperationRequest("forget"), token=seen.token, state=seen.state
+            )
 
         admin.cache._link.mode = "deaf"
         with pytest.raises(StoreUnavailable):

@@ -10,7 +10,7 @@ from celery import Celery
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import reaper
-from celery_idempotent.celery.checks import insist
+from celery_idempotent.celery.checks import check_or_raise
 from celery_idempotent.checks import check_store
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
 from celery_idempotent.stores import get_store, open_store
@@ -85,7 +85,7 @@ def test_an_atomic_task_is_refused_at_the_start_of_a_worker_and_by_the_run(
         return 1
 
     with pytest.raises(StoreMisconfigured, match="OwnStore has no transactions"):
-        insist(app)  # a worker does, before it starts
+        check_or_raise(app)  # a worker does, before it starts
     with pytest.raises(StoreMisconfigured, match="OwnStore has no transactions"):
         task.apply(throw=True)
     with pytest.raises(NotImplementedError, match="no transactions"):

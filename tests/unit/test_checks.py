@@ -19,7 +19,7 @@ from celery import Celery
 from kombu import Queue
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery import patience
+from celery_idempotent.celery import redelivery
 from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.checks import Finding, check, check_settings, check_store, check_workers
 from celery_idempotent.stores import base
@@ -210,7 +210,7 @@ def test_retries_that_wait_for_longer_than_the_broker_are_found(
         ("azureservicebus://p:k@ns", {"peek_lock_seconds": 61, "use_lock_renewal": True}, None),
     ],
 )
-def test_each_brokers_own_patience_counts(
+def test_each_brokers_own_redelivery_timeout_counts(
     broker: str, options: dict[str, Any], said: str | None
 ) -> None:
     app = app_with(broker=broker)
@@ -225,7 +225,7 @@ def test_each_brokers_own_patience_counts(
 @pytest.mark.parametrize("transport", ["pgmq", "gcpubsub", "azureservicebus", "SQS", "redis"])
 def test_the_defaults_are_those_of_kombu(transport: str) -> None:
     """As its source says: the clients of most brokers are not here to be imported."""
-    option, seconds = patience._TRANSPORTS[transport.lower()]
+    option, seconds = redelivery._TRANSPORTS[transport.lower()]
     folder = Path(kombu.__file__).parent / "transport"
     path = folder / f"{transport}.py"
     if not path.exists():

@@ -11,7 +11,7 @@ from celery.backends.base import KeyValueStoreBackend
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_idempotent import InvalidKey, StoreUnavailable
-from celery_idempotent.celery.chords import hopeless, patient
+from celery_idempotent.celery.chords import is_permanent, retryable
 
 
 def raised(error: Exception, module: str = "tests") -> Exception:
@@ -26,8 +26,8 @@ def raised(error: Exception, module: str = "tests") -> Exception:
 @pytest.mark.parametrize(
     "error", [EncodeError("x"), InvalidKey("x"), TypeError("x"), KeyError("x"), AttributeError("x")]
 )
-def test_what_a_signature_or_a_value_causes_is_hopeless(error):
-    assert hopeless(raised(error))
+def test_what_a_signature_or_a_value_causes_is_permanent(error):
+    assert is_permanent(raised(error))
 
 
 @pytest.mark.parametrize(
@@ -42,19 +42,19 @@ def test_what_a_signature_or_a_value_causes_is_hopeless(error):
     ],
 )
 def test_what_a_broker_or_a_store_says_is_not(error):
-    assert not hopeless(raised(error))
+    assert not is_permanent(raised(error))
 
 
 @pytest.mark.parametrize("module", ["kombu.transport.redis", "amqp.channel", "redis.client"])
 def test_nor_is_what_a_client_stumbles_over_whose_connection_breaks(module):
     """As kombu does: ``'NoneType' object has no attribute 'client'``, of a channel that was closed meanwhile."""
     error = raised(AttributeError("'NoneType' object has no attribute 'client'"), module)
-    assert not hopeless(error)
-    assert hopeless(raised(EncodeError("x"), module))
+    assert not is_permanent(error)
+    assert is_permanent(raised(EncodeError("x"), module))
 
 
-def test_without_an_error_nothing_is_hopeless():
-    assert not hopeless(None)
+def test_without_an_error_nothing_is_permanent():
+    assert not is_permanent(None)
 
 
 def test_a_backend_connects_once_however_many_tasks_send_something():
@@ -74,6 +74,6 @@ def test_a_backend_connects_once_however_many_tasks_send_something():
     app = Celery("lazy", set_as_current=False)
     backend = LazyBackend(app)
     for task_id in ("a", "b"):
-        patient(backend).mark_as_done(task_id, 42)
+        retryable(backend).mark_as_done(task_id, 42)
     assert len(connections) == 1
     app.close()

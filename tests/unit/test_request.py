@@ -310,7 +310,7 @@ class TestLostChild:
     def test_the_main_process_does_not_wait_for_a_child_that_it_is_yet_to_kill(
         self, make, store, task, child, monkeypatch
     ):
-        monkeypatch.setattr(request, "LOSS_PATIENCE", 60)
+        monkeypatch.setattr(request, "LOSS_TIMEOUT", 60)
         hold(store, task, child.pid)
         lost = make(child.pid)
         start = time.monotonic()

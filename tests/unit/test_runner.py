@@ -756,7 +756,7 @@ class TestStoreFailures:
         assert isinstance(answer.error, StoreUnavailable)
         assert names(events) == ["store_failed"]
         assert events[0][1].error is answer.error
-        assert 1 < fake_time.now - fake_time.START <= claiming.CLAIM_PATIENCE
+        assert 1 < fake_time.now - fake_time.START <= claiming.CLAIM_RETRY_SECONDS
         assert len(store.calls) > 3
 
     def test_a_claim_is_repeated_as_the_same_attempt(self, execute, store, fake_time):
@@ -931,7 +931,7 @@ class TestStoreFailures:
         store.fail_always("release", StoreUnavailable)
         with pytest.raises(ValueError):
             execute(raising(ValueError()))
-        assert fake_time.now - fake_time.START <= endings.RELEASE_PATIENCE
+        assert fake_time.now - fake_time.START <= endings.RELEASE_RETRY_SECONDS
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert names(events) == ["claimed"]
         assert "could not release shop.charge key order-17" in caplog.text

@@ -194,7 +194,7 @@ def test_a_store_that_is_away_tells_store_failed_with_the_error(task, seen, monk
     def claim(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_PATIENCE", 0.1)
+    monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_RETRY_SECONDS", 0.1)
     monkeypatch.setattr(MemoryStore, "claim", claim)
     with pytest.raises(StoreUnavailable):
         task.apply(("o",))

@@ -882,8 +882,8 @@ def eta_in(message: SimpleNamespace) -> float:
 
 class TestStoreFailures:
     @pytest.fixture(autouse=True)
-    def _impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_PATIENCE", 0.01)
+    def _short_lock_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_RETRY_SECONDS", 0.01)
 
     def break_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def away(*_: object, **__: object) -> None:

@@ -86,13 +86,11 @@ class Place(NamedTuple):
         outcome = operations.operate(
             self.app,
             KEY,
-            operation,
+            operations.OperationRequest(
+                operation, force=True, who="ada", reason="it is\nstuck", **about
+            ),
             token=record.token,
             state=record.state,
-            force=True,
-            who="ada",
-            reason="it is\nstuck",
-            **about,
         )
         assert outcome is operations.Outcome.DONE
 
@@ -105,7 +103,7 @@ class Place(NamedTuple):
         def fails(*_: object, **__: object) -> None:
             raise StoreUnavailable("away")
 
-        monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_PATIENCE", 0)
+        monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_RETRY_SECONDS", 0)
         monkeypatch.setattr(MemoryStore, verb, fails)
 
 
@@ -399,7 +397,11 @@ class TestOperator:
 
         monkeypatch.setattr(place.store, "settle", late)
         outcome = operations.operate(
-            place.app, KEY, "fail", token=record.token, state=record.state, force=True
+            place.app,
+            KEY,
+            operations.OperationRequest("fail", force=True),
+            token=record.token,
+            state=record.state,
         )
         assert outcome is operations.Outcome.CHANGED
         told(place)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.celery.typed import AnyCelery
 
-__all__ = ["Finding", "check", "check_settings", "check_store", "check_workers", "insist"]
+__all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store", "check_workers"]
 
 _OF_SETTINGS = (
     broker.acks_late,
@@ -71,13 +71,13 @@ def check_settings(app: AnyCelery) -> list[Finding]:
         unbounded = list(servers.unbounded_waits(store))  # reads the settings of a database
     except IdempotencyError as error:
         hint = "Set idempotency_store to a URL or a store; a worker does not start like this."
-        return _heard([Finding(id="E001", problem=str(error), hint=hint)], silenced)
+        return _not_silenced([Finding(id="E001", problem=str(error), hint=hint)], silenced)
     found: list[Finding] = []
     for each in _OF_SETTINGS:
         found.extend(each(app, tasks))
     found.extend(servers.in_memory(store))
     found.extend(unbounded)
-    return _heard(found, silenced)
+    return _not_silenced(found, silenced)
 
 
 def check_store(app: AnyCelery) -> list[Finding]:
@@ -90,7 +90,7 @@ def check_store(app: AnyCelery) -> list[Finding]:
         list(servers.unbounded_waits(store))
     except Exception:  # noqa: BLE001  # reported as E001, E013 or E021
         return []
-    return _heard(servers.answers(store), silenced)
+    return _not_silenced(servers.answers(store), silenced)
 
 
 def check_workers(app: AnyCelery) -> list[Finding]:
@@ -101,7 +101,7 @@ def check_workers(app: AnyCelery) -> list[Finding]:
             return []
         if "W022" in {each.id for each in broker.sweep_queue(app, {})}:
             return []  # reported already
-        return _heard(broker.consumers(app), _silenced(app))
+        return _not_silenced(broker.consumers(app), _silenced(app))
     except Exception:  # noqa: BLE001  # reported as E013 or E021
         return []
 
@@ -111,7 +111,7 @@ def _bad_option(error: InvalidOption) -> Finding:
     return Finding(id="E013", problem=str(error), hint=hint)
 
 
-def insist(app: Celery) -> None:
+def check_or_raise(app: Celery) -> None:
     """Check, without asking any server, what no task can run without.
 
     Raises:
@@ -158,5 +158,5 @@ def _silenced(app: Celery) -> Collection[str]:
     return frozenset(given)
 
 
-def _heard(found: Iterable[Finding], silenced: Collection[str]) -> list[Finding]:
+def _not_silenced(found: Iterable[Finding], silenced: Collection[str]) -> list[Finding]:
     return [each for each in found if each.id not in silenced]

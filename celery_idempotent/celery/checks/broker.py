@@ -17,8 +17,8 @@ from celery import Task
 from celery.app.routes import Router
 
 from celery_idempotent.celery.checks.finding import Finding, Tasks, named
-from celery_idempotent.celery.patience import patience
 from celery_idempotent.celery.reaper import SWEEP
+from celery_idempotent.celery.redelivery import redelivery_timeout
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -58,7 +58,7 @@ def scheduled_sweep(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
 
 def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
     """Find leases that are longer than the broker waits for an acknowledgement."""
-    broker = patience(app)
+    broker = redelivery_timeout(app)
     if broker is None:
         return
     most_ms = broker.seconds * 1000
@@ -74,7 +74,7 @@ def visibility(app: Celery, tasks: Tasks) -> Iterator[Finding]:
 
 def waits(app: Celery, tasks: Tasks) -> Iterator[Finding]:
     """Find countdowns, as far as settings show them, that are longer than the broker waits for an acknowledgement."""
-    broker = patience(app)
+    broker = redelivery_timeout(app)
     if broker is None or broker.held is None:
         return
     found = [

@@ -235,7 +235,7 @@ def _parameters(name: str, was: Locked, now: Locked, *, moved: bool) -> Iterator
     if harmless:
         said = transitions.grown(name, changed)
     elif _reads(was.key, changed) or _reads(was.scope, changed):
-        said = transitions.resigned(name, changed)
+        said = transitions.signature_changed(name, changed)
     else:
         said = transitions.fingerprint(name, f"the parameters {', '.join(changed)}", moved=moved)
     yield Difference(

@@ -9,22 +9,22 @@ from celery_idempotent.identity.described import Described
 _ACCEPT = "If that is past, or the keys stay the same, write the file with --write --accept {}."
 
 
-class Said(TypedDict):
+class Explanation(TypedDict):
     """The two halves of a finding."""
 
     problem: str
     hint: str
 
 
-def added(name: str) -> Said:
+def added(name: str) -> Explanation:
     """Say what a task that the file does not have means."""
-    return Said(
+    return Explanation(
         problem=f"{name} is not in the file. It is new to it: no call in flight has a key of this task.",
         hint="Write the file with --write, so that later changes are seen.",
     )
 
 
-def removed(name: str, perhaps: list[str], *, kept: bool) -> Said:
+def removed(name: str, perhaps: list[str], *, kept: bool) -> Explanation:
     """Say what a task that only the file has means.
 
     ``perhaps``: the tasks that it may be now. ``kept``: another task looks for its records.
@@ -37,14 +37,14 @@ def removed(name: str, perhaps: list[str], *, kept: bool) -> Said:
         )
     new = perhaps[0] if len(perhaps) == 1 else "the new task"
     before = "" if kept else f"let {new} say idempotency_namespace_before={name!r}, and "
-    return Said(
+    return Explanation(
         problem=f"{name} is gone, renamed, or no longer protected.{looks} {effect}.",
         hint=f"If it was renamed, {before}keep a task {name} as long as such messages may come "
         f"(docs/deploying.md, Renaming a task). {_ACCEPT.format(name)}",
     )
 
 
-def changed(name: str, what: str, was: Described, now: Described, *, gone: bool) -> Said:
+def changed(name: str, what: str, was: Described, now: Described, *, gone: bool) -> Explanation:
     """Say what a namespace, key or scope that changes does; ``gone``: it read a parameter that is no more."""
     if what == "namespace":
         effect = "Messages that are delivered again and calls that are repeated after the deploy find no record"
@@ -53,16 +53,16 @@ def changed(name: str, what: str, was: Described, now: Described, *, gone: bool)
     hint = f"Set idempotency_{what}_before={_option(was)} for one retention (docs/deploying.md, Changing keys). "
     if gone:
         hint = "Keep the parameter, or if it was renamed and has the same values, accept it. "
-    return Said(
+    return Explanation(
         problem=f"The {what} of {name} changes from {_said(was)} to {_said(now)}{_same_name(was, now)}. {effect}, "
         "and the operation runs again.",
         hint=hint + _ACCEPT.format(name),
     )
 
 
-def ended(name: str, what: str, was: Described) -> Said:
+def ended(name: str, what: str, was: Described) -> Explanation:
     """Say what a transition that is taken out does."""
-    return Said(
+    return Explanation(
         problem=f"{name} no longer says idempotency_{what}_before={_option(was)}. Messages and calls of the version "
         "before that, and repetitions of what it did, run again.",
         hint="Leave it in until one retention after the last worker and publisher of that version has ended "
@@ -70,17 +70,17 @@ def ended(name: str, what: str, was: Described) -> Said:
     )
 
 
-def fingerprint(name: str, what: str, *, moved: bool) -> Said:
+def fingerprint(name: str, what: str, *, moved: bool) -> Explanation:
     """Say what another fingerprint does, and another key (``moved``) together with it."""
     begin = f"{name} changes {what}, and so the fingerprints of calls. "
     if moved:
-        return Said(
+        return Explanation(
             problem=f"{begin}Its key changes as well, and an old record with another fingerprint does not count: each "
             "operation that is repeated after the deploy runs again.",
             hint="Change the key in one deploy and the fingerprint in another one. "
             + _ACCEPT.format(name),
         )
-    return Said(
+    return Explanation(
         problem=f"{begin}Messages in flight keep theirs; a call that is repeated after the deploy is refused with "
         "FingerprintMismatch, and does not run.",
         hint="Set idempotency_fingerprint=None for one retention, and then the new one (docs/deploying.md, Changing "
@@ -88,9 +88,9 @@ def fingerprint(name: str, what: str, *, moved: bool) -> Said:
     )
 
 
-def resigned(name: str, parameters: list[str]) -> Said:
+def signature_changed(name: str, parameters: list[str]) -> Explanation:
     """Say what a change of parameters does to a key that is made of them."""
-    return Said(
+    return Explanation(
         problem=f"{name} makes its keys of parameters that change: {', '.join(parameters)}. A call that is repeated "
         "after the deploy has another key, and the operation runs again.",
         hint="No option reads both. Leave this task as it is, and give the new signature a new task "
@@ -98,9 +98,9 @@ def resigned(name: str, parameters: list[str]) -> Said:
     )
 
 
-def grown(name: str, parameters: list[str]) -> Said:
+def grown(name: str, parameters: list[str]) -> Explanation:
     """Say what parameters with a default do."""
-    return Said(
+    return Explanation(
         problem=f"{name} has new parameters that calls may leave out: {', '.join(parameters)}. Keys and fingerprints "
         "stay the same.",
         hint="Write the file with --write.",

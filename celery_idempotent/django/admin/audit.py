@@ -22,7 +22,7 @@ from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DatabaseError
 
-from celery_idempotent.celery.operations import Begun
+from celery_idempotent.celery.operations import StartedOperation
 from celery_idempotent.django.admin.identities import unparse
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.models import IdempotencyRecord
@@ -34,71 +34,72 @@ logger = logging.getLogger(__name__)
 _SHOWN = 20
 
 
-class LogNote:
+class AdminLogEntry:
     """Who does what to which key, and why: written down before it is done, so that nothing is done without a trace.
 
     If the process dies in between, the entry says that the outcome is unknown.
     """
 
-    def __init__(self, begun: Begun, user_pk: int | str) -> None:
-        self._wording = WORDINGS[begun.operation]
-        self._forced, self._reason, self._step = begun.forced, begun.reason, begun.step
+    def __init__(self, started: StartedOperation, user_pk: int | str) -> None:
+        self._started, request = started, started.request
+        self._wording = WORDINGS[request.operation]
         # Not log_action(): Django 5.1 gave it another name and other arguments.
         self._entry = LogEntry.objects.create(
             user_id=user_pk,
             content_type=_content_type(),
-            object_id=unparse(begun.identity),
-            object_repr=str(begun.identity)[:200],
-            action_flag=DELETION if begun.operation == "forget" and not begun.step else CHANGE,
+            object_id=unparse(started.identity),
+            object_repr=str(started.identity)[:200],
+            action_flag=DELETION if request.operation == "forget" and not request.step else CHANGE,
             change_message=self._message(
                 f"{self._wording.button}: begun, and it is not known how it ended"
             ),
         )
 
     def done(self, trouble: str = "") -> None:
-        """Note that it was done."""
+        """Write that it was done."""
         self._end(self._wording.done, trouble)
 
     def failed(self, trouble: str) -> None:
-        """Note that it was tried."""
+        """Write that it was tried."""
         self._end(f"{self._wording.button} failed", trouble)
 
     def withdraw(self) -> None:
-        """Delete the note: nothing was done."""
-        with self._no_matter_what():
+        """Delete the entry: nothing was done."""
+        with self._ignoring_outages():
             self._entry.delete()
 
     def _end(self, message: str, trouble: str) -> None:
         self._entry.change_message = self._message(message, trouble)
-        with self._no_matter_what():
+        with self._ignoring_outages():
             self._entry.save(update_fields=["change_message"])
 
     @contextlib.contextmanager
-    def _no_matter_what(self) -> Iterator[None]:
-        """Let what was done be done: without its end the note says that nobody knows it."""
+    def _ignoring_outages(self) -> Iterator[None]:
+        """Let what was done be done: without its end the entry says that the outcome is unknown."""
         try:
             yield
         except DatabaseError as error:
             logger.warning("idempotency: the admin's log does not have how it ended: %s", error)
 
     def _message(self, message: str, trouble: str = "") -> str:
-        if self._step is not None:
-            message += f", step {self._step}"
-        if self._forced:
+        request = self._started.request
+        if request.step is not None:
+            message += f", step {request.step}"
+        if self._started.forced:
             message += ", forced on a live owner"
         if trouble:
             message += f" ({trouble})"
-        if self._reason:
-            message += f". Reason: {self._reason}"
+        if request.reason:
+            message += f". Reason: {request.reason}"
         return message
 
 
-def open_note(begun: Begun) -> LogNote | None:
-    """Begin a note about somebody who is a user of this project; ``None`` about anybody else."""
+def open_entry(started: StartedOperation) -> AdminLogEntry | None:
+    """Begin an entry about a user of this project; ``None`` about anybody else."""
     users = get_user_model()._default_manager  # noqa: SLF001  a model of the project's own may have no `objects`
     try:
-        user = users.filter(**{get_user_model().USERNAME_FIELD: begun.who}).first()
-        return None if user is None else LogNote(begun, user.pk)
+        user = users.filter(**{get_user_model().USERNAME_FIELD: started.request.who}).first()
+        return None if user is None else AdminLogEntry(started, user.pk)
     except (DatabaseError, SynchronousOnlyOperation) as error:
         # An incident does not wait for this database: the event and the log have it.
         logger.warning("idempotency: the admin's log does not have what follows: %s", error)

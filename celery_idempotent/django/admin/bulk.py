@@ -21,7 +21,7 @@ from django.contrib import messages
 from django.core.exceptions import BadRequest
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import ON_MANY, Operation
+from celery_idempotent.celery.operations import ON_MANY, Operation, OperationRequest
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm, FilterForm
 from celery_idempotent.django.admin.listing import PER_PAGE, looked_through
@@ -136,7 +136,7 @@ class BulkPages(OperationPages):
         form = ConfirmForm(post, operation=operation, marks=marks, live=len(live))
         if not form.is_valid():
             return self._question(request, operation, back, self._now([*marks, *live]), form=form)
-        lines = self._carry_out_all(request, operation, [*marks, *live], len(marks), form)
+        lines = self._execute_all(request, operation, [*marks, *live], len(marks), form)
         counted = Counter(line.verdict for line in lines)
         context = {
             "title": f"{WORDINGS[operation].button}: what came of it",
@@ -154,7 +154,7 @@ class BulkPages(OperationPages):
         }
         return self.render(request, "summary", context)
 
-    def _carry_out_all(
+    def _execute_all(
         self,
         request: HttpRequest,
         operation: Operation,
@@ -177,14 +177,13 @@ class BulkPages(OperationPages):
             if forced and not force:
                 lines += [self.line(each, "refused", _OWNER_WAS_LIVE) for each in part]
                 continue
-            ended = execute(
-                celery_app(),
+            wanted = OperationRequest(
                 operation,
-                in_time(part[: max(STEP - len(lines), 0)]),
-                force=forced,
                 who=request.user.get_username(),
                 reason=form.cleaned_data["reason"],
+                force=forced,
             )
+            ended = execute(celery_app(), wanted, in_time(part[: max(STEP - len(lines), 0)]))
             done = [self._told(operation, each) for each in ended]
             lines += done
             lines += [self.line(each, "untried", "Not tried yet.") for each in part[len(done) :]]

@@ -13,7 +13,7 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import namespace_of_view
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
-from celery_idempotent.operations.bulk import Seen, may_repeat
+from celery_idempotent.operations.bulk import SeenRecord, may_repeat
 from celery_idempotent.operations.finding import namespace_of, scope_in_words, scope_of_user
 from celery_idempotent.records import Selection, State, Stored
 
@@ -167,7 +167,7 @@ class ConfirmForm(forms.Form):
         data: QueryDict | None = None,
         *,
         operation: Operation,
-        marks: Sequence[Seen],
+        marks: Sequence[SeenRecord],
         live: int,
         initial: dict[str, object] | None = None,
     ) -> None:
@@ -219,7 +219,7 @@ class OperationForm(ConfirmForm):
         data: QueryDict | None = None,
         *,
         operation: Operation,
-        marks: Sequence[Seen],
+        marks: Sequence[SeenRecord],
         live: int,
         read: Callable[[str], Stored],
         of_step: bool = False,

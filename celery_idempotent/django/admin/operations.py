@@ -16,11 +16,7 @@ from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import (
-    Operation,
-    Outcome,
-    operate,
-)
+from celery_idempotent.celery.operations import Operation, OperationRequest, operate
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
@@ -30,7 +26,7 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.operations.bulk import may_repeat
 from celery_idempotent.operations.bulk import verdict as verdict_on
 from celery_idempotent.operations.values import value_from_json
-from celery_idempotent.records import Identity, Record, State, Stored
+from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
 
 
@@ -125,15 +121,15 @@ class OperationPages(Pages):
             return self.render(request, "operation", context, status=400 if sent else 200)
         given = form.cleaned_data
         mark = Mark(identity=identity, token=given["token"], state=State(given["state"]))
-        outcome = self.execute(
-            request,
+        wanted = OperationRequest(
             operation,
-            mark,
+            who=request.user.get_username(),
             reason=given["reason"],
             force=given.get("force", False),
             step=step,
             value=given.get("value"),
         )
+        outcome = operate(celery_app(), mark.identity, wanted, token=mark.token, state=mark.state)
         ending = ENDINGS[outcome]
         text = ending.message.format(done=wording.done, identity=identity)
         messages.add_message(request, ending.level, text)
@@ -181,35 +177,6 @@ class OperationPages(Pages):
             address=self.address_of(mark.identity),
             record=record,
             stale=record is not None and record.stale(now_ms),
-        )
-
-    def execute(
-        self,
-        request: HttpRequest,
-        operation: Operation,
-        mark: Mark,
-        *,
-        reason: str,
-        force: bool,
-        step: str | None = None,
-        value: Stored | None = None,
-    ) -> Outcome:
-        """Do an operation to a record as it was shown, and note it in the log.
-
-        Raises:
-            IdempotencyError: if the store did not answer; the note says what is known then.
-        """
-        return operate(
-            celery_app(),
-            mark.identity,
-            operation,
-            token=mark.token,
-            state=mark.state,
-            force=force,
-            who=request.user.get_username(),
-            reason=reason,
-            step=step,
-            value=value,
         )
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: How long a page waits for the result backend, in seconds. Its own limits are for workers: Celery lets Redis take two
 #: minutes, and tries again twenty times.
-BACKEND_PATIENCE = 3.0
+BACKEND_TIMEOUT = 3.0
 
 #: So many questions may be without an answer at a time: each has a thread until the backend's own limits end it.
 _asking = threading.BoundedSemaphore(4)
@@ -49,10 +49,10 @@ def result_of(app: Celery, task_id: str, *, may_see: bool) -> BackendResult:
         return BackendResult(trouble="This app keeps no results.")
     except NotYet:
         logger.warning(
-            "idempotency: the result backend does not answer within %s s", BACKEND_PATIENCE
+            "idempotency: the result backend does not answer within %s s", BACKEND_TIMEOUT
         )
         return BackendResult(
-            trouble=f"The result backend does not answer within {BACKEND_PATIENCE:g} seconds."
+            trouble=f"The result backend does not answer within {BACKEND_TIMEOUT:g} seconds."
         )
     except Exception as error:
         logger.warning("idempotency: the result backend does not answer", exc_info=True)
@@ -84,4 +84,4 @@ def _stored_meta(backend: Backend, task_id: str) -> Meta:
     except BaseException:
         _asking.release()
         raise
-    return answer.result(BACKEND_PATIENCE)
+    return answer.result(BACKEND_TIMEOUT)

@@ -126,7 +126,7 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
             not commit in time.
     """
     task_id = str(uuid.uuid4())
-    give_up, attempts = time.monotonic() + reservations.REQUEST_PATIENCE, 0
+    give_up, attempts = time.monotonic() + reservations.REQUEST_RETRY_SECONDS, 0
     while True:
         # promised: the 202 of this request will not wait for a COMMIT.
         match reservations.reserve_key(

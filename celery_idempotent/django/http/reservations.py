@@ -38,7 +38,7 @@ T = TypeVar("T")
 UNCOMMITTED_MS = 10_000
 
 #: How long a request tries to reach the store, or waits for another request's COMMIT, in seconds.
-REQUEST_PATIENCE = 3.0
+REQUEST_RETRY_SECONDS = 3.0
 
 #: The answer whenever something broke: the message may have been sent, and only the reply was lost.
 _UNSURE = (
@@ -57,7 +57,7 @@ def reserve_key(order: TaskOrder, task_id: str, *, promised: bool) -> Reservatio
         RequestRefused: if the store does not answer.
     """
     message = order.message(task_id) if promised else None
-    return _patiently(
+    return _with_retries(
         order,
         lambda: key_change.reserve(
             order.store,
@@ -74,16 +74,16 @@ def reserve_key(order: TaskOrder, task_id: str, *, promised: bool) -> Reservatio
 def forget_failure(order: TaskOrder, record: Record) -> None:
     """Delete a FAILED record that the request tries again; the record of a later attempt stays."""
     identity = record.identity
-    if _patiently(
+    if _with_retries(
         order, lambda: order.store.forget(identity, token=record.token, state=record.state)
     ):
         order.report(signals.forgotten, record, line=_FORGOTTEN)
 
 
-def _patiently(order: TaskOrder, verb: Callable[[], T]) -> T:
+def _with_retries(order: TaskOrder, verb: Callable[[], T]) -> T:
     """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost."""
     try:
-        return backoff.persist(verb, until=time.monotonic() + REQUEST_PATIENCE)
+        return backoff.persist(verb, until=time.monotonic() + REQUEST_RETRY_SECONDS)
     except STORE_ERRORS as error:
         order.report(signals.store_failed, error=error)
         raise RequestRefused(

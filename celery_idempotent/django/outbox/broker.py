@@ -58,7 +58,7 @@ def confirming(app: Celery) -> Iterator[object]:
         yield producer
 
 
-def unreached(app: Celery, error: Exception | None) -> bool:
+def is_unreachable(app: Celery, error: Exception | None) -> bool:
     """Was it the way to the broker that failed, and not something about this message?"""
     if error is None:
         return False

@@ -28,7 +28,7 @@ from django.db import DatabaseError, connections
 from celery_idempotent.celery.publishing import DeferredCall
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.django.outbox import rows
-from celery_idempotent.django.outbox.broker import confirming, unreached
+from celery_idempotent.django.outbox.broker import confirming, is_unreachable
 from celery_idempotent.django.outbox.payload import load
 from celery_idempotent.django.sql.autocommit import committing
 from celery_idempotent.errors import StoreUnavailable
@@ -152,7 +152,7 @@ def _sweep(app: Celery, using: str, limit: int) -> Sent:
             if lease is None:
                 break
             sent, error = _send_group(send_now, lease, limit - report.sent, until)
-            failures = failures + 1 if unreached(app, error) else 0
+            failures = failures + 1 if is_unreachable(app, error) else 0
             failed = report.failed + (error is not None)
             report = replace(report, sent=report.sent + sent, failed=failed)
     if report.sent or report.failed:

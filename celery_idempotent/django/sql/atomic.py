@@ -26,7 +26,7 @@ from celery_idempotent.django.sql.blocks import RunBlock, refuse_outer
 from celery_idempotent.django.sql.columns import LIVE_SQL, PRUNE_SLACK_MS, digest
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
-from celery_idempotent.django.sql.elsewhere import Surroundings
+from celery_idempotent.django.sql.elsewhere import OtherConnections
 from celery_idempotent.django.sql.ended import SessionLost, still_there
 from celery_idempotent.django.sql.holders import lock_name, lock_number
 from celery_idempotent.django.sql.interruptions import drop, sound
@@ -40,20 +40,20 @@ _SAVEPOINT = "celery_idempotent_run"
 _OURS = f" WHERE digest = %s AND token = %s AND {LIVE_SQL}"
 
 #: Bounds the waits of one statement of ours, and of none of the task's, nor its COMMIT: ``was`` is what it had.
-_PATIENCE = (
-    "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), patience AS MATERIALIZED"
+_LOCK_TIMEOUT_SET = (
+    "WITH own AS MATERIALIZED (SELECT current_setting('lock_timeout') AS was), lock_wait AS MATERIALIZED"
     f" (SELECT was, set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true) FROM own)"
 )
-_IMPATIENCE = "set_config('lock_timeout', was, true)"
+_LOCK_TIMEOUT_RESTORED = "set_config('lock_timeout', was, true)"
 
 #: On PostgreSQL the lease goes with it, if nobody else has its row locked: the task's transaction must not fail for it.
 #: Nor under REPEATABLE READ or stricter, for a heartbeat may have renewed it since the snapshot of the transaction.
 _SETTLE_WITH_LEASE = (
-    _PATIENCE + ", r AS ({update} RETURNING digest, token),"
+    _LOCK_TIMEOUT_SET + ", r AS ({update} RETURNING digest, token),"
     " free AS (SELECT e.digest FROM celery_idempotent_lease e, r WHERE e.digest = r.digest AND e.token = r.token"
     " AND current_setting('transaction_isolation') = 'read committed' FOR UPDATE OF e SKIP LOCKED),"
     " l AS (DELETE FROM celery_idempotent_lease e USING free WHERE e.digest = free.digest RETURNING 1)"
-    f" SELECT (SELECT count(*) FROM r), (SELECT count(*) FROM l), {_IMPATIENCE} FROM patience"
+    f" SELECT (SELECT count(*) FROM r), (SELECT count(*) FROM l), {_LOCK_TIMEOUT_RESTORED} FROM lock_wait"
 )
 
 
@@ -73,7 +73,7 @@ class ClaimTransaction:
         self.without_lease = False
         #: The functions that wait for the commit and were not called yet.
         self.waiting: list[Callable[[], None]] = []
-        self._surroundings = Surroundings(session.connection)
+        self._other_connections = OtherConnections(session.connection)
         self.record = record
         self._session = session
 
@@ -102,8 +102,8 @@ class ClaimTransaction:
             # At once, which takes no parameters. The last sees what was committed while the first waited.
             ours = len(
                 session.rows_of_last(
-                    f"{_PATIENCE} SELECT pg_advisory_xact_lock({lock_number(*claim):d}),"
-                    f" {_IMPATIENCE} FROM patience; SAVEPOINT {_SAVEPOINT};"
+                    f"{_LOCK_TIMEOUT_SET} SELECT pg_advisory_xact_lock({lock_number(*claim):d}),"
+                    f" {_LOCK_TIMEOUT_RESTORED} FROM lock_wait; SAVEPOINT {_SAVEPOINT};"
                     " SELECT 1 FROM celery_idempotent_record"
                     + _OURS
                     % (f"decode('{name.hex()}', 'hex')", f"{token:d}")
@@ -127,15 +127,15 @@ class ClaimTransaction:
 
     def has(self, connection: object) -> bool:
         """Is this the connection of another thread, to the same database?"""
-        return self._surroundings.has(connection)
+        return self._other_connections.has(connection)
 
     def guards(self, connection: object) -> bool:
         """Would a reader of the task expect a write there to be part of the transaction?"""
-        return self._surroundings.guards(connection)
+        return self._other_connections.guards(connection)
 
     def outside(self) -> AbstractContextManager[None]:
         """Refuse statements that write, other than through another connection."""
-        return self._surroundings.step()
+        return self._other_connections.step()
 
     def unlock(self) -> None:
         """Unlock the claim, where a lock outlives its transaction."""
@@ -160,12 +160,12 @@ class ClaimTransaction:
         if self.of(record):
             still_there(session, _SAVEPOINT)
         now = session.words.now_ms
-        patient = session.words.vendor == "postgresql"
+        bounded = session.words.vendor == "postgresql"
         update = (
             "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
             f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
             f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
-            f"{' FROM patience' if patient else ''}{_OURS}"
+            f"{' FROM lock_wait' if bounded else ''}{_OURS}"
         )
         params = (
             LETTERS[request.state],
@@ -177,7 +177,7 @@ class ClaimTransaction:
             *_claim_of(record),
         )
         try:
-            if patient:
+            if bounded:
                 sql = _SETTLE_WITH_LEASE.format(update=update)
                 ((written, deleted, _),) = session.rows(sql, params)
                 self.without_lease = bool(deleted)

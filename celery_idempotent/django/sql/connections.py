@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: For how long a verb that collides with others is repeated.
-_PATIENCE_SECONDS = 10.0
+_CONNECT_RETRY_SECONDS = 10.0
 
 #: What PostgreSQL, MariaDB and MySQL call a table that is not there.
 _NO_TABLE = ("42P01", 1146)
@@ -49,7 +49,7 @@ class _Conflict(Exception):
     """What was read has changed since."""
 
 
-class Busy(StoreUnavailable):
+class RowLocked(StoreUnavailable):
     """Another transaction locks the record's row for longer than we wait."""
 
 
@@ -95,7 +95,7 @@ class Session:
         """
         alone = self.words.alone if durable else self.words.alone_at_ease
         before, after = ("", "") if self.begun else alone
-        return self.execute(before + self.words.patience + sql + after, params)
+        return self.execute(before + self.words.lock_wait + sql + after, params)
 
     def expect(self, sql: str, params: Sequence[object] = ()) -> None:
         """Run a statement that writes one row; if it does not, the verb begins again."""
@@ -151,7 +151,7 @@ class Lines:
         Raises :exc:`~celery_idempotent.errors.StoreUnavailable` or
         :exc:`~celery_idempotent.errors.StoreMisconfigured` for whatever else goes wrong.
         """
-        give_up = time.monotonic() + _PATIENCE_SECONDS
+        give_up = time.monotonic() + _CONNECT_RETRY_SECONDS
         attempt, lost = 0, False
         while True:
             attempt += 1
@@ -255,7 +255,7 @@ class Lines:
                 f"{where} refused a statement ({type(error).__name__}): {hint}"
             )
         if trouble == "busy":
-            return Busy(f"{where}: somebody holds the record's row ({text})")
+            return RowLocked(f"{where}: somebody holds the record's row ({text})")
         return StoreUnavailable(f"{where} cannot serve us at the moment: {text}")
 
 

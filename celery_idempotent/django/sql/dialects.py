@@ -56,7 +56,7 @@ class Dialect:
     #: The operator that divides whole numbers.
     div: str = "/"
     #: Prefix of a statement that bounds its waits for locks (MariaDB).
-    patience: str = ""
+    lock_wait: str = ""
     #: What bounds the waits of a single UPDATE or DELETE outside of a transaction: its prefix and its suffix.
     alone: tuple[str, str] = ("", "")
     #: The same for one that may be lost if the server crashes: its commit waits for no disk, where that is possible.
@@ -85,15 +85,15 @@ DIALECTS = {
         # The setting ends with the statement's own transaction, and the EXISTS sees to it that it is made before the
         # statement waits for the row.
         alone=(
-            f"WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)) ",
-            " AND EXISTS (SELECT 1 FROM patience)",
+            f"WITH lock_wait AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true)) ",
+            " AND EXISTS (SELECT 1 FROM lock_wait)",
         ),
         alone_at_ease=(
             (
-                f"WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true),"
+                f"WITH lock_wait AS MATERIALIZED (SELECT set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true),"
                 " set_config('synchronous_commit', 'off', true)) "
             ),
-            " AND EXISTS (SELECT 1 FROM patience)",
+            " AND EXISTS (SELECT 1 FROM lock_wait)",
         ),
     ),
     "mysql": Dialect(
@@ -140,8 +140,8 @@ def dialect(vendor: str, *, mariadb: bool = False) -> Dialect:
     if not mariadb:
         return replace(known)
     # MySQL can only set this for the session, and it would stay set for the project's own statements.
-    patience = f"SET STATEMENT innodb_lock_wait_timeout = {LOCK_TIMEOUT_MS // 1000} FOR "
-    return replace(known, patience=patience)
+    lock_wait = f"SET STATEMENT innodb_lock_wait_timeout = {LOCK_TIMEOUT_MS // 1000} FOR "
+    return replace(known, lock_wait=lock_wait)
 
 
 def kind(error: Exception, vendor: str) -> Kind:

@@ -37,7 +37,7 @@ _READ_ONLY = re.compile(
 _STORE_TABLES = re.compile(r"\bcelery_idempotent_(?:record|lease|refusals|highwatermark|counter)\b")
 
 
-class Surroundings:
+class OtherConnections:
     """The connection of an atomic run's transaction, and which other connections must not write meanwhile."""
 
     def __init__(self, own: BaseDatabaseWrapper) -> None:

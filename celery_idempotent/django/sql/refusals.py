@@ -69,7 +69,7 @@ def note_refusal(row: Row, kind: RefusalKind, task_id: str) -> None:
     who = cut(task_id).replace("\0", "\ufffd")
     entry = f"{kind[0]}{len(who):03}{who:<{WHO_BYTES}}{row.now_us // 1000:014}"
     params = (row.digest, row.stored.record.created_ms, entry)
-    with _impatient(session):
+    with _short_lock_wait(session):
         for _ in range(_TRIES):
             if _tried(session, params):
                 return
@@ -78,7 +78,7 @@ def note_refusal(row: Row, kind: RefusalKind, task_id: str) -> None:
 def _tried(session: Session, params: tuple[object, ...]) -> bool:
     """Write a note; ``False`` if another try may do better."""
     try:
-        session.execute(session.words.patience + _STATEMENTS[session.words.vendor], params)
+        session.execute(session.words.lock_wait + _STATEMENTS[session.words.vendor], params)
     except Error as error:
         trouble = kind_of(error, session.words.vendor)
         if trouble in ("lost", "misconfigured"):
@@ -100,13 +100,13 @@ def split_refusals(entries: str | None) -> tuple[Refusal, ...]:
 
 
 @contextlib.contextmanager
-def _impatient(session: Session) -> Iterator[None]:
+def _short_lock_wait(session: Session) -> Iterator[None]:
     if session.words.vendor != "sqlite":
         yield
         return
-    ((patience,),) = session.rows("PRAGMA busy_timeout")
-    session.rows(f"PRAGMA busy_timeout = {min(patience, _SQLITE_MS)}")
+    ((lock_wait,),) = session.rows("PRAGMA busy_timeout")
+    session.rows(f"PRAGMA busy_timeout = {min(lock_wait, _SQLITE_MS)}")
     try:
         yield
     finally:
-        session.rows(f"PRAGMA busy_timeout = {patience}")
+        session.rows(f"PRAGMA busy_timeout = {lock_wait}")

@@ -55,7 +55,7 @@ class HybridStore(ForwardingStore):
         if isinstance(found, Cached) and _serves(found.record, request):
             return Settled(found.record, found.age_ms)
         answer = self.truth.claim(request)
-        self._learn(found, answer)
+        self._update_cache(found, answer)
         return answer
 
     def reserve(self, request: ReserveRequest) -> Reservation:
@@ -64,7 +64,7 @@ class HybridStore(ForwardingStore):
         if isinstance(found, Cached) and _serves(found.record, request):
             return Settled(found.record, found.age_ms)
         answer = self.truth.reserve(request)
-        self._learn(found, answer)
+        self._update_cache(found, answer)
         return answer
 
     def settle(self, request: SettleRequest) -> bool:
@@ -160,7 +160,7 @@ class HybridStore(ForwardingStore):
         self.cache.close()
         self.truth.close()
 
-    def _learn(self, found: Cached | Ticket | None, answer: Answer | Reservation) -> None:
+    def _update_cache(self, found: Cached | Ticket | None, answer: Answer | Reservation) -> None:
         """Bring the cache in line with what the truth answered, where they disagree."""
         match found:
             case Ticket() if isinstance(answer, Settled):

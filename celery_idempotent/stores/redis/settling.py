@@ -105,8 +105,8 @@ class Settling(Servers):
         """Return the answer, and whether as many replicas as we want have what was written."""
         if not self.replicas:
             return self._ask(command), True
-        wanted, patience = b"%d" % self.replicas, b"%d" % self._replica_timeout_ms
-        wait = plain(command.bucket, b"WAIT", wanted, patience)
+        wanted, timeout = b"%d" % self.replicas, b"%d" % self._replica_timeout_ms
+        wait = plain(command.bucket, b"WAIT", wanted, timeout)
         answer, acknowledged = exchange(self._link, (command, wait))
         return answer, acknowledged >= self.replicas
 

@@ -77,8 +77,8 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         options = options or {}
         if replicas:
             # The answer to a WAIT comes that much later.
-            patience = DEFAULT_SOCKET_TIMEOUT + replica_timeout_ms / 1000
-            options = {"socket_timeout": patience, **options}
+            timeout = DEFAULT_SOCKET_TIMEOUT + replica_timeout_ms / 1000
+            options = {"socket_timeout": timeout, **options}
         link, named = link_and_prefix(url, options)
         super().__init__(link, Keyspace(named if prefix is None else prefix))
         self.replicas, self._replica_timeout_ms = replicas, replica_timeout_ms

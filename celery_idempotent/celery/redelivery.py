@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class RedeliveryTimeout:
     """The ``option`` of the transport that says so, and its value in ``seconds``, after which a dead worker's message
     comes again; ``held`` seconds after which that of a live one does, ``None`` if it renews it for as long as it lives.
 
@@ -43,8 +43,8 @@ _TRANSPORTS = {
 _AZURE_RENEWS = 3600.0
 
 
-def patience(app: Celery) -> Patience | None:
-    """Return the patience of the broker that the app's messages are read from, ``None`` if it waits for no time."""
+def redelivery_timeout(app: Celery) -> RedeliveryTimeout | None:
+    """Return how long the broker that the app reads from waits, ``None`` if it redelivers at once or never."""
     url = cast("object", app.conf.broker_read_url)  # its stub knows one URL only
     first = url[0] if isinstance(url, (list, tuple)) and url else url
     scheme = str(first or "").partition("://")[0].partition("+")[0].lower()
@@ -58,7 +58,7 @@ def patience(app: Celery) -> Patience | None:
         held = None  # a thread of the worker extends the deadlines of all that it holds
     elif scheme == "azureservicebus" and options.get("use_lock_renewal"):
         held = max(seconds, _seconds(options, "max_lock_renewal_duration", _AZURE_RENEWS))
-    return Patience(option=option, seconds=seconds, held=held)
+    return RedeliveryTimeout(option=option, seconds=seconds, held=held)
 
 
 def _seconds(options: Options, name: str, default: float) -> float:
