@@ -138,9 +138,15 @@ def on_error(s: Stage) -> None:
 
 @scenario("on_message tells the caller of every state", wide=True)
 def on_message(s: Stage) -> None:
-    result = s.progress.delay(2)
     told: list[Any] = []
-    value = result.get(timeout=PATIENCE, propagate=False, on_message=told.append)
+
+    def tell(message: Any) -> None:
+        told.append(message)
+        gate.touch()  # the task ends once somebody listens: of one that has ended nothing is told
+
+    with s.gate() as gate:
+        result = s.progress.delay(2, str(gate))
+        value = result.get(timeout=PATIENCE, propagate=False, on_message=tell)
     assert s.note("value", value) == "finished"
     assert told[-1]["status"] == "SUCCESS"
     s.note("last", sorted(told[-1]))

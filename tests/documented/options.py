@@ -158,8 +158,9 @@ def track_started(s: Stage) -> None:
 
 @scenario("a task sets states of its own, of itself or of another", wide=True)
 def custom_states(s: Stage) -> None:
-    result = s.progress.delay(20)
-    info = s.wait(lambda: result.state == "PROGRESS" and result.info)
+    with s.gate() as gate:
+        result = s.progress.delay(20, str(gate))
+        info = s.wait(lambda: result.state == "PROGRESS" and result.info)
     s.note("progress", info["total"])
     assert s.get(result) == "finished"
     s.sets.update_state(task_id="of-another", state="HALTED", meta={"by": "me"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from celery import Celery, chain, group, signature
@@ -137,10 +138,17 @@ def joins(self: Any, allowed: bool) -> Any:
         return result.get(timeout=30)
 
 
-def progress(self: Any, steps: int) -> str:
+def wait_at(gate: str) -> None:
+    """Wait until the scenario opens its gate."""
+    give_up = time.monotonic() + 60
+    while not Path(gate).exists() and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
+def progress(self: Any, steps: int, gate: str) -> str:
     for step in range(steps):
         self.update_state(state="PROGRESS", meta={"current": step, "total": steps})
-        time.sleep(0.05)
+    wait_at(gate)
     return "finished"
 
 

@@ -9,7 +9,6 @@ import signal
 import time
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -18,6 +17,7 @@ from celery.exceptions import Ignore, Reject
 from pydantic import BaseModel
 
 from tests.documented.recorder import note
+from tests.documented.tasks import wait_at
 
 #: By name, every error of the library with what it is made of.
 ERRORS: dict[str, tuple[Any, ...]] = {
@@ -178,9 +178,7 @@ def works(self: Any, how: str = "", *args: Any) -> Any:
         case "sleeps":
             time.sleep(30)
         case "waits":
-            give_up = time.monotonic() + 60
-            while not Path(args[0]).exists() and time.monotonic() < give_up:
-                time.sleep(0.01)
+            wait_at(args[0])
         case "catches":
             try:
                 time.sleep(30)
@@ -238,9 +236,7 @@ def _every(app: Any) -> Any:
 
 def waits_once(key: str, gate: str) -> str:
     note("keyed", key)
-    give_up = time.monotonic() + 60
-    while not Path(gate).exists() and time.monotonic() < give_up:
-        time.sleep(0.01)
+    wait_at(gate)
     return "done"
 
 
