@@ -40,6 +40,8 @@ def make_app(
     app.conf.update(
         task_default_queue="bench",
         broker_connection_retry_on_startup=True,
+        # kombu's 10 are too few for 20 greenlets that acknowledge at once.
+        broker_transport_options={"max_connections": 100},
         worker_hijack_root_logger=False,
     )
     if store:
