@@ -565,7 +565,7 @@ class TestMisbehaviour:
                 )
             )
 
-        assert self.under(place, end_one, most=200, pause=0.05) > 5
+        self.pay_while_struck(place, end_one, times=examples(20, 60), pause=0.05)
 
     @pytest.fixture
     def own_server(self) -> Iterator[tuple[EmbeddedPostgres, str]]:
@@ -605,7 +605,7 @@ class TestMisbehaviour:
             place.reconnect()
             return len(found)
 
-        assert self.under(place, crash, most=4, pause=0.7) >= 2
+        self.pay_while_struck(place, crash, times=4, pause=0.7)
 
     @pytest.mark.wide  # the one above crashes
     def test_a_database_that_is_restarted_loses_and_doubles_nothing(self, till, own_server):
@@ -637,18 +637,22 @@ class TestMisbehaviour:
         self.tell_the_truth(place, results)
         assert all(worker.running for worker in workers)
 
-    def under(self, place: Till, strike: Callable[[], int], *, most: int, pause: float) -> int:
-        """Pay orders twice each while the database is struck; return how often it was."""
+    def pay_while_struck(
+        self, place: Till, strike: Callable[[], int], *, times: int, pause: float
+    ) -> None:
+        """Pay orders, twice each, until the database was struck so often while some were under way."""
         workers = [place.worker(f"worker{n}", concurrency=2) for n in range(2)]
-        keys = [f"order {n}" for n in range(examples(30, 60))]
-        results = {key: [place.pay(key), place.pay(key)] for key in keys}
-        struck = 0
-        while any(not r.ready() for both in results.values() for r in both) and struck < most:
+        results: dict[str, list[AsyncResult[Any]]] = {}
+        struck, until = 0, time.monotonic() + PATIENCE
+        while struck < times:
+            assert time.monotonic() < until, f"struck {struck} times"
+            if all(result.ready() for both in results.values() for result in both):
+                for key in (f"order {len(results) + n}" for n in range(30)):
+                    results[key] = [place.pay(key), place.pay(key)]
             struck += strike()
             time.sleep(pause)
         self.tell_the_truth(place, results)
         assert all(worker.running for worker in workers)
-        return struck
 
     def tell_the_truth(self, place: Till, results: dict[str, list[AsyncResult[Any]]]) -> None:
         """Each order was paid once if anybody was told so, and else not at all."""
