@@ -29,7 +29,7 @@ claim_var: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=No
 
 
 class Phase(Enum):
-    """Where a claim is in its life, as far as its worker knows; the store has the last word.
+    """Where a claim is in its life, as far as its worker knows. The store decides: each write names the token.
 
     ::
 
@@ -51,10 +51,11 @@ class Phase(Enum):
     ENDED = "the run is over, and this worker wrote no end"
 
 
-#: In one of these phases the body may still be at work. (A claim that awaited a COMMIT is RELEASED after its body.)
+#: In one of these phases the body may still be at work. (After the rollback of its caller it is over in RELEASED, too;
+#: that claim is not the current one any more.)
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
-#: In one of these phases the end was reported: written, or given up.
+#: In one of these phases the end is written or given up, and the signal was sent that says so.
 REPORTED = (Phase.SETTLED, Phase.ENDED)
 
 
@@ -83,9 +84,9 @@ class Claim:
     #: thread calls, relies on that.
     phase = Phase.RUNNING
 
-    #: While a deploy changes keys: the record under the identity of before, claimed together with this one.
+    #: While a deploy changes keys: the record under the previous identity, claimed together with this one.
     before: Record | None = None
-    #: It was reported that a newer claim has the key.
+    #: A newer claim has the key, and the signal ``lease_lost`` was sent.
     superseded = False
     #: When the settle began (``time.monotonic``), for the duration in its report; ``None`` before, and for a claim
     #: that is settled without a run.
@@ -143,7 +144,7 @@ class Claim:
         return self.record.crashes
 
     def prepare_renewal(self) -> bool:
-        """Return whether there is a lease to renew. Without one the body may still be at work (:data:`AT_WORK`)."""
+        """Return whether there is a lease to renew: not for a run that lost its key or gave it back."""
         return self.phase is Phase.RUNNING
 
     def lose(self) -> None:
@@ -159,7 +160,7 @@ class Claim:
         vars(self).setdefault("phase", Phase.LOST)
 
     def renew(self) -> None:
-        """Renew the lease. The store is asked again for as long as the lease surely lives.
+        """Renew the lease. A store that does not answer is asked again, until the lease may have run out.
 
         Raises:
             LeaseLost: if the claim is gone.
@@ -169,15 +170,16 @@ class Claim:
         failures = 0
         while True:
             try:
-                if self._renewed():
-                    return
-                raise self._gone()
-            except StoreUnavailable:  # noqa: PERF203  one try failed, and the next may not
+                renewed = self._renewed()
+                break
+            except StoreUnavailable:
                 failures += 1
                 # Asked each time: the heartbeat may have renewed it meanwhile.
                 until = self.renewed_at + lease_s
                 if not backoff.pause(failures, until=until, longest=_LONGEST_PAUSE):
                     raise
+        if not renewed:
+            raise self._gone()
 
     def _renewed(self) -> bool:
         if self.phase is not Phase.RUNNING:
@@ -221,7 +223,7 @@ class Claim:
         Raises:
             LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else what it did
                 was not recorded.
-            StoreUnavailable: if the store could not be reached for a lease.
+            StoreUnavailable: if the store could not be reached for the length of a lease.
             IdempotencyError: if the result cannot be serialized, or is too large.
         """
         known = self._steps.get(name)
@@ -247,7 +249,8 @@ class Claim:
         self.lose()
         return LeaseLost(
             f"The claim of {self.record.identity} (token {self.token}) is gone: its lease ran out and the key "
-            "was claimed or swept, or an operator took it. Stop before the next irreversible step."
+            "was claimed or swept, an operator took it, or the run itself gave it back for a retry. Stop before the "
+            "next irreversible step."
         )
 
 

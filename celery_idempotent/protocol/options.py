@@ -28,20 +28,23 @@ from celery_idempotent.settings import milliseconds
 StoreErrorPolicy = Literal["closed", "open"]
 Mode = Literal["enforce", "observe", "off"]
 
+#: Views with ``@idempotent_view``, and those with ``@keyed_view``.
+ViewKind = Literal["idempotent", "keyed"]
+ViewKinds = tuple[ViewKind, ...]
+
 T = TypeVar("T")
 
 #: Reads what was given for an option; what it returns has the type of its field.
 Reader = Callable[[object], Any]
 
 
-def option(default: T, read: Callable[[object], T], *, views: str = "idempotent") -> T:
+def option(default: T, read: Callable[[object], T], *, views: ViewKinds = ("idempotent",)) -> T:
     """Declare one option: its default, as the field has it, and the function that reads what the user gives.
 
-    ``views`` says which decorators of views take it: ``"idempotent"`` is ``@idempotent_view``, ``"keyed"`` is
-    ``@keyed_view``, ``"idempotent keyed"`` is both. Tasks ignore it.
+    ``views`` says which decorators of views take it; tasks ignore that.
     """
     # Annotated as the value, not as a Field: so a type checker accepts it as the default of a field of that type.
-    declared: T = field(default=default, metadata={"read": read, "views": views.split()})
+    declared: T = field(default=default, metadata={"read": read, "views": views})
     return declared
 
 

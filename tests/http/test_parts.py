@@ -54,7 +54,7 @@ def view(_request: Any) -> None:
         ({"checks": [5]}, "functions"),
         ({"max_crashes": -1}, "from 0"),
         ({"namespace": ""}, "printable"),
-        ({"docs_url": 5}, "text"),
+        ({"docs_url": 5}, "string"),
         ({"atomic": True, "on_store_error": "open"}, "excludes"),
     ],
 )

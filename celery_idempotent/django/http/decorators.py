@@ -25,7 +25,7 @@ from django.db import connections
 from celery_idempotent.django.http.bodies import TOO_LARGE, body_too_large, receive
 from celery_idempotent.django.http.guards import Guard, Guarded
 from celery_idempotent.django.http.keys import read_key
-from celery_idempotent.django.http.options import HttpOptions, refuse_idle
+from celery_idempotent.django.http.options import HttpOptions, refuse_unused
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.transactions import (
     atomic_requests,
@@ -125,7 +125,7 @@ def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object
 
 
 def _decorator(view: ViewFunction | None, options: dict[str, object], *, guards: bool) -> object:
-    refuse_idle(options, "idempotent" if guards else "keyed")
+    refuse_unused(options, "idempotent" if guards else "keyed")
 
     def decorate(target: View) -> View:
         name = f"{target.__module__}.{target.__qualname__}"
@@ -178,10 +178,13 @@ def _rest_class(cls: Any, marks: Marks) -> None:
         refused = _read_request(request, options)
         if refused is not None:
             return refused
-        # With a key, the transaction is within the claim.
-        within = not marks.guards or request.idempotency_key is not None  # type: ignore[attr-defined]  # ours
+        # Who opens the transactions of ATOMIC_REQUESTS? Around a keyed view Django does; where there is a key the guard
+        # of the handler, inside its claim; else this.
+        keyed = request.idempotency_key is not None  # type: ignore[attr-defined]  # ours
         try:
-            with atomic_requests(frozenset(connections) if within else non_atomic):
+            with atomic_requests(
+                frozenset(connections) if keyed or not marks.guards else non_atomic
+            ):
                 return dispatch(self, request, *args, **kwargs)
         except TOO_LARGE as error:
             return _too_large(request, options, error)
@@ -193,8 +196,8 @@ def _rest_class(cls: Any, marks: Marks) -> None:
         handler = getattr(self, name, None)
         if handler is not None:
             keyed = request._request.idempotency_key is not None  # noqa: SLF001  Django's own request
-            within = non_atomic if keyed else frozenset(connections)
-            setattr(self, name, _function(handler, marks, non_atomic=within))
+            without = non_atomic if keyed else frozenset(connections)
+            setattr(self, name, _function(handler, marks, non_atomic=without))
 
     cls.dispatch = unwrapped(checked) if marks.guards else checked
     cls.initial = begun

@@ -22,6 +22,8 @@ from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.protocol.options import (
     Reader,
     SharedOptions,
+    ViewKind,
+    ViewKinds,
     accept_if,
     duration,
     flag,
@@ -98,8 +100,8 @@ NEVER_KEPT: Final = frozenset(
     ("connection", "content-length", "date", "set-cookie", "transfer-encoding")
 )
 
-#: A function of the request: Django's own, or that of Django REST framework.
-OfRequest = Callable[..., object]
+#: A function of the request: of Django's, or in a view of Django REST framework of the framework's own.
+RequestFunction = Callable[..., object]
 
 #: Runs before the key is looked up: an answer that it returns is sent, and not stored.
 Check = Callable[..., "HttpResponseBase | None"]
@@ -111,14 +113,14 @@ ShowErrors = Literal["none", "permanent", "all"]
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
 
-_a_text = accept_if(lambda value: isinstance(value, str), "must be a text")
-_amount = accept_if(
+_string = accept_if(lambda value: isinstance(value, str), "must be a string")
+_seconds = accept_if(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
     "must be a number from 0",
 )
 _namespace_text = accept_if(
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARS,
-    f"is 1 to {MAX_CHARS} printable characters",
+    f"must be 1 to {MAX_CHARS} printable characters",
 )
 
 
@@ -126,7 +128,7 @@ def _imported(value: object) -> object:
     return import_string(value) if isinstance(value, str) else value
 
 
-def _callable(value: object) -> OfRequest:
+def _callable(value: object) -> RequestFunction:
     found = _imported(value)
     if not callable(found) or iscoroutinefunction(found):
         raise ValueError("must be a function of the request, no coroutine, or its dotted path")
@@ -138,7 +140,7 @@ def _items(
     allowed: str,
     read: Callable[[object], object] = lambda item: item,
 ) -> Reader:
-    """Take a sequence whose items all fit, once they are read."""
+    """Return a reader of a sequence: each item goes through ``read``, and then must fit."""
 
     def read_all(value: object) -> tuple[object, ...]:
         if isinstance(value, str) or not isinstance(value, Iterable):
@@ -171,25 +173,27 @@ _attribute_names = _items(
     ),
     "must be names of attributes that are not a response's own",
 )
-_task_names = _items(
+_namespaces = _items(
     lambda item: isinstance(item, str),
-    "must be names of tasks, or what else is their idempotency_namespace",
+    "must be namespaces of tasks: their idempotency_namespace, or else their names",
 )
 _statuses = _items(
     lambda item: isinstance(item, int) and 100 <= item < 500,
-    "takes statuses below 500; those from 500 are never stored",
+    "must be statuses below 500; those from 500 are never stored",
 )
 
-#: For both decorators of views; an option without a word about it is for ``idempotent_view`` alone.
-_BOTH: Final = "idempotent keyed"
+#: Which decorators take an option, if not only ``idempotent_view``.
+_BOTH: Final[ViewKinds] = ("idempotent", "keyed")
+_KEYED: Final[ViewKinds] = ("keyed",)
+_SETTING_ONLY: Final[ViewKinds] = ()
 
 
 @sealed(frozen=True, slots=True, kw_only=True)
 class HttpOptions(SharedOptions):
-    """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, beside what tasks take, too."""
+    """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, in addition to :class:`SharedOptions`."""
 
     lease_ms: int = option(30_000, duration(at_least_ms=100))
-    scope: OfRequest | None = option(None, optional(_callable), views=_BOTH)
+    scope: RequestFunction | None = option(None, optional(_callable), views=_BOTH)
     anonymous: Anonymous = option("refuse", one_of(Anonymous), views=_BOTH)
     required: bool = option(True, flag, views=_BOTH)
     strict: bool = option(False, flag, views=_BOTH)
@@ -199,10 +203,10 @@ class HttpOptions(SharedOptions):
     )
     checks: tuple[Check, ...] = option((), _checks)
     authorize: Callable[..., object] | None = option(None, optional(_callable))
-    fingerprint: OfRequest | None = option(None, optional(_callable))
+    fingerprint: RequestFunction | None = option(None, optional(_callable))
     on_conflict: OnConflict = option("refuse", one_of(OnConflict))
-    on_pending: OnPending = option("accept", one_of(OnPending), views="keyed")
-    retry_after: float = option(1, _amount, views=_BOTH)
+    on_pending: OnPending = option("accept", one_of(OnPending), views=_KEYED)
+    retry_after: float = option(1, _seconds, views=_BOTH)
     headers: tuple[str, ...] = option((), _headers)
     attributes: tuple[str, ...] = option((), _attribute_names)
     unstored: tuple[int, ...] = option(
@@ -210,15 +214,15 @@ class HttpOptions(SharedOptions):
     )
     max_request_bytes: int = option(10 * 1024 * 1024, whole_number, views=_BOTH)
     max_response_bytes: int = option(1024 * 1024, whole_number)
-    show_errors: ShowErrors = option("permanent", one_of(ShowErrors), views="keyed")
-    docs_url: str | None = option(None, optional(_a_text), views=_BOTH)
-    app: str | None = option(None, optional(_a_text))
-    namespaces: tuple[str, ...] | None = option(None, optional(_task_names), views="")
+    show_errors: ShowErrors = option("permanent", one_of(ShowErrors), views=_KEYED)
+    docs_url: str | None = option(None, optional(_string), views=_BOTH)
+    app: str | None = option(None, optional(_string))
+    namespaces: tuple[str, ...] | None = option(None, optional(_namespaces), views=_SETTING_ONLY)
 
     @property
     def policy(self) -> Policy:
         """The policy of the runner that guards the view."""
-        shared = {line.name: getattr(self, line.name) for line in fields(SharedOptions)}
+        shared = {each.name: getattr(self, each.name) for each in fields(SharedOptions)}
         return Policy(
             **shared,
             on_conflict="wait" if self.on_conflict == "wait" else "raise",
@@ -248,8 +252,8 @@ def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
     )
 
 
-def refuse_idle(given: Mapping[str, object], kind: Literal["idempotent", "keyed"]) -> None:
-    """Refuse options of a decorator that do nothing for its ``kind`` of views.
+def refuse_unused(given: Mapping[str, object], kind: ViewKind) -> None:
+    """Refuse options of a decorator that have no effect on its ``kind`` of views.
 
     Raises:
         InvalidOption: naming them, and where they belong.
@@ -259,13 +263,11 @@ def refuse_idle(given: Mapping[str, object], kind: Literal["idempotent", "keyed"
         raise InvalidOption(
             f"namespaces is for the status resource, which all views share: put it into {HTTP_SETTING}."
         )
-    idle = [name for name in given if name in table and kind not in table[name].metadata["views"]]
-    if idle:
-        other, end = (
-            ("keyed", ".")
-            if kind == "idempotent"
-            else ("idempotent", ", or an option of the task.")
+    unused = [name for name in given if name in table and kind not in table[name].metadata["views"]]
+    if unused:
+        place = (
+            "keyed_view" if kind == "idempotent" else "idempotent_view, or an option of the task"
         )
         raise InvalidOption(
-            f"{', '.join(sorted(idle))} does nothing for {kind}_view: it is for {other}_view{end}"
+            f"{', '.join(sorted(unused))} does nothing for {kind}_view: it is for {place}."
         )
