@@ -144,7 +144,7 @@ class RecordMethods(TaskBase):
         return True in [operate_or_raise(self.app, identity, request) for identity in identities]
 
     def _identities(self, key: object, scope: object) -> list[Identity]:
-        """Return the identity of a key, and what it was in the namespace of before a deploy."""
+        """Return the identity of a key, and its former one, if a deploy changed the namespace."""
         identifier = self._ours().identifier
         identified = identifier.renamed(Identified(identifier.identity(key, scope)))
         before = identified.before

@@ -70,7 +70,7 @@ def conflict(
 
     Two kinds of copies are always republished, and their result state is not written: a redelivery (it has the
     holder's task id), which may be the broker's only copy, and whose failure would fail the chord and chain of the run
-    at work; and a call of another operation (``other``), which only shares the key of before a deploy.
+    at work; and a call of another operation (``other``), which only shares the key that the call had before a deploy.
     """
     policy = task.idempotency_policy
     same = record.task_id == request.id

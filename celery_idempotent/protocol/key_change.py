@@ -76,7 +76,7 @@ def claim_both(
         case Mismatched(old) if not _at_work(old, store):
             return answer, None
         case Mismatched(old):
-            # Not now: should it fail, a worker of before would find the old identity free, and run this call, too.
+            # Not now: should it fail, a worker of the old version would find the old identity free and run this call.
             refusal: Answer = Held(old, left_ms=_ASK_AGAIN_MS)
         case Settled(old) as done if record.reserved:
             settle(record, old)

@@ -40,7 +40,7 @@ def store(
 
 @pytest.fixture(params=[True, False], ids=["atomic", "lease"])
 def two(request: pytest.FixtureRequest, store: DjangoStore) -> Iterator[tuple[Version, Version]]:
-    """The version of before the deploy, and that of after it."""
+    """The versions before and after the deploy."""
     common: dict[str, Any] = {"base": IdempotentTask, "idempotency_atomic": request.param}
     before = Version(store, idempotency_key="order", **common)
     finer: dict[str, Any] = {"idempotency_key": ("order", "kind")}
@@ -100,7 +100,7 @@ def test_a_run_whose_old_key_was_taken_leaves_nothing(two, store):
 
     def is_late(task: Any) -> None:
         acting(store)(task)
-        # As by a worker of before the deploy, which found the lease run out.
+        # As by a worker of the old version, which found the lease run out.
         record = store.get(OLD)
         assert record is not None
         assert store.forget(OLD, token=record.token)

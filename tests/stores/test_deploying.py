@@ -20,7 +20,7 @@ from tests.support.versions import Version
 
 pytestmark = pytest.mark.redis
 
-#: What a deploy changes: the options of before, and those of after it with what makes it harmless.
+#: What a deploy changes: the options before it, and those after it with what makes it harmless.
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a finer key": (
         {"idempotency_key": "order"},
@@ -118,7 +118,7 @@ def version(versions: Versions, store: MemoryStore) -> Versions:
 def two(
     request: pytest.FixtureRequest, open_store: Callable[[str], Any], versions: Versions
 ) -> tuple[Version, Version]:
-    """The version of before the deploy, and that of after it."""
+    """The versions before and after the deploy."""
     kind, change = request.param
     store, (old, new) = open_store(kind), CHANGES[change]
     return versions(store, **old), versions(store, **new)
@@ -208,7 +208,7 @@ class TestEveryOperationRunsOnce:
         assert paid == ["once"]
 
     def test_a_step_that_one_of_them_did_is_done(self, two, first, crossed):
-        """And the outside system knows it by the same key, if the version of before has begun it."""
+        """And the outside system knows it by the same key, if the old version has begun it."""
         one, other = publishers(*two, first)
         sent, again = one.publish("o-1"), other.publish("o-1")
         if crossed:
@@ -268,7 +268,7 @@ class TestWhatIsAnotherOperation:
     @pytest.mark.parametrize("policy", ["retry", "ignore", "raise"])
     @pytest.mark.parametrize("fails", [False, True])
     def test_once_that_has_ended(self, version, fails, policy):
-        """Should the sale fail, its old key is free for what a worker of before is given, the refund even."""
+        """Should the sale fail, its old key is free for what a worker of the old version is given, the refund even."""
         old, new = CHANGES["a finer key"]
         before, after = version(**old), version(**new, idempotency_on_conflict=policy)
         refund = after.publish("o-1", "refund")
@@ -292,7 +292,7 @@ class TestWhatIsAnotherOperation:
 
 class TestAKeyOfItsOwn:
     def test_that_a_task_had_none_before(self, version):
-        """A message of before goes by its task id, which workers of before know."""
+        """A message of the old version goes by its task id, which workers of the old version know."""
         before = version()
         after = version(idempotency_key="order", idempotency_key_before=None)
         sent = before.publish("o-1")
@@ -394,7 +394,7 @@ class TestTheVersionAfterThat:
 
 
 def test_a_run_whose_old_key_was_taken_is_late() -> None:
-    """Frozen for longer than its lease, it finds that a worker of before has run it."""
+    """Frozen for longer than its lease, it finds that a worker of the old version has run it."""
     clock = FakeClock()
     store = MemoryStore(clock)
     old, new = CHANGES["a finer key"]

@@ -131,7 +131,7 @@ def test_a_rename_is_caught_by_the_file_of_keys_and_its_transition_runs_nothing_
     done = site.publish("shop.charge", "done")
     assert done.get(timeout=30)
     running = site.publish("shop.charge", "running", str(gate))
-    wait_for(lambda: ledger.count("start", "running"), 30, "a run of before")
+    wait_for(lambda: ledger.count("start", "running"), 30, "a run by the old version")
     waiting = site.publish("shop.charge", "waiting")
     after = site.worker(concurrency=2, wanted={"version": "transition"})
     again = {

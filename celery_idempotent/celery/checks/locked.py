@@ -5,7 +5,7 @@ the tasks were is in the file, what they are now in the app. Each old identity h
 
     keys.lock   namespace, key, scope     ─┐
     the app     namespace, key, scope      ├─ the first is one of the other two: nothing runs again
-                their values of before    ─┘
+                their former values       ─┘
 """
 
 from __future__ import annotations

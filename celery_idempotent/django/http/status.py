@@ -172,7 +172,7 @@ def _refuse(
 
 
 def _found(app: Celery, identity: Identity) -> Record | None:
-    """Return the record of a key, be it that of before a deploy that changed its namespace."""
+    """Return the record of a key, or that of its former identity if a deploy changed the namespace."""
     store = get_store(app)
     record = store.get(identity)
     if record is not None:

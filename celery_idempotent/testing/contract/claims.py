@@ -235,7 +235,7 @@ class ClaimContract(ContractBase):
         known: bytes | None,
         asked: bytes | None,
     ) -> None:
-        """A deploy may switch fingerprints on or off while records and messages of before are still there."""
+        """A deploy may switch fingerprints on or off while older records and messages are still there."""
         self.bring_to(store, advance, state, fingerprint=known)
         answer = self.try_claim(store, fingerprint=asked)
         assert not isinstance(answer, Mismatched)

@@ -25,7 +25,7 @@ if entry then
 end
 local generation = redis.call('GET', KEYS[2])
 if not generation then
-  -- Never so far, or flushed: a ticket of before the flush must fit no more.
+  -- Never so far, or flushed: a ticket issued before the flush must no longer fit.
   generation = ARGV[1]
   redis.call('SET', KEYS[2], generation)
 end
