@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, NotSupportedError, connections
@@ -35,6 +35,7 @@ from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, Store
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
 
 T = TypeVar("T")
 
@@ -67,20 +68,20 @@ class Session:
 
     def execute(self, sql: str, params: ColumnValues = ()) -> int:
         """Run a statement; return how many rows it touched."""
-        with self.connection.cursor() as cursor:
+        with self._cursor() as cursor:
             cursor.execute(sql, params)
             touched: int = cursor.rowcount
             return touched
 
     def rows(self, sql: str, params: ColumnValues = ()) -> ReadRows:
         """Run a query."""
-        with self.connection.cursor() as cursor:
+        with self._cursor() as cursor:
             cursor.execute(sql, params)
             return list(cursor.fetchall())
 
     def rows_of_last(self, sql: str) -> ReadRows:
         """Run several statements without parameters at once; return what the last one found. PostgreSQL only."""
-        with self.connection.cursor() as cursor:
+        with self._cursor() as cursor:
             cursor.execute(sql)
             # psycopg2 has the last one's alone, and says so.
             with contextlib.suppress(NotSupportedError):
@@ -130,8 +131,27 @@ class Session:
 
     def control(self, sql: str) -> None:
         """Run a statement without parameters."""
-        with self.connection.cursor() as cursor:
+        with self._cursor() as cursor:
             cursor.execute(sql)
+
+    def _cursor(self) -> CursorWrapper:
+        """Return a cursor that writes the parameters into the statement, also where the project's own do not.
+
+        With Django's option ``server_side_binding`` PostgreSQL would have to guess the types of the parameters, and
+        would take neither several statements at once nor parameters of EXECUTE.
+        """
+        own = self.connection
+        if not getattr(own.features, "uses_server_side_binding", False):  # PostgreSQL's has it
+            return own.cursor()
+        from psycopg import ClientCursor
+
+        own.ensure_connection()
+        raw: Any = own.connection
+        theirs, raw.cursor_factory = raw.cursor_factory, ClientCursor
+        try:
+            return own.cursor()
+        finally:
+            raw.cursor_factory = theirs
 
 
 class Lines:
