@@ -87,6 +87,20 @@ def test_a_duplicate_takes_one_statement_on_a_connection_that_was_just_opened_to
     assert asked(store, lambda: claim(store, "once")) == ["WITH"]
 
 
+def test_an_atomic_run_takes_two_statements_beside_its_claim(store):
+    """The look whether the task ended its transaction goes with the settle."""
+
+    def run_atomic() -> None:
+        record = claim(store, "atomic").record
+        with store.transaction(record) as transaction:
+            transaction.settle(
+                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+            )
+
+    assert asked(store, run_atomic) == ["WITH", "BEGIN", "WITH", "RELEASE", "COMMIT"]
+    assert isinstance(claim(store, "atomic"), Settled)
+
+
 def test_a_text_of_a_class_of_its_own_is_taken(store):
     class Text(str):
         pass

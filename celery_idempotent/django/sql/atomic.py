@@ -27,7 +27,7 @@ from celery_idempotent.django.sql.columns import LIVE_SQL, PRUNE_SLACK_MS, diges
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
 from celery_idempotent.django.sql.elsewhere import OtherConnections
-from celery_idempotent.django.sql.ended import SessionLost, still_there
+from celery_idempotent.django.sql.ended import SessionLost, check_open, is_open, raise_if_over
 from celery_idempotent.django.sql.holders import lock_name, lock_number
 from celery_idempotent.django.sql.interruptions import drop, sound
 from celery_idempotent.records import Identity, Record, SettleRequest
@@ -157,10 +157,14 @@ class ClaimTransaction:
         session, record, keep_ms = self._session, request.record, max(request.keep_ms, 1)
         if self.record is None:
             raise errors.StoreMisconfigured("this transaction has no claim to settle")
-        if self.of(record):
-            still_there(session, _SAVEPOINT)
         now = session.words.now_ms
         bounded = session.words.vendor == "postgresql"
+        release = ""
+        if self.of(record):
+            if bounded and is_open(session.connection):
+                release = f"RELEASE SAVEPOINT {_SAVEPOINT}; "
+            else:
+                check_open(session, _SAVEPOINT)
         update = (
             "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
             f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
@@ -178,12 +182,14 @@ class ClaimTransaction:
         )
         try:
             if bounded:
-                sql = _SETTLE_WITH_LEASE.format(update=update)
-                ((written, deleted, _),) = session.rows(sql, params)
+                sql = release + _SETTLE_WITH_LEASE.format(update=update)
+                ((written, deleted, _),) = session.rows_of_last(sql, params)
                 self.without_lease = bool(deleted)
             else:
                 written = session.write(update, params)
         except Error as error:
+            if release:
+                raise_if_over(error)
             if self.passes(error):
                 raise
             raise errors.StoreUnavailable(

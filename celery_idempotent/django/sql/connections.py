@@ -79,10 +79,10 @@ class Session:
             cursor.execute(sql, params)
             return list(cursor.fetchall())
 
-    def rows_of_last(self, sql: str) -> ReadRows:
-        """Run several statements without parameters at once; return what the last one found. PostgreSQL only."""
+    def rows_of_last(self, sql: str, params: ColumnValues = ()) -> ReadRows:
+        """Run several statements at once; return what the last one found. PostgreSQL only."""
         with self._cursor() as cursor:
-            cursor.execute(sql)
+            cursor.execute(sql, params)
             # psycopg2 has the last one's alone, and says so.
             with contextlib.suppress(NotSupportedError):
                 while cursor.nextset():

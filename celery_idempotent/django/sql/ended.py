@@ -7,7 +7,8 @@ transaction by itself breaks that, and Django does not notice::
                                             └▶ the effect is there, and no record: the next delivery makes it again
 
 So a savepoint is set when the transaction begins, and released right before the record is settled. A savepoint lives as
-long as its transaction: if the server knows it no more, that transaction is over.
+long as its transaction: if the server knows it no more, that transaction is over. On PostgreSQL both statements go in
+one round trip, and the second is not run if the first fails.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from celery_idempotent.django.sql.dialects import error_code, kind
 from celery_idempotent.errors import StoreMisconfigured
 
 if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
     from celery_idempotent.django.sql.connections import Session
 
 #: The SQLSTATE of a statement in a transaction that an earlier one has broken.
 _ABORTED = "25P02"
+#: Those of releasing a savepoint that is not there: in another transaction, and in none.
+_NO_SAVEPOINT = ("3B001", "25P01")
 
 _CLOSED = (
     "the task closed the connection of its own transaction (close_old_connections(), connections.close_all(), or"
@@ -55,7 +60,13 @@ class TransactionEnded(StoreMisconfigured):
     """The task ended the transaction that should have settled its record with its own writes."""
 
 
-def still_there(session: Session, savepoint: str) -> None:
+def is_open(own: BaseDatabaseWrapper) -> bool:
+    """Is the transaction open and sound, as far as Django knows?"""
+    closed = own.closed_in_transaction or own.connection is None
+    return not (closed or own.needs_rollback)
+
+
+def check_open(session: Session, savepoint: str) -> None:
     """Raise unless the session is in the transaction that began with this savepoint, and can still commit.
 
     Raises:
@@ -75,14 +86,26 @@ def still_there(session: Session, savepoint: str) -> None:
         failure = error
     finally:
         own.needs_rollback = doomed
-    if failure is not None and kind(failure, own.vendor) == "lost":
-        if isinstance(failure, OperationalError):
-            raise failure
-        raise SessionLost from failure
-    if failure is not None and error_code(failure) == _ABORTED:
-        raise TransactionEnded(_BROKEN) from failure
+    if failure is not None:
+        _raise_if_broken(failure, own.vendor)
     if doomed:
         cause = getattr(own, "rollback_exc", None)
         raise TransactionEnded(_DOOMED if cause is None else _BROKEN) from cause
     if failure is not None:
         raise TransactionEnded(_ENDED) from failure
+
+
+def raise_if_over(failure: Error) -> None:
+    """Raise what :func:`check_open` would, if PostgreSQL did not come further than the release of the savepoint."""
+    _raise_if_broken(failure, "postgresql")
+    if error_code(failure) in _NO_SAVEPOINT:
+        raise TransactionEnded(_ENDED) from failure
+
+
+def _raise_if_broken(failure: Error, vendor: str) -> None:
+    if kind(failure, vendor) == "lost":
+        if isinstance(failure, OperationalError):
+            raise failure
+        raise SessionLost from failure
+    if error_code(failure) == _ABORTED:
+        raise TransactionEnded(_BROKEN) from failure
