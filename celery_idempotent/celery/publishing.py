@@ -80,18 +80,18 @@ def publish(
         FingerprintMismatch: if the key was reserved or used with other arguments (``idempotency_publish_once``).
     """
     intercept = take_interceptor()
-    retried_claim = _retrying_run(task, definition, options)
+    run_claim = _claim_of_retrying_run(task, definition, options)
     # Asked before stamp_call() adds a task id: one that is there already was chosen by the caller, who waits for it.
-    may_reserve = retried_claim is None and _may_reserve(task, definition, options)
-    identified = stamp_call(definition, args, kwargs, options, retried_claim)
+    may_reserve = run_claim is None and _may_reserve(task, definition, options)
+    identified = stamp_call(definition, args, kwargs, options, run_claim)
     _give_ids_to_callbacks(task, options)
     # A key that is only the task id belongs to this message alone: there is nothing to reserve.
     reserve = may_reserve and identified is not None and not identified.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
         return intercept(task, call)
-    if retried_claim is not None:
-        return _send_retry(task, definition, retried_claim, partial(send, args, kwargs), options)
+    if run_claim is not None:
+        return _send_retry(task, definition, run_claim, partial(send, args, kwargs), options)
     if reserve and identified is not None:
         return reserve_and_send(task, definition, identified, partial(send, args, kwargs), options)
     return send(args, kwargs, **options)
@@ -102,7 +102,7 @@ def stamp_call(
     args: Args,
     kwargs: Kwargs,
     options: Options,
-    retried_claim: Claim | None = None,
+    run_claim: Claim | None = None,
     *,
     eager: bool = False,
 ) -> Identified | None:
@@ -110,10 +110,10 @@ def stamp_call(
 
     Returns the identity, or ``None`` if no stamp was written.
 
-    Two kinds of calls get no new stamp. A message whose headers have one (a republished copy) keeps it, whatever its
-    arguments are now. A call without any key needs none: the worker takes the task id as key. A retry of the run in
-    progress is stamped with that run's key.
+    None is written where the headers have one already, whatever the arguments are now: it is a republished copy. Nor
+    for a call without any key, where the worker takes the task id as key.
 
+    ``run_claim``: the claim of the run whose retry this call is. It has that run's key, if the caller gives no other.
     ``eager``: the call runs here and now. Without a key it gets a random one, for Celery gives all steps of an eager
     chain the same task id.
     """
@@ -123,10 +123,11 @@ def stamp_call(
     in_headers = stamp.read_stamp(headers, task_id)
     if "key" in in_headers and not given:
         return None
-    if retried_claim is not None and not given:
-        identified = _identified_of(retried_claim)
+    if run_claim is not None and not given:
+        identified = _identified_of(run_claim)
     else:
-        # Where the caller gave none: one of Celery's stamps, or what a publisher wrote into the headers.
+        # What is given to this call comes first. One of Celery's stamps is for a whole canvas, and a header may be
+        # older than the call.
         if key is None:
             key = options.get(stamp.KEY_HEADER, in_headers.get(stamp.RAW_KEY))
         if scope is None:
@@ -169,7 +170,7 @@ def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
 
 
 def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
-    """Does the task reserve keys, and may this call get the ``AsyncResult`` of another?
+    """Is the key of this call to be reserved? If it is taken, the caller gets the ``AsyncResult`` of the first call.
 
     Not where this call's own task id is needed: the caller chose it, or a canvas waits for it.
     """
@@ -217,8 +218,10 @@ def send_deferred(
 # -- a run publishes its own retry -------------------------------------------------------------------------------------
 
 
-def _retrying_run(task: IdempotentTask, definition: Definition, options: Options) -> Claim | None:
-    """Return the current claim, if this call is the retry of its run.
+def _claim_of_retrying_run(
+    task: IdempotentTask, definition: Definition, options: Options
+) -> Claim | None:
+    """Return the claim of the run in progress, if this call is its retry.
 
     A retry has the task id of the run, and one more in ``retries``. What ``self.replace`` publishes has this task id,
     too, but counts no retry.
@@ -244,7 +247,7 @@ def _identified_of(claim: Claim) -> Identified:
 def _send_retry(
     task: IdempotentTask,
     definition: Definition,
-    run: Claim,
+    run_claim: Claim,
     send: Send,
     options: Options,
 ) -> Result:
@@ -257,11 +260,11 @@ def _send_retry(
 
     In an atomic run both wait until its transaction has been rolled back.
     """
-    release = partial(definition.runner.release, run, requeue_ms=lost_after_ms(options))
-    if run.transaction is None:
+    release = partial(definition.runner.release, run_claim, requeue_ms=lost_after_ms(options))
+    if run_claim.transaction is None:
         release()
         return send(**options)
-    run.after_rollback = partial(_after_rollback, release, partial(send, **options))
+    run_claim.after_rollback = partial(_after_rollback, release, partial(send, **options))
     return task.AsyncResult(options["task_id"])
 
 

@@ -178,14 +178,14 @@ class AtomicRun:
                                                               └─ it is not ─▶ it was rolled back: again, or raise
         """
         call, claim, endings = self._call, self._claim, self._endings
-        retry = isinstance(error, Exception)
+        at_exit = not isinstance(error, Exception)
         with suppress(*STORE_ERRORS):
             claim.store.abandon(claim.record)
         if self._stage is Stage.COMMITTING:
-            return self._decided(error, retry=retry)
-        if retry:
+            return self._decided(error, at_exit=at_exit)
+        if not at_exit:
             if self._stage is Stage.REFUSED:
-                return End.NEWER_CLAIM if endings.notice_newer_claim(call, claim) else End.GONE
+                return End.NEWER_CLAIM if endings.report_newer_claim(call, claim) else End.GONE
             if claim.after_rollback is not None:
                 self._follow_up()
                 raise error
@@ -203,18 +203,18 @@ class AtomicRun:
         if act is not None:
             act()
 
-    def _decided(self, error: BaseException, *, retry: bool) -> CallResult | End:
+    def _decided(self, error: BaseException, *, at_exit: bool) -> CallResult | End:
         """Act on what the database made of the commit."""
         call, claim, endings = self._call, self._claim, self._endings
         commit = Commit.COMMITTED
         if claim.phase is not Phase.SETTLED:
-            commit = endings.ask_commit(call, claim, retry=retry)
+            commit = endings.ask_commit(call, claim, at_exit=at_exit)
         match commit:
             case Commit.ROLLED_BACK:
-                if retry and endings.notice_newer_claim(call, claim):
+                if not at_exit and endings.report_newer_claim(call, claim):
                     return End.NEWER_CLAIM
                 return self._rolled_back(error)
-            case _ if not retry:
+            case _ if at_exit:
                 raise error
             case Commit.IN_DOUBT:
                 return StoreFailed(

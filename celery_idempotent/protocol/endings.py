@@ -37,11 +37,13 @@ MAX_FAULTS = 2
 class End(Enum):
     """What became of a claim that was to be ended."""
 
-    SETTLED = "its end state is written, or will be at the caller's commit"
+    SETTLED = "its end state is written; in the caller's transaction it will be when that commits"
     RELEASED = "the key is free"
-    GONE = "nothing to release: the key was settled or forgotten, or has a newer claim"
+    GONE = "the store has nothing to release: the key was settled, forgotten or claimed anew"
     LEFT_TO_LEASE = "the store did not answer in time: the claim ends with its lease"
-    NEWER_CLAIM = "a newer claim has the key: the result is dropped, the call is now a duplicate"
+    NEWER_CLAIM = (
+        "it is known that a newer claim has the key: the result is dropped, the call is a duplicate"
+    )
     ROLLED_BACK = "the database rolled the run back at its end: the call claims the key again"
 
 
@@ -96,10 +98,10 @@ class Endings:
             dump = partial(self._codec.dump_error, error)
             settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
             return self.settle(call, claim, settlement)
-        # Not after SystemExit and the like: the process has a moment left, and the lease ends the claim anyway.
-        retry = isinstance(error, Exception)
-        end = self.release(claim, retry=retry, error=error)
-        if end is End.GONE and retry and self.notice_newer_claim(call, claim):
+        # After SystemExit and the like the process has a moment left, and the lease ends the claim anyway.
+        at_exit = not isinstance(error, Exception)
+        end = self.release(claim, at_exit=at_exit, error=error)
+        if end is End.GONE and not at_exit and self.report_newer_claim(call, claim):
             return End.NEWER_CLAIM
         return end
 
@@ -109,15 +111,16 @@ class Endings:
         self,
         claim: Claim,
         *,
-        retry: bool = True,
+        at_exit: bool = False,
         requeue_ms: int | None = None,
         error: BaseException | None = None,
     ) -> End:
         """Give the key back: RELEASED, GONE, or LEFT_TO_LEASE if the store does not answer in time.
 
-        ``requeue_ms``: a retry is about to be published, and its message counts as lost after so long. Without
-        ``retry`` there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
+        ``requeue_ms``: the task's retry is about to be published, and its message counts as lost after so long.
+        ``at_exit`` there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
         """
+        # Before the store is asked: whatever strikes meanwhile, this claim is not renewed or settled any more.
         claim.phase = Phase.RELEASED
         identity = claim.record.identity
         tries = 0
@@ -128,7 +131,7 @@ class Endings:
             return claim.store.release(identity, token=claim.token, requeue_ms=requeue_ms)
 
         try:
-            until = time.monotonic() + (RELEASE_RETRY_SECONDS if retry else 0)
+            until = time.monotonic() + (0 if at_exit else RELEASE_RETRY_SECONDS)
             released = backoff.persist(free, until=until, errors=STORE_ERRORS)
         except STORE_ERRORS as trouble:
             logger.warning(
@@ -153,8 +156,8 @@ class Endings:
             return State.QUEUED
         return State.INTERRUPTED if claim.stepped else None
 
-    def notice_newer_claim(self, call: Call, claim: Claim) -> bool:
-        """Ask whether a newer claim has the key; if so, report that the lease is lost."""
+    def report_newer_claim(self, call: Call, claim: Claim) -> bool:
+        """Report that the lease is lost, if a newer claim has the key; return whether it has."""
         claimed = [
             claim.record,
             *([claim.before] if claim.before else []),
@@ -204,7 +207,8 @@ class Endings:
                 last_error = failure
                 failures += 1
                 faults += not isinstance(failure, STORE_ERRORS)
-                # The result may have been in the way. Its backend finds it, if it was stored and the answer was lost.
+                # The task's result goes with the record. It may be what failed: from now on Celery stores it, and finds
+                # it there if only the answer was lost.
                 settlement = settlement._replace(result=None)
             except BaseException:
                 if claim.phase not in REPORTED:
@@ -290,7 +294,7 @@ class Endings:
 
     # -- of a transaction ----------------------------------------------------------------------------------------------
 
-    def ask_commit(self, call: Call, claim: Claim, *, retry: bool) -> Commit:
+    def ask_commit(self, call: Call, claim: Claim, *, at_exit: bool) -> Commit:
         """Ask the database whether the transaction was committed: the answer to its COMMIT was lost.
 
         The record's row decides: the transaction has it locked until it ends, and who writes to it waits for that::
@@ -300,7 +304,7 @@ class Endings:
             database                                  COMMIT is running ─────────────────────── committed
         """
         store = claim.store
-        until = time.monotonic() + (self.policy.lease_ms / 1000 if retry else 0)
+        until = time.monotonic() + (0 if at_exit else self.policy.lease_ms / 1000)
         ask = partial(store.committed, claim.record)
         try:
             if not backoff.persist(ask, until=until, errors=STORE_ERRORS):

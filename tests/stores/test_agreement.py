@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from celery_idempotent.records import (
@@ -37,7 +35,7 @@ from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 from tests.stores.shifted import FixedLink
-from tests.support.tiers import PHASES, examples
+from tests.support.tiers import examples, run_until_seen
 
 pytestmark = pytest.mark.redis
 
@@ -295,17 +293,4 @@ def test_both_stores_answer_alike(redis_url: str, redis_client: redis.Redis, pre
     answers = {"claim Claimed", "claim Held", "claim Mismatched", "reserve Reserved"}
     answers |= {"conflict", "mismatch"}
     wanted = answers | {state.name for state in State}
-    for _ in range(5):
-        run_state_machine_as_test(
-            machine,
-            settings=settings(
-                max_examples=examples(20, 60),
-                stateful_step_count=40,
-                phases=PHASES,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-        if wanted <= seen.keys():  # nearly always at once: what is tried is chance
-            break
-    assert wanted <= seen.keys()
+    run_until_seen(machine, wanted, seen, tries=examples(20, 60))

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,7 +23,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from celery_idempotent.errors import StoreUnavailable
@@ -48,7 +46,7 @@ from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.testing import FakeClock
 from tests.stores.hybrids import BadLink, DatedLink, public
 from tests.stores.shifted import FixedLink
-from tests.support.tiers import PHASES, examples
+from tests.support.tiers import examples, run_until_seen
 
 pytestmark = pytest.mark.redis
 
@@ -429,21 +427,8 @@ class Races(RuleBasedStateMachine):
 
 
 def run(machine: type[Races], *wanted: str) -> None:
-    """Run it until all that is ``wanted`` happened, nearly always at once: what is tried is chance."""
-    for _ in range(5):
-        run_state_machine_as_test(
-            machine,
-            settings=settings(
-                max_examples=examples(15, 40),
-                stateful_step_count=50,
-                phases=PHASES,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-        if all(machine.seen[event] for event in wanted):
-            return
-    assert {*wanted} <= machine.seen.keys()
+    """Run it until all that is ``wanted`` happened."""
+    run_until_seen(machine, wanted, machine.seen, tries=examples(15, 40), steps=50)
 
 
 @pytest.fixture

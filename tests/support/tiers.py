@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container, Iterable
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-__all__ = ["PHASES", "SMOKE", "examples", "is_brief"]
+__all__ = ["SMOKE", "examples", "is_brief", "run_until_seen"]
 
 #: `make test-all` asks for more examples of everything that is tried with any.
 _THOROUGH = "CELERY_IDEMPOTENT_THOROUGH" in os.environ
 #: A counterexample is not made shorter, which takes minutes, unless it is asked for.
-PHASES = tuple(
+_PHASES = tuple(
     phase
     for phase in Phase
     if phase is not Phase.shrink or "CELERY_IDEMPOTENT_SHRINK" in os.environ
@@ -21,6 +23,33 @@ PHASES = tuple(
 def examples(few: int, many: int) -> int:
     """Return how many examples to try: few, or many in `make test-all`."""
     return many if _THOROUGH else few
+
+
+def run_until_seen(
+    machine: type[RuleBasedStateMachine],
+    wanted: Iterable[str],
+    seen: Container[str],
+    *,
+    tries: int,
+    steps: int = 40,
+) -> None:
+    """Run a state machine until all that is wanted was seen: what is tried is chance, and mostly enough at once."""
+    wanted = set(wanted)
+    for _ in range(5):
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=tries,
+                stateful_step_count=steps,
+                phases=_PHASES,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        missing = {event for event in wanted if event not in seen}
+        if not missing:
+            return
+    raise AssertionError(f"never seen: {missing}")
 
 
 # Of what says nothing else. To draw one takes long on a machine with other things to do: that is no failure.

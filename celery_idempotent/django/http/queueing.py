@@ -52,7 +52,7 @@ def enqueue(
     using: str | None = None,
     **publish: object,
 ) -> HttpResponse:
-    """Let ``task`` do the work of ``request``, once for each key of the caller, and return the answer.
+    """Let ``task`` do the work of ``request``, once for each ``Idempotency-Key``, and return the answer.
 
     Args:
         request: the request; its ``Idempotency-Key`` is the task's key.
@@ -65,7 +65,7 @@ def enqueue(
 
     Raises:
         InvalidKey: if an argument has no canonical form (``idempotency_fingerprint`` says which of them count).
-        InvalidOption: for an option of ``apply_async`` that is not the caller's to choose.
+        InvalidOption: for an option of ``apply_async`` that is set here, ``task_id`` for instance.
         SynchronousOnlyOperation: in a coroutine, which has :func:`aenqueue`.
     """
     _refuse_event_loop()
@@ -119,7 +119,8 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
     """Reserve the key, or find the first request's record.
 
     The store is asked again while its answer may still change: the first request has not committed its reservation yet,
-    or it failed and may be tried again. ``in_transaction``: this request has a transaction open.
+    or it failed and may be tried again: then its record is deleted first. ``in_transaction``: this request has a
+    transaction open.
 
     Raises:
         RequestRefused: if the key was used with other content, the store does not answer, or the first request does
@@ -128,17 +129,16 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
     task_id = str(uuid.uuid4())
     give_up, attempts = time.monotonic() + reservations.REQUEST_RETRY_SECONDS, 0
     while True:
-        # promised: the 202 of this request will not wait for a COMMIT.
-        match reservations.reserve_key(
-            order, task_id, promised=not in_transaction and order.outbox is None
-        ):
+        # An outbox has the message only when the transaction commits in which that is staged.
+        uncommitted = in_transaction or order.outbox is not None
+        match reservations.reserve_key(order, task_id, uncommitted=uncommitted):
             case Reserved(record) if record.task_id != task_id:
                 # The process that reserved it died. Its message may exist: reserve again, under the same task id.
                 task_id = record.task_id
             case Held(record, _) if _waits_for_commit(order, record):
                 attempts += 1
                 if not backoff.pause(attempts, until=give_up, first=0.02):
-                    raise _refuse_in_progress(
+                    raise _in_progress_refusal(
                         order, record, "It is not queued yet. Ask again later."
                     )
             case Settled(record, _) if _is_retryable(order, record):
@@ -164,7 +164,7 @@ def _answer(
             reservations.queue_message(order, record, in_transaction=in_transaction)
             return _status_response(order, record, replayed=False)
         case Held(record, _) if order.options.on_pending == "refuse":
-            raise _refuse_in_progress(order, record, "Ask its status resource, or again later.")
+            raise _in_progress_refusal(order, record, "Ask its status resource, or again later.")
         case Settled(record, _) if record.state.raises:
             order.report(signals.replayed, record)
             failure = failure_of(record, order.task, order.options)
@@ -197,7 +197,8 @@ def _is_retryable(order: TaskOrder, record: Record) -> bool:
     return record.state.raises and failure_of(record, order.task, order.options).retryable
 
 
-def _refuse_in_progress(order: TaskOrder, record: Record, advice: str) -> RequestRefused:
+def _in_progress_refusal(order: TaskOrder, record: Record, advice: str) -> RequestRefused:
+    """Report the conflict, and return what answers the request."""
     order.report(signals.conflicted, record)
     return RequestRefused(
         "request_in_progress",

@@ -1,7 +1,7 @@
 """The reservation of a queued request: made, given back, and turned into a message, now or at the COMMIT.
 
-A reservation is *promised* once its message will be sent even if this process dies: the record, or an outbox, has the
-message, and a sweep sends it. Until the COMMIT nothing is promised, and the deadline is near::
+A reservation is *uncommitted* until its message is sure to be sent: until then its deadline is near. After that the
+record, or an outbox, has the message, and a sweep sends it should this process die::
 
     no transaction   reserve (60 s, with the message) ─ send ─ 202
     transaction      reserve (10 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
@@ -50,23 +50,23 @@ _FORGOTTEN = Line(
 )
 
 
-def reserve_key(order: TaskOrder, task_id: str, *, promised: bool) -> Reservation:
-    """Reserve the key; ``promised``: with its message, and until that counts as lost.
+def reserve_key(order: TaskOrder, task_id: str, *, uncommitted: bool) -> Reservation:
+    """Reserve the key: with its message, until that counts as lost; ``uncommitted``: without it, for a short time.
 
     Raises:
         RequestRefused: if the store does not answer.
     """
-    message = order.message(task_id) if promised else None
+    message = None if uncommitted else order.message(task_id)
     return _with_retries(
         order,
         lambda: key_change.reserve(
             order.store,
             order.identified,
             task_id=task_id,
-            deadline_ms=order.lost_after_ms if promised else UNCOMMITTED_MS,
+            deadline_ms=UNCOMMITTED_MS if uncommitted else order.lost_after_ms,
             keep_ms=order.definition.policy.keep_ms,
             message=message,
-            uncommitted=not promised,
+            uncommitted=uncommitted,
         ),
     )
 
@@ -150,17 +150,17 @@ class _AtCommit:
         order, record = self._order, self._record
         # The transaction is safe now, the message is not yet: the record gets it, and the usual deadline.
         try:
-            reserve_key(order, record.task_id, promised=True)
-            promised = True
+            reserve_key(order, record.task_id, uncommitted=False)
+            uncommitted = False
         except RequestRefused:  # the reservation stands, with less time
-            promised = False
+            uncommitted = True
         try:
             if order.outbox is None:  # else the outbox sends it
                 order.send(record.task_id)
             order.report(signals.reserved, record, state=State.QUEUED)
         except Exception:
             logger.exception("idempotency: %s is committed and not queued", record.identity)
-            if not promised or order.message(record.task_id) is None:
+            if uncommitted or order.message(record.task_id) is None:
                 # No sweep can send it. A client that polls gets 404, and sends the request again.
                 _free_key(order, record)
 
