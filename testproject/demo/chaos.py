@@ -7,7 +7,8 @@ A process that is stopped can be looked at before it is killed::
 
 "Not now" is for two gaps that are not what is shown here. Kombu takes a message off the queue with
 BRPOP and notes it as unacked in a second step: a worker killed between the two takes the message
-with it, and no task class can bring it back. And with the records in Redis, a run that is killed
+with it, and no task class can bring it back. While the worker has as many messages as it may, one
+may also wait in its socket, unread. And with the records in Redis, a run that is killed
 after its write and before its key is settled will write again: that gap can only be closed where
 write and record are one transaction, in the database (README, "what it promises").
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from testproject.demo import whereabouts
 from testproject.demo.broker import Broker
-from testproject.demo.processes import Child
+from testproject.demo.processes import Child, has_unread, is_asleep
 from testproject.demo.whereabouts import Step, Where
 from testproject.webhooks.models import Kind
 
@@ -181,14 +182,16 @@ class Killer:
         """Wait until the worker, whose processes take nothing, fetches nothing more; False if it does.
 
         What it fetched last may be on its way from the socket to "unacked", and it may wait for a processor to take it
-        there: so it has to be asleep, each time that we look.
+        there: so it has to be asleep, each time that we look. And nothing may wait in a socket: where a message arrives
+        while the worker has as many as it may, kombu reads it only when another is done.
         """
         parents = {each.parent for each in everybody}
         deadline = time.monotonic() + _PATIENCE_S / 5
         looks = 0
         while looks < _LOOKS and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-            still = all(map(_sleeps, parents)) and not self._broker.fetching()
+            still = all(map(is_asleep, parents)) and not any(map(has_unread, parents))
+            still = still and not self._broker.fetching()
             looks = looks + 1 if still else 0
         return looks == _LOOKS
 
@@ -207,15 +210,6 @@ def _place(where: Where) -> str:
     if where.kind == Kind.PLAIN and where.step is Step.WRITTEN:
         return AFTER  # its own transaction is over
     return _PLACE_OF.get(where.step, BEFORE)
-
-
-def _sleeps(pid: int) -> bool:
-    """Does a process wait for something to happen, as far as this system tells?"""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return not Path("/proc/self").exists()
-    return stat.rpartition(")")[2].split()[0] == "S"
 
 
 def _signal(pids: Collection[int], which: signal.Signals) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import testproject
 from testproject.demo import leash
 
-__all__ = ["Child", "DemoError"]
+__all__ = ["Child", "DemoError", "has_unread", "is_asleep"]
 
 _ROOT = Path(testproject.__file__).resolve().parent.parent
 _GONE_S = 1.0
@@ -98,3 +98,29 @@ class Child:
         with contextlib.suppress(OSError):
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         return ""
+
+
+def is_asleep(pid: int) -> bool:
+    """Does a process wait for something to happen, as far as this system tells?"""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()
+    return stat.rpartition(")")[2].split()[0] == "S"
+
+
+def has_unread(pid: int) -> bool:
+    """Has a process data in a TCP socket that it did not read, as far as this system tells?"""
+    process, sockets = Path(f"/proc/{pid}"), set()
+    try:
+        connections = (process / "net/tcp").read_text().splitlines()[1:]
+        for file in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                sockets.add(str(file.readlink()))
+    except FileNotFoundError:
+        return False
+    for fields in map(str.split, connections):
+        unread, inode = int(fields[4].partition(":")[2], 16), fields[9]
+        if unread and f"socket:[{inode}]" in sockets:
+            return True
+    return False

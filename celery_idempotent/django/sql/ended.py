@@ -53,7 +53,9 @@ class SessionLost(OperationalError):
     """The session of the task's transaction was lost before the COMMIT: everything is rolled back."""
 
     def __init__(self) -> None:
-        super().__init__(type(self).__doc__)
+        super().__init__(
+            "the session of the task's transaction was lost before the COMMIT: everything is rolled back"
+        )
 
 
 class TransactionEnded(StoreMisconfigured):
