@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from celery.canvas import Signature
 from celery.result import ResultBase
 
+from celery_idempotent.celery.models import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
 from celery_idempotent.protocol.policy import Policy
@@ -108,7 +109,7 @@ class TaskCodec:
 
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
-        stored = self._messages.dump(dict(signature), max_bytes=None)
+        stored = self._dump_call(signature)
         if isinstance(stored, NotStored):
             logger.warning(
                 "idempotency: the message of %s cannot be stored (%s), so it is not requeued after a crash",
@@ -120,7 +121,7 @@ class TaskCodec:
 
     def dump_replacement(self, signature: Sig) -> Stored | None:
         """Serialize the task that replaces this one, or return ``None`` if that cannot be."""
-        stored = self._messages.dump(dict(signature), max_bytes=None)
+        stored = self._dump_call(signature)
         return None if isinstance(stored, NotStored) else stored
 
     def load_replacement(self, stored: Stored) -> Sig:
@@ -166,6 +167,10 @@ class TaskCodec:
         return ResultUnavailable(
             f"{self._task} ended with {type(error).__name__}, which is not raised again."
         )
+
+    def _dump_call(self, signature: Sig) -> Stored | NotStored:
+        content = dict(with_dumped_models(self._app, signature))
+        return self._messages.dump(content, max_bytes=None)
 
     def _dump(self, value: object, what: str) -> Stored | None:
         stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)

@@ -21,8 +21,8 @@ import inspect
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypedDict
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.identity import arguments
@@ -121,6 +121,13 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
     return f"@@{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
+_Args: TypeAlias = Sequence[object] | None
+_Kwargs: TypeAlias = Mapping[str, object] | None
+
+#: Makes of the arguments of a call what its message carries.
+AsSent: TypeAlias = Callable[[_Args, _Kwargs], tuple[_Args, _Kwargs]]
+
+
 class _AboutId(TypedDict):
     task_id: str
 
@@ -136,8 +143,9 @@ class About(_AboutId, total=False):
 class KeyRules:
     """One set of rules by which a task's calls have their keys, scopes and fingerprints, compiled once.
 
-    ``signature`` is the task's, without ``self``; the keyword arguments are the values of the options
-    ``idempotency_key`` and so on, or with the suffix ``_before`` those of ``idempotency_key_before`` and so on.
+    ``signature`` is the task's, without ``self``. ``as_sent`` makes of arguments what their message carries, if that
+    is something else. The other keyword arguments are the values of the options ``idempotency_key`` and so on, or with
+    the suffix ``_before`` those of ``idempotency_key_before`` and so on.
 
     Raises:
         InvalidOption: if one of them cannot be used with this task.
@@ -153,12 +161,14 @@ class KeyRules:
         namespace: str | None = None,
         fingerprint: object = arguments.ALL_ARGUMENTS,
         require_key: bool = False,
+        as_sent: AsSent | None = None,
         suffix: str = "",
     ) -> None:
         # Options are read once, here: a call then only asks compiled rules, and a bad option stops the worker at start.
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
         self.require_key = require_key
+        self._as_sent = as_sent
         self.parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
@@ -206,8 +216,8 @@ class KeyRules:
 
     def identify(
         self,
-        args: Sequence[object] | None,
-        kwargs: Mapping[str, object] | None,
+        args: _Args,
+        kwargs: _Kwargs,
         *,
         task_id: str,
         nesting: int = 0,
@@ -228,7 +238,8 @@ class KeyRules:
             scope = self._scope.read(bound)
         if key is None and bound is not None and rule is not None:
             if isinstance(rule, arguments.AllArguments):
-                every = fingerprint_of(self._all(bound, "idempotency_key")).hex()
+                sent = self._sent(bound, args, kwargs)
+                every = fingerprint_of(self._all(sent, "idempotency_key")).hex()
                 return Identified(self._identity(f"*{every}", scope))
             key = rule.read(bound)
         if key is not None:
@@ -252,27 +263,37 @@ class KeyRules:
     def _fingerprint_of(
         self,
         bound: arguments.Bound | None,
-        args: Sequence[object] | None,
-        kwargs: Mapping[str, object] | None,
+        args: _Args,
+        kwargs: _Kwargs,
     ) -> bytes | None:
         rule, what = self._fingerprint, "idempotency_fingerprint"
         if rule is None:
             return None
         if bound is None:  # never equal to the fingerprint of a call that fits the signature
             return fingerprint_of(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
+        sent = self._sent(bound, args, kwargs)
         match rule:
             case arguments.AllArguments():
-                return fingerprint_of(self._all(bound, what))
+                return fingerprint_of(self._all(sent, what))
             case arguments.CallRule():
                 value = rule.read(bound)
                 if value is None:
                     return None
                 return fingerprint_of(self._one("(the result)", value, what))
             case arguments.PathRule():
-                return fingerprint_of(self._one(rule.text, rule.read(bound), what))
+                return fingerprint_of(self._one(rule.text, rule.read(sent), what))
             case arguments.NamesRule(paths):
-                forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
+                forms = {path.text: self._one(path.text, path.read(sent), what) for path in paths}
                 return fingerprint_of(form(forms))
+
+    def _sent(self, bound: arguments.Bound, args: _Args, kwargs: _Kwargs) -> arguments.Bound:
+        """Return the arguments as the message carries them: of a pydantic model what it is dumped as.
+
+        So a call by a model, one by the same as a dict, and the message of either have one fingerprint.
+        """
+        if self._as_sent is None:
+            return bound
+        return self.parameters.bind(*self._as_sent(args, kwargs)) or bound
 
     def _all(self, bound: arguments.Bound, what: str) -> str:
         """Return the form of the arguments, without those equal to their default.

@@ -158,10 +158,8 @@ class Endings:
 
     def report_newer_claim(self, call: Call, claim: Claim) -> bool:
         """Report that the lease is lost, if a newer claim has the key; return whether it has."""
-        claimed = [
-            claim.record,
-            *([claim.before] if claim.before else []),
-        ]  # while keys change: both
+        # While keys change it has two.
+        claimed = [record for record in (claim.record, claim.before) if record is not None]
         try:
             found = [claim.store.get(record.identity) for record in claimed]
         except STORE_ERRORS:
@@ -303,9 +301,8 @@ class Endings:
             sweep                                      (the lease runs out) ─ wait for the row … COMPLETED: no crash
             database                                  COMMIT is running ─────────────────────── committed
         """
-        store = claim.store
         until = time.monotonic() + (0 if at_exit else self.policy.lease_ms / 1000)
-        ask = partial(store.committed, claim.record)
+        ask = partial(claim.store.committed, claim.record)
         try:
             if not backoff.persist(ask, until=until, errors=STORE_ERRORS):
                 return Commit.ROLLED_BACK
@@ -336,8 +333,7 @@ class Endings:
         if claim.superseded:
             return
         claim.superseded = True
-        observed = self.policy.mode == "observe"
-        self._report(signals.lease_lost, call, claim, observed=observed)
+        self._report(signals.lease_lost, call, claim, observed=self.policy.mode == "observe")
         if claim.before is not None and claim.phase is not Phase.RELEASED:
             # Two identities, and the newer claim may have the old one alone: the new one is not to wait for its lease.
             claim.phase = Phase.RELEASED

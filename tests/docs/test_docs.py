@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,7 +88,7 @@ def test_the_examples_of_the_http_page_work_together(tmp_path: Path) -> None:
         name = re.match(r"# (\S+\.py)\n", block)
         assert name is not None, "an example says which file it is"
         files[name[1]] = block
-    del files["shop/api.py"]  # below
+    del files["shop/api.py"], files["shop/ninja.py"]  # below
     assert {"shop/views.py", "shop/tasks.py", "shop/urls.py", "try.py"} == set(files)
     # Who calls is for the project's middleware to say; this one believes a header.
     settings = (
@@ -172,22 +173,57 @@ assert client.post(f"/{order.pk}/").status_code == 404
 """
 
 
-def test_in_the_example_for_the_rest_framework_who_lost_an_order_does_not_get_its_answer(
-    tmp_path: Path,
-) -> None:
-    (example,) = (
-        block
-        for block in blocks((ROOT / "docs" / "http.md").read_text())
-        if block.startswith("# shop/api.py")
-    )
-    (tmp_path / "shop").mkdir()
-    for name, text in {"__init__.py": "", "api.py": example, **ORDERS}.items():
-        (tmp_path / "shop" / name).write_text(text)
+#: What the example for Django Ninja leaves to the reader, and a client that sends everything twice.
+TOKENS = {
+    "tokens.py": "owner_of = {'ann-1': 'ann', 'bob-1': 'bob'}.get",
+    "urls.py": """
+from django.urls import path
+from shop.ninja import api
+
+urlpatterns = [path("", api.urls)]
+""",
+}
+PAYING_TWICE = """
+from django.conf import settings
+settings.configure(
+    SECRET_KEY="x", ROOT_URLCONF="shop.urls", ALLOWED_HOSTS=["*"],
+    INSTALLED_APPS=["django.contrib.auth", "django.contrib.contenttypes", "celery_idempotent.django"],
+)
+import django
+django.setup()
+from django.test import Client
+import shop.ninja
+
+def post(path, token, amount, key):
+    headers = {"HTTP_IDEMPOTENCY_KEY": key, "HTTP_AUTHORIZATION": f"Bearer {token}"}
+    answer = Client().post(path, {"amount": amount}, content_type="application/json", **headers)
+    return answer.status_code, answer.get("Idempotent-Replayed", ""), answer.json()
+
+assert post("/payments", "ann-1", "much", "k")[0] == 422
+assert post("/payments", "ann-1", 5, "k") == (201, "", {"amount": 5})
+assert post("/payments", "ann-1", 5, "k") == (201, "true", {"amount": 5})
+assert post("/payments", "none", 5, "k")[0] == 403
+assert post("/payments", "bob-1", 5, "k") == (201, "", {"amount": 5})
+assert shop.ninja.paid == [5, 5]
+assert post("/payments-later", "ann-1", "much", "l")[0] == 422
+assert post("/payments-later", "none", 7, "l")[0] == 401
+status, _, begun = post("/payments-later", "ann-1", 7, "l")
+assert (status, begun["state"]) == (202, "QUEUED")
+status, replayed, ended = post("/payments-later", "ann-1", 7, "l")
+assert (status, replayed, ended["result"]) == (200, "true", {"charged": 7})
+"""
+
+
+def run_in_shop(directory: Path, code: str, files: dict[str, str]) -> None:
+    """Run code beside the files of an example."""
+    (directory / "shop").mkdir()
+    for name, text in {"__init__.py": "", **files}.items():
+        (directory / "shop" / name).write_text(text)
     environment = child_environment()
-    environment["PYTHONPATH"] += f":{tmp_path}"
+    environment["PYTHONPATH"] += f":{directory}"
     done = subprocess.run(
-        [sys.executable, "-c", LOSING],
-        cwd=tmp_path,
+        [sys.executable, "-c", code],
+        cwd=directory,
         env=environment,
         capture_output=True,
         text=True,
@@ -195,6 +231,29 @@ def test_in_the_example_for_the_rest_framework_who_lost_an_order_does_not_get_it
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def http_example(name: str) -> str:
+    """Return the file of this name on the page about HTTP."""
+    (example,) = (
+        block
+        for block in blocks((ROOT / "docs" / "http.md").read_text())
+        if block.startswith(f"# {name}\n")
+    )
+    return example
+
+
+def test_in_the_example_for_the_rest_framework_who_lost_an_order_does_not_get_its_answer(
+    tmp_path: Path,
+) -> None:
+    run_in_shop(tmp_path, LOSING, {"api.py": http_example("shop/api.py"), **ORDERS})
+
+
+def test_in_the_example_for_ninja_each_key_takes_effect_once(tmp_path: Path) -> None:
+    if find_spec("ninja") is None:
+        pytest.skip("Django Ninja is not installed")
+    files = {f"{name}.py": http_example(f"shop/{name}.py") for name in ("ninja", "tasks")}
+    run_in_shop(tmp_path, PAYING_TWICE, {**files, **TOKENS})
 
 
 def test_the_http_page_lists_every_option_and_every_problem() -> None:

@@ -404,6 +404,23 @@ def test_a_coroutine_that_nobody_awaits_is_told_of(options: dict[str, Any], fact
             view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)).send(None)
 
 
+@pytest.mark.parametrize("key", ["k", None])
+def test_a_view_that_returns_no_response_is_told_of(
+    options: dict[str, Any], factory: Any, key: str | None
+) -> None:
+    from django.core.exceptions import ImproperlyConfigured
+
+    from celery_idempotent.django.http import idempotent_view
+
+    @idempotent_view(**options, required=False, checks=[lambda _: None])
+    def plain_data(request: Any) -> Any:
+        return {"paid": 17}
+
+    headers = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
+    with pytest.raises(ImproperlyConfigured, match="plain_data returned a value of type dict"):
+        plain_data(factory.post("/", **headers))
+
+
 def test_an_answer_is_finished_once_and_a_replay_never(
     options: dict[str, Any], factory: Any
 ) -> None:

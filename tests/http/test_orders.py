@@ -13,6 +13,7 @@ from celery import Celery
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import Claimed, ClaimRequest, SettleRequest, State, Stored
 from tests.sql.databases import ready
+from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.waiting import wait_for
 
 Ask = Callable[..., Any]
@@ -301,6 +302,23 @@ def test_views_and_admin_work_with_the_same_app(settings: Callable[..., None]) -
 
 
 # In a coroutine, and what may be said -------------------------------------------------------------------------------
+
+
+def test_a_queued_record_has_the_message_of_a_pydantic_model_too(
+    app: Celery, settings: Callable[..., None]
+) -> None:
+    from celery_idempotent import IdempotentTask
+    from celery_idempotent.django.http import enqueue
+
+    def pay(order: Any) -> None: ...
+
+    task, order = make_pydantic_task(app, pay, base=IdempotentTask)
+    settings(CELERY_IDEMPOTENT_APP=app)
+    for _ in range(2):
+        assert enqueue(request(), task, args=[order(id=17)]).status_code == 202
+    definition = task.idempotency_definition()
+    record = _store(task).get(definition.identifier.identity("k", ("user", 7)))
+    assert definition.codec.load_message(record.message).args == [{"id": 17}]
 
 
 def test_in_a_coroutine_there_is_an_enqueue_that_is_awaited(charge: Any) -> None:

@@ -23,6 +23,7 @@ from celery_idempotent.records import Reserved, ReserveRequest
 from celery_idempotent.stores import get_store
 from tests.sql.outbox_support import Stage, anything, ids, make_app, sent
 from tests.support.proxy import Proxy
+from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.waiting import wait_for
 
 pytest.importorskip("django")
@@ -70,6 +71,22 @@ def lite(use_database: Callable[..., str]) -> Iterator[Stage]:
     alias = use_database("sqlite")
     with closing(make_app(alias)) as app:
         yield Stage(alias, app)
+
+
+@pytest.mark.parametrize("shape", ["call", "group"])
+def test_a_pydantic_model_is_staged_as_its_message_carries_it(lite: Stage, shape: str):
+    from celery_idempotent.django import IdempotentTask
+
+    def pay(order: Any) -> None: ...
+
+    task, order = make_pydantic_task(lite.app, pay, base=IdempotentTask, idempotency_key="order.id")
+    with lite.atomic():
+        if shape == "call":
+            lite.add(task, (order(id=17),))
+        else:
+            lite.add(group(task.s(order(id=17))))
+    ((_, body, _),) = sent(lite.app)
+    assert body[0] == [{"id": 17}]
 
 
 class TestOnEveryDatabase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,18 +88,56 @@ def test_a_duplicate_takes_one_statement_on_a_connection_that_was_just_opened_to
     assert asked(store, lambda: claim(store, "once")) == ["WITH"]
 
 
+def run_atomic(store: DjangoStore, key: str, *, body: Callable[[], object] | None = None) -> None:
+    record = claim(store, key).record
+    with store.transaction(record) as transaction:
+        if body is not None:
+            body()
+        transaction.settle(
+            SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+        )
+
+
 def test_an_atomic_run_takes_two_statements_beside_its_claim(store):
-    """The look whether the task ended its transaction goes with the settle."""
-
-    def run_atomic() -> None:
-        record = claim(store, "atomic").record
-        with store.transaction(record) as transaction:
-            transaction.settle(
-                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
-            )
-
-    assert asked(store, run_atomic) == ["WITH", "BEGIN", "WITH", "RELEASE", "COMMIT"]
+    """The lock goes with the look at the record, the look whether the task ended its transaction with the settle."""
+    work = functools.partial(run_atomic, store, "atomic")
+    assert asked(store, work) == ["WITH", "BEGIN", "SAVEPOINT", "RELEASE", "COMMIT"]
     assert isinstance(claim(store, "atomic"), Settled)
+
+
+def test_the_settle_of_an_atomic_run_is_planned_once_a_connection(store):
+    for n in range(3):
+        run_atomic(store, f"{n}")
+    known = prepared(store)
+    with CaptureQueriesContext(connections[store.alias]) as context:
+        for n in range(3, 6):
+            run_atomic(store, f"{n}")
+    settles = [query["sql"] for query in context.captured_queries if "RELEASE" in query["sql"]]
+    assert [sql.count("EXECUTE") for sql in settles] == [1, 1, 1]
+    assert prepared(store) == known
+    assert len(known) == 2, "claim and settle"
+
+
+def test_an_atomic_run_whose_session_does_not_know_its_settle_is_committed_all_the_same(store):
+    """A pooler may give each transaction another session."""
+    own = connections[store.alias]
+    control = Session(own, store.lines.words(own), inside=False).control
+    for n in range(4):
+        run_atomic(store, f"{n}")
+    control("CREATE TABLE effects (key text)")
+
+    def body() -> None:
+        control("INSERT INTO effects VALUES ('there')")
+        control("DEALLOCATE ALL")
+
+    try:
+        for n in range(5):
+            run_atomic(store, f"after-{n}", body=body)
+            assert isinstance(claim(store, f"after-{n}"), Settled)
+        rows = Session(own, store.lines.words(own), inside=False).rows
+        assert rows("SELECT count(*) FROM effects") == [(5,)]
+    finally:
+        control("DROP TABLE effects")
 
 
 def test_a_text_of_a_class_of_its_own_is_taken(store):

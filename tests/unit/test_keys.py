@@ -19,10 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from celery import Celery
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from kombu import serialization
 
+from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.identity.arguments import ALL_ARGUMENTS, Parameters, compile_rule
 from celery_idempotent.identity.fingerprints import MAX_DEPTH
@@ -30,6 +32,7 @@ from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.identifier import Identifier
 from celery_idempotent.identity.keys import canonical, task_id_key
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
+from tests.support.pydantic_tasks import make_pydantic_task
 
 SECRET = "4111-1111-1111-1111"
 TASK = "shop.charge"
@@ -986,3 +989,42 @@ def test_two_types_with_the_same_fields_have_two_fingerprints():
 
     assert form(Euros(5)) == form(Euros(5))
     assert form(Euros(5)) != form(Dollars(5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"idempotency_key": ALL_ARGUMENTS},
+        {"idempotency_key": "order.id"},
+        {"idempotency_key": "order.id", "idempotency_fingerprint": "order"},
+        {"idempotency_key": "order.id", "idempotency_fingerprint": ("order.at", "times")},
+    ],
+    ids=["all", "path", "fingerprint", "names"],
+)
+@pytest.mark.parametrize("bound", [False, True], ids=["function", "bound"])
+def test_a_pydantic_model_is_the_same_call_as_what_its_message_carries(
+    options: dict[str, Any], bound: bool
+):
+    pydantic = pytest.importorskip("pydantic")
+    fields = {"id": uuid.UUID, "amount": decimal.Decimal, "at": datetime.datetime}
+    model = pydantic.create_model("Order", **{n: (kind, ...) for n, kind in fields.items()})
+
+    def pay(order: Any, times: int = 1) -> None: ...
+    def bound_pay(self: Any, order: Any, times: int = 1) -> None: ...
+
+    with Celery("shop", broker="memory://", set_as_current=False) as app:
+        app.conf.idempotency_store = "memory://"
+        body, base = bound_pay if bound else pay, IdempotentTask
+        task, _ = make_pydantic_task(app, body, model=model, base=base, bind=bound, **options)
+        definition = task.idempotency_definition()
+        assert definition is not None
+
+        def identified(order: Any, **more: Any) -> Identified:
+            found: Identified = definition.identify([order], more, task_id="")
+            return found
+
+        at = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
+        order = model(id=AN_ID, amount="12.30", at=at)
+        sent = order.model_dump(mode="json")
+        assert identified(order) == identified(sent) == identified(order, times=1)
+        assert identified(order) != identified(order.model_copy(update={"at": at.replace(day=3)}))

@@ -41,6 +41,7 @@ from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, S
 from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.workers import child_environment
 
 Published = list[SimpleNamespace]
@@ -1722,6 +1723,24 @@ class TestCallbacks:
 
 
 class TestReplace:
+    def test_one_with_a_pydantic_model_is_in_the_record(self, app, store, published, runs):
+        def pay(order: Any) -> None:
+            runs.append(f"paid {order.id}")
+
+        paying, order = make_pydantic_task(app, pay, name="pay", base=IdempotentTask)
+
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
+        def task(self: Any, key: str) -> Any:
+            raise self.replace(paying.s(order(id=17)))
+
+        message = send(published, task, "k")
+        deliver(app, message)
+        found = record(store, "k", "t")
+        assert found.replaced
+        assert task.idempotency_definition().codec.load_replacement(found.value).task == "pay"
+        deliver(app, published[1])
+        assert runs == ["paid 17"]
+
     def test_the_record_is_completed_and_a_redelivery_is_acked_quietly(
         self, app, store, published, charge, runs
     ):

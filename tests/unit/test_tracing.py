@@ -80,13 +80,13 @@ def test_an_error_is_named_by_its_class(app: Celery, traced: Traced) -> None:
         shared=False,
     )
     def refuse(order: str) -> None:
-        raise ValueError("card 4111 expired")
+        raise ValueError("card of Ada expired")
 
     span = traced(lambda: refuse.apply(("17",)))
     assert span.attributes is not None
     assert span.attributes["celery.idempotency.error"] == "ValueError"
     assert span.attributes["celery.idempotency.state"] == "FAILED"
-    assert "4111" not in span.to_json()
+    assert "Ada" not in span.to_json()
 
 
 def test_without_a_span_nothing_happens(app: Celery, traced: Traced) -> None:

@@ -160,9 +160,8 @@ def _class(cls: Any, marks: Marks) -> Any:
     if _is_rest(cls):
         _rest_class(cls, marks)
     else:
-        dispatch = cls.dispatch
         # Handlers of a class may be coroutines, and dispatch() returns what they return.
-        cls.dispatch = _function(dispatch, marks)
+        cls.dispatch = _function(cls.dispatch, marks)
     cls.idempotency = marks
     return cls
 

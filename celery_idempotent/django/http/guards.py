@@ -28,7 +28,13 @@ from celery_idempotent.django.applications import app_of, celery_app, named_app
 from celery_idempotent.django.http.bodies import read_body, request_fingerprint
 from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.keys import caller_scope, http_identity
-from celery_idempotent.django.http.messages import awaited, finished, pack_response, read_response
+from celery_idempotent.django.http.messages import (
+    awaited,
+    finished,
+    pack_response,
+    read_response,
+    response_of,
+)
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.http.transactions import (
@@ -187,7 +193,7 @@ class Guard:
                 return refused
             if key is None:
                 with atomic_requests(guarded.non_atomic):
-                    return awaited(guarded.run(), self._name)
+                    return response_of(guarded.run(), self._name)
             call = Call(
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
@@ -243,7 +249,7 @@ class Guard:
             )
         with atomic_requests(guarded.non_atomic):
             request.idempotency_guarded = True
-            response = finished(awaited(guarded.run(), self._name), self.options)
+            response = finished(response_of(guarded.run(), self._name), self.options)
             if not self.options.is_stored(response.status_code):
                 raise _NotToKeepError(response)
         return response

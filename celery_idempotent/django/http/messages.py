@@ -24,6 +24,7 @@ from django.http import FileResponse, HttpResponse, HttpResponseBase
 
 from celery_idempotent.django.http.options import KEPT_ATTRIBUTES, KEPT_HEADERS, HttpOptions
 from celery_idempotent.errors import ResultUnavailable
+from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import Stored
 
 if TYPE_CHECKING:
@@ -58,6 +59,21 @@ def awaited(response: T, name: str) -> T:
         f"{name} returned a coroutine, and looks like no coroutine function. Decorate the class instead of its "
         "dispatch(), or the coroutine function instead of what calls it."
     )
+
+
+def response_of(returned: object, name: str) -> HttpResponseBase:
+    """Return what a view returned, if it is a response.
+
+    Raises:
+        ImproperlyConfigured: if it is something else, which a framework would have made a response of.
+    """
+    response = awaited(returned, name)
+    if not isinstance(response, HttpResponseBase):
+        raise ImproperlyConfigured(
+            f"{name} returned a value of type {type_name(response)}, and @idempotent_view stores responses. Put it "
+            "around what makes the response: in Django Ninja @decorate_view(idempotent_view(...)), below @api.post."
+        )
+    return response
 
 
 def finished(response: HttpResponseBase, options: HttpOptions) -> HttpResponseBase:

@@ -15,8 +15,10 @@ from celery_idempotent.django.http.options import (
     http_options,
 )
 
-#: The guarded views by name, with the namespaces that they were given; ``None``: what the setting says.
+#: The guarded views by name, with the namespaces that they were given; ``None``: what the setting says. Views that one
+#: function makes have one name.
 _guarded: dict[str, str | None] = {}
+_namespaces: set[str | None] = set()
 
 #: What views say about the errors of their tasks, from the least to the most.
 _LEAST_FIRST: tuple[ShowErrors, ...] = ("none", "permanent", "all")
@@ -38,6 +40,7 @@ class Marks:
             _shown.add(options.show_errors)
         if guards:
             _guarded[name] = options.namespace if "namespace" in given else None
+            _namespaces.add(_guarded[name])
         setting_changed.connect(self._forget)
 
     def _forget(self, *, setting: str = "", **_: object) -> None:
@@ -67,7 +70,7 @@ def marks_of(view: object) -> Marks | None:
 
 def view_namespaces() -> list[str]:
     """Return the namespaces of all views that were guarded so far; none in a project that guards none."""
-    return sorted({name or http_options().namespace for name in _guarded.values()})
+    return sorted({name or http_options().namespace for name in _namespaces})
 
 
 def namespace_of_view(name: str) -> str | None:

@@ -12,6 +12,7 @@ from celery.utils import uuid
 from celery.utils.functional import maybe_list
 from kombu import serialization
 
+from celery_idempotent.celery.models import with_dumped_models
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.identity.trees import PARTS, AnySignature
@@ -50,9 +51,10 @@ def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
         IdempotencyError: if it cannot be, could not be read again, or is too large.
     """
     name = serializer or app.conf.task_serializer
-    content = {line.name: getattr(payload, line.name) for line in fields(payload)}
+    call = {line.name: getattr(payload, line.name) for line in fields(payload)}
+    content = dict(with_dumped_models(app, call))
     if payload.canvas is not None:
-        content["canvas"] = dict(payload.canvas)
+        content["canvas"] = dict(with_dumped_models(app, payload.canvas))
     try:
         stored = Serializer(name, app.conf.accept_content).dump(content, max_bytes=MAX_BYTES)
     except InvalidOption:

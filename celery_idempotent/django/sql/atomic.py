@@ -22,8 +22,15 @@ from weakref import WeakValueDictionary
 from django.db import Error
 
 from celery_idempotent import errors
+from celery_idempotent.django.sql import plans
 from celery_idempotent.django.sql.blocks import RunBlock, refuse_outer
-from celery_idempotent.django.sql.columns import LIVE_SQL, PRUNE_SLACK_MS, digest
+from celery_idempotent.django.sql.columns import (
+    LIVE_SQL,
+    PRUNE_SLACK_MS,
+    ColumnValues,
+    ReadRows,
+    digest,
+)
 from celery_idempotent.django.sql.connections import Lines, Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS, kind
 from celery_idempotent.django.sql.elsewhere import OtherConnections
@@ -37,6 +44,8 @@ from celery_idempotent.stores.values import LETTERS, pack_value
 _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
 
 _SAVEPOINT = "celery_idempotent_run"
+#: Behind a pooler the session may not know the plan of the settle: that must not cost the task its transaction.
+_BEFORE_SETTLE = "celery_idempotent_settle"
 _OURS = f" WHERE digest = %s AND token = %s AND {LIVE_SQL}"
 
 #: Bounds the waits of one statement of ours, and of none of the task's, nor its COMMIT: ``was`` is what it had.
@@ -46,10 +55,17 @@ _LOCK_TIMEOUT_SET = (
 )
 _LOCK_TIMEOUT_RESTORED = "set_config('lock_timeout', was, true)"
 
+_SETTLE = (
+    "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s, reserved = %s,"
+    " updated_ms = {now}, expires_ms = {now} + %s, prune_ms = {least}(prune_ms, {now} + %s),"
+    " version = version + 1{source}" + _OURS
+)
+_SETTLE_TYPES = plans.types_of(("", b"", True, True, 0, 0, b"", 0))
+
 #: On PostgreSQL the lease goes with it, if nobody else has its row locked: the task's transaction must not fail for it.
 #: Nor under REPEATABLE READ or stricter, for a heartbeat may have renewed it since the snapshot of the transaction.
 _SETTLE_WITH_LEASE = (
-    _LOCK_TIMEOUT_SET + ", r AS ({update} RETURNING digest, token),"
+    _LOCK_TIMEOUT_SET + ", r AS ({settle} RETURNING digest, token),"
     " free AS (SELECT e.digest FROM celery_idempotent_lease e, r WHERE e.digest = r.digest AND e.token = r.token"
     " AND current_setting('transaction_isolation') = 'read committed' FOR UPDATE OF e SKIP LOCKED),"
     " l AS (DELETE FROM celery_idempotent_lease e USING free WHERE e.digest = free.digest RETURNING 1)"
@@ -76,11 +92,18 @@ class ClaimTransaction:
         self._other_connections = OtherConnections(session.connection)
         self.record = record
         self._session = session
+        #: What settles by a plan of the server's, where it has one.
+        self._planned: str | None = None
 
     def of(self, record: Record) -> bool:
         """Is this the run of that claim?"""
         mine = self.record
         return mine is not None and (mine.identity, mine.token) == (record.identity, record.token)
+
+    def plan(self) -> None:
+        """Have the server plan the settle; before the BEGIN."""
+        if self.record is not None:
+            self._planned = plans.plan(self._session, self._settle_sql(), _SETTLE_TYPES)
 
     def begin(self) -> None:
         """Say who is at work, once no earlier session does: one that was cut off from us may live on for a while.
@@ -98,17 +121,7 @@ class ClaimTransaction:
         elif record is None:
             return
         elif session.words.vendor == "postgresql":
-            name, token = claim
-            # At once, which takes no parameters. The last sees what was committed while the first waited.
-            ours = len(
-                session.rows_of_last(
-                    f"{_LOCK_TIMEOUT_SET} SELECT pg_advisory_xact_lock({lock_number(*claim):d}),"
-                    f" {_LOCK_TIMEOUT_RESTORED} FROM lock_wait; SAVEPOINT {_SAVEPOINT};"
-                    " SELECT 1 FROM celery_idempotent_record"
-                    + _OURS
-                    % (f"decode('{name.hex()}', 'hex')", f"{token:d}")
-                )
-            )
+            ours = self._begin_on_postgresql(*claim)
         else:
             ((got,),) = session.rows(
                 "SELECT get_lock(%s, %s)", (lock_name(session, *claim), LOCK_TIMEOUT_MS / 1000)
@@ -124,6 +137,21 @@ class ClaimTransaction:
             raise errors.LeaseLost(f"the claim of {record.identity} is no longer ours")
         if session.words.vendor != "postgresql":
             session.execute(f"SAVEPOINT {_SAVEPOINT}")
+
+    def _begin_on_postgresql(self, name: bytes, token: int) -> int:
+        # Without parameters several statements go at once.
+        ours = _OURS % (f"decode('{name.hex()}', 'hex')", f"{token:d}")
+        look, lock = f" FROM celery_idempotent_record{ours}", lock_number(name, token)
+        found = self._session.rows_of_last(
+            f"SAVEPOINT {_SAVEPOINT}; SELECT pg_try_advisory_xact_lock({lock:d}){look}"
+        )
+        if found == [(False,)]:
+            # The second statement sees what was committed while the first waited.
+            found = self._session.rows_of_last(
+                f"{_LOCK_TIMEOUT_SET} SELECT pg_advisory_xact_lock({lock:d}),"
+                f" {_LOCK_TIMEOUT_RESTORED} FROM lock_wait; SELECT 1{look}"
+            )
+        return len(found)
 
     def has(self, connection: object) -> bool:
         """Is this the connection of another thread, to the same database?"""
@@ -157,20 +185,12 @@ class ClaimTransaction:
         session, record, keep_ms = self._session, request.record, max(request.keep_ms, 1)
         if self.record is None:
             raise errors.StoreMisconfigured("this transaction has no claim to settle")
-        now = session.words.now_ms
         bounded = session.words.vendor == "postgresql"
-        release = ""
-        if self.of(record):
-            if bounded and is_open(session.connection):
-                release = f"RELEASE SAVEPOINT {_SAVEPOINT}; "
-            else:
-                check_open(session, _SAVEPOINT)
-        update = (
-            "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s,"
-            f" reserved = %s, updated_ms = {now}, expires_ms = {now} + %s,"
-            f" prune_ms = {session.words.least}(prune_ms, {now} + %s), version = version + 1"
-            f"{' FROM lock_wait' if bounded else ''}{_OURS}"
-        )
+        # Then it is released together with the settle.
+        open_ = bounded and self.of(record) and is_open(session.connection)
+        if self.of(record) and not open_:
+            check_open(session, _SAVEPOINT)
+        statement = self._settle_sql()
         params = (
             LETTERS[request.state],
             None if request.value is None else pack_value(request.value),
@@ -182,13 +202,12 @@ class ClaimTransaction:
         )
         try:
             if bounded:
-                sql = release + _SETTLE_WITH_LEASE.format(update=update)
-                ((written, deleted, _),) = session.rows_of_last(sql, params)
+                ((written, deleted, _),) = self._settle_with_lease(statement, params, open_=open_)
                 self.without_lease = bool(deleted)
             else:
-                written = session.write(update, params)
+                written = session.write(statement, params)
         except Error as error:
-            if release:
+            if open_:
                 raise_if_over(error)
             if self.passes(error):
                 raise
@@ -198,6 +217,29 @@ class ClaimTransaction:
             ) from error
         self.settled = written == 1
         return self.settled
+
+    def _settle_sql(self) -> str:
+        words = self._session.words
+        if words.vendor != "postgresql":
+            return _SETTLE.format(now=words.now_ms, least=words.least, source="")
+        settle = _SETTLE.format(now=words.now_ms, least=words.least, source=" FROM lock_wait")
+        return _SETTLE_WITH_LEASE.format(settle=settle)
+
+    def _settle_with_lease(self, sql: str, params: ColumnValues, *, open_: bool) -> ReadRows:
+        session = self._session
+        if not open_:
+            return session.rows_of_last(sql, params)
+        release = f"RELEASE SAVEPOINT {_SAVEPOINT}; "
+        if self._planned is None:
+            return session.rows_of_last(release + sql, params)
+        try:
+            return session.rows_of_last(
+                f"{release}SAVEPOINT {_BEFORE_SETTLE}; {self._planned}", params
+            )
+        except Error as error:
+            if not plans.is_missing(session, error):
+                raise
+        return session.rows_of_last(f"ROLLBACK TO SAVEPOINT {_BEFORE_SETTLE}; {sql}", params)
 
     def passes(self, error: Exception) -> bool:
         """Is this a serialization failure, a deadlock, or the loss of the session?"""

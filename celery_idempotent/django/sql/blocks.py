@@ -111,6 +111,8 @@ class RunBlock(Atomic):
             # Django leaves that of an earlier transaction there.
             self._own.rollback_exc = None  # type: ignore[attr-defined]
         try:
+            if not self._nested:
+                self._run.plan()
             super().__enter__()
         except BaseException:
             if not self._nested:

@@ -7,7 +7,7 @@
     verb 1,004  DEALLOCATE, PREPARE ─ EXECUTE              the tables have grown, and the plan may be another
 
 Behind a pooler that gives a session to many, the next one may not know the statement. Then the server says so, and the
-verb runs as it would without all this. Its name is the digest of its text: under it there is never another statement.
+verb runs as it would without all this; within a task's transaction, from a savepoint on. Its name is the digest of its text: under it there is never another statement.
 Where the project says that there is such a pooler (``DISABLE_SERVER_SIDE_CURSORS``), none is prepared.
 """
 
@@ -60,27 +60,48 @@ _of_connection: WeakKeyDictionary[object, _Plans] = WeakKeyDictionary()
 
 def rows(session: Session, sql: str, params: ColumnValues) -> ReadRows:
     """Run a query that is a transaction of its own, by its plan if it is run often."""
+    planned = None if session.begun else plan(session, sql, types_of(params))
+    if planned is not None:
+        try:
+            return session.rows(planned, params)
+        except Error as error:
+            if not is_missing(session, error):
+                raise
+    return session.rows(sql, params)
+
+
+def types_of(params: ColumnValues) -> tuple[str, ...]:
+    """Return PostgreSQL's types of these parameters, ``""`` for one that it has to guess."""
+    return tuple(_TYPES.get(type(value), "") for value in params)
+
+
+def plan(session: Session, sql: str, types: tuple[str, ...]) -> str | None:
+    """Return what runs a query by its plan, which is made if need be; ``None`` if it is not run often.
+
+    Outside of a transaction: one in which the server refuses a ``PREPARE`` would be lost.
+    """
     raw: object = session.connection.connection
     pooled = session.connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-    if session.begun or session.words.vendor != "postgresql" or pooled or raw is None:
-        return session.rows(sql, params)
+    if session.words.vendor != "postgresql" or pooled or raw is None:
+        return None
     plans = _of_connection.setdefault(raw, _Plans())
     plans.verbs += 1
-    if plans.verbs <= _WARM or plans.misses >= _MISSES:
-        return session.rows(sql, params)
-    types = tuple(_TYPES.get(type(value), "") for value in params)
-    if "" in types:
-        return session.rows(sql, params)  # a str or int of a class of its own
+    # Not either for a str or int of a class of its own.
+    if plans.verbs <= _WARM or plans.misses >= _MISSES or "" in types:
+        return None
     statement = _statement(sql, types)
-    try:
-        _prepare(session, plans, statement)
-        return session.rows(statement.execute, params)
-    except Error as error:
-        if error_code(error) not in (_UNKNOWN, _CHANGED):
-            raise
-        plans.misses += 1
-        plans.uses.pop(statement.name, None)
-    return session.rows(sql, params)
+    _prepare(session, plans, statement)
+    return statement.execute
+
+
+def is_missing(session: Session, error: Error) -> bool:
+    """Is this the server's word that it does not have a statement as it was prepared? Then it is prepared anew."""
+    if error_code(error) not in (_UNKNOWN, _CHANGED):
+        return False
+    plans = _of_connection[session.connection.connection]
+    plans.misses += 1
+    plans.uses.clear()
+    return True
 
 
 def _prepare(session: Session, plans: _Plans, statement: _Statement) -> None:
