@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -73,7 +74,9 @@ def run(session: Session) -> Iterator[Figure]:
         if kind == "worker":
             counts = _worker(session, names, more)
         else:
-            counts = {name: _alone(session, kind, name, more) for name in names}
+            with session.server() as server, session.directory() as directory:
+                counts = count(kind, names, more, server, directory)
+            session.step(len(names))
         for name, label, against in rows:
             yield Figure(
                 benchmark="instructions",
@@ -120,30 +123,27 @@ def _drained(session: Session, names: Sequence[str], favoured: str | None, more:
         return _counted(log)
 
 
-def _alone(session: Session, kind: str, name: str, more: int) -> float:
-    with session.server() as server, session.directory() as directory:
-        counted = count(kind, name, more, server, directory)
-    session.step()
-    return counted
-
-
-def count(kind: str, name: str, more: int, server: Server, directory: Path) -> float:
-    """Count what one verb or publication takes, as the difference of two runs; empties the server."""
-    arguments = map(str, (kind, name, server.port))
-    command = [sys.executable, "-m", "benchmarks.instructions_child", *arguments]
+def count(
+    kind: str, names: Sequence[str], more: int, server: Server, directory: Path
+) -> dict[str, float]:
+    """Count what each verb or publication takes, as the difference of two processes; empties the server."""
     environment = children_environment(PYTHONHASHSEED=0, BENCH_HIREDIS=1)
 
-    def done(times: int, under: Sequence[str] = ()) -> None:
-        words = [*under, *command, str(times), str(_FEW + more)]
-        subprocess.run(words, check=True, cwd=ROOT, env=environment)
+    def done(*numbers: int, under: Sequence[str] = ()) -> str:
+        command = [*under, sys.executable, "-m", "benchmarks.instructions_child", kind]
+        command += [*map(str, (server.port, *numbers)), *names]
+        ended = subprocess.run(
+            command, check=True, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        return ended.stdout
 
-    done(1)  # writes the bytecode, if there is none
-    counts = []
-    for times in (_FEW, _FEW + more):
-        log = directory / f"cachegrind-{times}"
-        done(times, _cachegrind(log))
-        counts.append(_counted(log))
-    return (counts[1] - counts[0]) / more
+    done(1, 1)  # writes the bytecode, if there is none
+    logs = directory / "cachegrind-%p"
+    counts: dict[str, list[int]] = {}
+    for line in done(_FEW, more, under=_cachegrind(logs)).splitlines():
+        name, _, pid = json.loads(line)
+        counts.setdefault(name, []).append(_counted(logs.with_name(f"cachegrind-{pid}")))
+    return {name: (all_ - few) / more for name, (few, all_) in counts.items()}
 
 
 def _cachegrind(log: Path) -> Sequence[str]:

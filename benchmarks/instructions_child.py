@@ -1,32 +1,52 @@
-"""Does one thing so many times, to be counted: ``instructions_child (verb|publish) NAME PORT TIMES PREPARED``."""
+"""Does each of some things so many times, to be counted: ``instructions_child (verb|publish) PORT FEW MORE NAMES…``.
+
+A process is forked for each count when all is imported, so that valgrind goes through the imports once. Prints name,
+times and process id of each.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+Prepare = Callable[[str, int], list[Callable[[], object]]]
 
 
-def main(kind: str, name: str, port: int, times: int, prepared: int) -> None:
-    """Prepare as much in every run, so that two runs differ by ``times`` alone."""
-    calls = (_verbs if kind == "verb" else _publications)(name, port, prepared)
-    for call in calls[:times]:
-        call()
+def main(kind: str, port: int, few: int, more: int, names: Sequence[str]) -> None:
+    """Prepare as much in every process, so that the two of a name differ by ``more`` alone."""
+    prepare = (_verbs if kind == "verb" else _publications)(port)
+    for name in names:
+        for times in (few, few + more):
+            pid = os.fork()
+            if not pid:
+                for call in prepare(name, few + more)[:times]:
+                    call()
+                os._exit(0)
+            if os.waitpid(pid, 0)[1]:
+                sys.exit(f"{name} failed")
+            print(json.dumps([name, times, pid]), flush=True)
 
 
-def _verbs(name: str, port: int, prepared: int) -> list[Callable[[], object]]:
+def _verbs(port: int) -> Prepare:
     from benchmarks.operations import Operations
 
-    return Operations(f"redis://127.0.0.1:{port}/0").prepare(name, prepared)
+    return lambda name, count: Operations(f"redis://127.0.0.1:{port}/0").prepare(name, count)
 
 
-def _publications(name: str, port: int, prepared: int) -> list[Callable[[], object]]:
+def _publications(port: int) -> Prepare:
     from benchmarks.tasks import PAYLOAD, make_app
 
     app = make_app(broker=f"redis://127.0.0.1:{port}/0", backend=f"redis://127.0.0.1:{port}/1")
-    args = (17, PAYLOAD) if name.endswith("webhook") else (17,)
-    return [lambda: app.tasks[name].apply_async(args)] * prepared
+
+    def prepare(name: str, count: int) -> list[Callable[[], object]]:
+        args = (17, PAYLOAD) if name.endswith("webhook") else (17,)
+        return [lambda: app.tasks[name].apply_async(args)] * count
+
+    return prepare
 
 
 if __name__ == "__main__":
-    what, which, *numbers = sys.argv[1:]
-    main(what, which, *map(int, numbers))
+    kind, port, few, more, *names = sys.argv[1:]
+    main(kind, int(port), int(few), int(more), names)
