@@ -47,8 +47,8 @@ class Event:
     behind a failure; ``count`` how many records a sweep interrupted; ``observed`` says that this is what would have
     happened, had ``idempotency_mode`` not been ``"observe"``. ``who`` did it: the operator whom an operation names,
     else the process (``hostname:pid/id``); ``reason`` is why, if a reason was given. ``seconds`` is how long it took:
-    the store to answer the claim (``claimed``), to take the end (``settled``; with the COMMIT of an atomic task), or
-    how long a duplicate waited in its worker (``replayed``, ``conflicted``, ``mismatched``);
+    the store to answer the claim (``claimed``), to take the end state (``settled``; with the COMMIT of an atomic task),
+    or how long a duplicate waited in its worker (``replayed``, ``conflicted``, ``mismatched``);
     ``None`` where nobody timed it.
     """
 

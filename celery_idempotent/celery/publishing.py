@@ -23,7 +23,7 @@ from celery.utils import uuid
 
 from celery_idempotent.celery import delivery
 from celery_idempotent.celery.definition import Definition
-from celery_idempotent.celery.reserving import lost_after_ms, reserve_and_send
+from celery_idempotent.celery.reserving import SendCall, lost_after_ms, reserve_and_send
 from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch
 from celery_idempotent.identity import stamp
@@ -61,8 +61,8 @@ outbox_interceptor: ContextVar[Interceptor | None] = ContextVar(
     "idempotency_outbox_interceptor", default=None
 )
 
-#: Options of a call whose own id is needed: by a canvas that waits for it, or by its callbacks.
-_CANVAS = ("chord", "chain", "group_id", "group_index", "link", "link_error")
+#: A call with one of these options keeps its own task id: a canvas waits for it, or it gives its callbacks their ids.
+_NEED_OWN_TASK_ID = ("chord", "chain", "group_id", "group_index", "link", "link_error")
 
 
 def publish(
@@ -81,7 +81,7 @@ def publish(
     """
     intercept = take_interceptor()
     run_claim = _claim_of_retrying_run(task, definition, options)
-    # Asked before stamp_call() adds a task id: one that is there already was chosen by the caller, who waits for it.
+    # Before stamp_call() adds a task id: one that is there already was chosen by the caller.
     may_reserve = run_claim is None and _may_reserve(task, definition, options)
     identified = stamp_call(definition, args, kwargs, options, run_claim)
     _give_ids_to_callbacks(task, options)
@@ -106,16 +106,15 @@ def stamp_call(
     *,
     eager: bool = False,
 ) -> Identified | None:
-    """Write the call's identity and task id to the headers in ``options``.
+    """Stamp the call. This changes ``options``: the key is taken out, the task id and the headers with the stamp added.
 
-    Returns the identity, or ``None`` if no stamp was written.
-
-    None is written where the headers have one already, whatever the arguments are now: it is a republished copy. Nor
-    for a call without any key, where the worker takes the task id as key.
+    Returns the identity; ``None`` if nothing was stamped, for one of two reasons. The headers have the stamp of this
+    message already, whose key stays whatever the arguments are now: it is a retry, or a republished copy. Or the call
+    has no key: then the worker takes the task id as key.
 
     ``run_claim``: the claim of the run whose retry this call is. It has that run's key, if the caller gives no other.
-    ``eager``: the call runs here and now. Without a key it gets a random one, for Celery gives all steps of an eager
-    chain the same task id.
+    ``eager``: the call runs here and now. Without a key it gets a random one, because Celery gives all steps of an
+    eager chain the same task id.
     """
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
     key, scope = take_key(options)
@@ -126,15 +125,15 @@ def stamp_call(
     if run_claim is not None and not given:
         identified = _identified_of(run_claim)
     else:
-        # What is given to this call comes first. One of Celery's stamps is for a whole canvas, and a header may be
-        # older than the call.
+        # In this order: what was given to this call; a stamp of Celery's with this name, which is for a whole canvas
+        # (take_key() left it in options); a header, which may have been copied from an older call.
         if key is None:
             key = options.get(stamp.KEY_HEADER, in_headers.get(stamp.RAW_KEY))
         if scope is None:
             scope = options.get(stamp.SCOPE_HEADER, in_headers.get(stamp.RAW_SCOPE))
         if key is None and scope is None and not definition.keyed:
             if definition.identifier.require_key:
-                # It raises KeyMissing; in observe mode it logs that.
+                # For its error only: it raises KeyMissing, or logs that in observe mode.
                 definition.identify(args, kwargs, task_id=task_id or "")
             return None
         task_id = options["task_id"] = task_id or uuid()
@@ -142,6 +141,7 @@ def stamp_call(
             args,
             kwargs,
             task_id=uuid() if eager else stamp.message_id(in_headers, task_id),
+            # A replacement (``self.replace``) has the task id of the task that it replaces.
             nesting=options.get("replaced_task_nesting") or 0,
             key=key,
             scope=scope,
@@ -170,16 +170,16 @@ def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
 
 
 def _may_reserve(task: IdempotentTask, definition: Definition, options: Options) -> bool:
-    """Is the key of this call to be reserved? If it is taken, the caller gets the ``AsyncResult`` of the first call.
+    """May the key of this call be reserved? If it is taken, the caller gets the ``AsyncResult`` of the first call.
 
-    Not where this call's own task id is needed: the caller chose it, or a canvas waits for it.
+    So it may not where this call must have its own task id: the caller chose that, or a canvas waits for it.
     """
     return (
         definition.policy.publish_once
         and definition.policy.mode == "enforce"
         and options.get("task_id") is None
         and not task.app.conf.task_always_eager
-        and not any(options.get(name) is not None for name in _CANVAS)
+        and not any(options.get(name) is not None for name in _NEED_OWN_TASK_ID)
     )
 
 
@@ -197,22 +197,23 @@ def take_interceptor() -> Interceptor | None:
 def send_deferred(
     task: IdempotentTask, definition: Definition | None, send: Send, call: DeferredCall
 ) -> Result:
-    """Send a deferred call; this may be repeated, for its key was stamped when the call was made."""
+    """Send a deferred call; this may be repeated, because its key was stamped when the call was made."""
     options = dict(call.options)
-    send_it = partial(send, call.args, call.kwargs)
+    send_call: SendCall = partial(send, call.args, call.kwargs)
     if not call.reserve or definition is None:
-        return send_it(**options)
+        return send_call(**options)
     task_id = str(options.get("task_id"))
-    header = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
-    identified = definition.identifier.from_stamp(header, call.args, call.kwargs, task_id=task_id)
+    stamped = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
+    identified = definition.identifier.from_stamp(stamped, call.args, call.kwargs, task_id=task_id)
     if identified is None:
-        return send_it(**options)
+        # The stamp was taken away meanwhile: no key is known that could be reserved.
+        return send_call(**options)
     try:
-        return reserve_and_send(task, definition, identified, send_it, options)
+        return reserve_and_send(task, definition, identified, send_call, options)
     except FingerprintMismatch as error:
         # The caller cannot be told any more. The worker refuses the message, and its result has this error.
         logger.warning("idempotency: %s[%s]: %s", task.name, options.get("task_id"), error)
-        return send_it(**options)
+        return send_call(**options)
 
 
 # -- a run publishes its own retry -------------------------------------------------------------------------------------
@@ -239,16 +240,16 @@ def _claim_of_retrying_run(
 
 def _identified_of(claim: Claim) -> Identified:
     """Return the identity of a run, from its claim."""
-    record, old = claim.record, claim.before
-    before = None if old is None else Identified(old.identity, old.fingerprint)
-    return Identified(record.identity, record.fingerprint, before)
+    record, old_record = claim.record, claim.old_record
+    old = None if old_record is None else Identified(old_record.identity, old_record.fingerprint)
+    return Identified(record.identity, record.fingerprint, old)
 
 
 def _send_retry(
     task: IdempotentTask,
     definition: Definition,
     run_claim: Claim,
-    send: Send,
+    send_call: SendCall,
     options: Options,
 ) -> Result:
     """Release the key of a run, then publish its retry: in this order, the retry never meets the claim of its own run.
@@ -258,20 +259,20 @@ def _send_retry(
         publish first   run ─ publish the retry ─────────── release      worker B: claim: Held, a conflict
         release first   run ─ release ─ publish the retry                worker B: claim: Claimed
 
-    In an atomic run both wait until its transaction has been rolled back.
+    In an atomic run, release and publish happen after the rollback of its transaction.
     """
     release = partial(definition.runner.release, run_claim, requeue_ms=lost_after_ms(options))
     if run_claim.transaction is None:
         release()
-        return send(**options)
-    run_claim.after_rollback = partial(_after_rollback, release, partial(send, **options))
+        return send_call(**options)
+    run_claim.after_rollback = partial(_after_rollback, release, partial(send_call, **options))
     return task.AsyncResult(options["task_id"])
 
 
-def _after_rollback(release: Callable[[], object], send: Callable[[], object]) -> None:
-    """Publish the retry of a run, after the rollback of its transaction."""
+def _after_rollback(release: Callable[[], object], publish_retry: Callable[[], object]) -> None:
+    """Release the key of a run and publish its retry, after the rollback of its transaction."""
     release()
     try:
-        send()
+        publish_retry()
     except Exception as error:
         raise Reject(error, requeue=False) from error  # as Task.retry() does

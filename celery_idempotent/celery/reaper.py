@@ -178,7 +178,7 @@ def end_record(store: Store, end: SettleRequest) -> bool:
     # One write, to the record with this token and to no other.
     if not store.settle(end):
         return False
-    # Its owner may have settled it first, and then that end stays.
+    # Its owner may have settled it first, and then that end state stays.
     found = store.get(end.record.identity)
     return found is not None and (found.token, found.state, found.value) == (
         end.record.token,

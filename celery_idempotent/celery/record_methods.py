@@ -147,5 +147,5 @@ class RecordMethods(TaskBase):
         """Return the identity of a key, and its former one, if a deploy changed the namespace."""
         identifier = self._ours().identifier
         identified = identifier.renamed(Identified(identifier.identity(key, scope)))
-        before = identified.before
-        return [identified.identity, *([before.identity] if before else [])]
+        old = identified.old
+        return [identified.identity, *([old.identity] if old else [])]

@@ -70,7 +70,7 @@ def find_task(app: Celery, namespace: str, *, load: bool = False) -> IdempotentT
         identifier = definition.identifier
         if identifier.namespace == namespace:
             return task
-        if identifier.before is not None and identifier.before.namespace == namespace:
+        if identifier.old_rules is not None and identifier.old_rules.namespace == namespace:
             renamed = task
     if renamed is None and load:
         load_tasks(app)

@@ -38,7 +38,7 @@ def replay(
     own = record.task_id == request.id
     if own and record.delivered:
         delivery.drop_callbacks(request)
-    if record.state.raises:
+    if record.state.is_failure:
         error = definition.codec.load_error(record.value)
         if not own:
             # A redelivery comes of a process that may have died before it reported anything.

@@ -299,8 +299,8 @@ def _identities_of(request: Request) -> list[Identity]:
         task_id=request.id,
         nesting=headers.get("replaced_task_nesting") or 0,
     )
-    before = identified.before
-    return [identified.identity, *([before.identity] if before else [])]
+    old = identified.old
+    return [identified.identity, *([old.identity] if old else [])]
 
 
 def gone(pid: int) -> bool:

@@ -13,10 +13,9 @@ sends under the same task id. Where the store fails the call is sent unreserved:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_idempotent import signals
 from celery_idempotent.celery.definition import Definition
@@ -38,14 +37,22 @@ _UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s
 RESERVED_MS = 60_000
 
 
+class SendCall(Protocol):
+    """Sends one call, whose arguments it has already."""
+
+    def __call__(self, **options: Any) -> Result:
+        """Send it with these options of ``apply_async``."""
+        ...
+
+
 def reserve_and_send(
     task: IdempotentTask,
     definition: Definition,
     identified: Identified,
-    send: Callable[..., Result],
+    send_call: SendCall,
     options: Options,
 ) -> Result:
-    """Reserve the key of a call and send it by ``send(**options)``; return the first call's result if there was one.
+    """Reserve the key of a call and send it; return the first call's result if there was one.
 
     Raises:
         FingerprintMismatch: if the key was reserved or used with other arguments.
@@ -58,7 +65,7 @@ def reserve_and_send(
     except IdempotencyError as error:
         # The worker's claim still guards the run: a second message does no harm.
         report(signals.store_failed, identity, task_id, error=error, line=_UNRESERVED)
-        return send(**options)
+        return send_call(**options)
     match answer:
         case Held(record, left_ms) if left_ms or record.state is not State.PROCESSING:
             # The first message is on its way, or its run is at work.
@@ -67,14 +74,14 @@ def reserve_and_send(
         case Held(record, _):
             # The lease ran out: the worker never came back, and with early acks the message is gone, too.
             _use_task_id(options, record.task_id)
-            return send(**options)
+            return send_call(**options)
         case Settled(record, _):
             # FAILED, or completed by an operator, who writes no result under the first id: then a worker answers this
             # message from the record.
             if record.state is State.COMPLETED and record.settled_by is None:
                 report(signals.replayed, identity, task_id, record)
                 return task.AsyncResult(record.task_id)
-            return send(**options)
+            return send_call(**options)
         case Mismatched(record):
             report(signals.mismatched, identity, task_id, record)
             raise FingerprintMismatch(
@@ -84,7 +91,7 @@ def reserve_and_send(
         case Reserved(record):
             _use_task_id(options, record.task_id)
             try:
-                sent = send(**options)
+                sent = send_call(**options)
             except BaseException:
                 key_change.give_back(store, identified, record)
                 raise

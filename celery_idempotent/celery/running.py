@@ -115,7 +115,7 @@ def call_of(
     return Call(
         identity=identity,
         fingerprint=identified.fingerprint,
-        before=identified.before,
+        old=identified.old,
         task_id=task_id,
         worker=worker_name(os.getpid()),
         longest_wait_ms=republish.longest_wait_ms(task, request) if waits else None,
@@ -124,7 +124,7 @@ def call_of(
         message=_message(task, definition, request),
         unanswered=republish.unanswered(said),
         on_late_error=partial(late_outcome, task),
-        around=task.transactions_around if request.is_eager else None,
+        open_transactions=task.transactions_around if request.is_eager else None,
         is_failure=_is_final_failure if stamp.KEEP_FAILURE in said else None,
     )
 

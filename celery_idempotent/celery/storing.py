@@ -128,7 +128,7 @@ class RequestResult:
         # The body added them: a message that has callbacks never comes here (running.py).
         if delivery.brings_callbacks(request):
             return False
-        if not state.raises:
+        if not state.is_failure:
             return not (request.ignore_result or ignores_result(task, request))
         if isinstance(self._outcome, (Ignore, Reject, Retry)):
             return False

@@ -254,7 +254,7 @@ class IdempotentTask(RecordMethods):
         )
 
     def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
-        """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
+        """Return the ``on_commit`` of each transaction that an eager run is in; none if its record is part of one."""
         return ()
 
     def replace(self, sig: Sig) -> Any:

@@ -68,7 +68,7 @@ class IdempotentTask(_IdempotentTask, DjangoBase):
         outbox.stage(self, args, kwargs, options, using=alias)
 
     def transactions_around(self, store: Store) -> Sequence[OnCommit]:
-        """Return how to be called at the commit of each transaction that an eager run is in, and its record not."""
+        """Return the ``on_commit`` of each transaction that an eager run is in; none if its record is part of one."""
         return transactions_around(store)
 
     def on_replace(self, sig: Sig) -> Any:

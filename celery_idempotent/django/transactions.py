@@ -38,7 +38,7 @@ def alias_in_use() -> str | None:
 
 
 def transactions_around(store: Store) -> Sequence[OnCommit]:
-    """Return how to be called at the commit of each transaction of this thread, unless the store's verbs join it.
+    """Return the ``on_commit`` of each open transaction of this thread; none if the store's verbs join one.
 
     The blocks that Django's ``TestCase`` opens around a test do not count.
     """

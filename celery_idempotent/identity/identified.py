@@ -24,12 +24,12 @@ _FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 class Identified:
     """The identity of one call and its fingerprint, which is None where it is off.
 
-    ``before`` is the identity by the old rules, while a deploy changes keys and where it differs (see identifier.py).
+    ``old`` is the identity by the old rules, while a deploy changes keys and where it differs (see identifier.py).
     """
 
     identity: Identity
     fingerprint: bytes | None = None
-    before: Identified | None = None
+    old: Identified | None = None
 
     @property
     def by_task_id(self) -> bool:
@@ -50,8 +50,8 @@ class Identified:
             header["scope"] = self.identity.scope
         if self.fingerprint is not None:
             header["fingerprint"] = self.fingerprint.hex()
-        if self.before is not None and not self.before.same_key(self):
-            return {**self.before.to_header(), "next": header}
+        if self.old is not None and not self.old.same_key(self):
+            return {**self.old.to_header(), "next": header}
         return header
 
     def same_key(self, other: Identified) -> bool:

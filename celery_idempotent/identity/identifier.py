@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Identifier(KeyRules):
-    """The rules of a task and, in ``before``, the old rules while a deploy changes some of them.
+    """The rules of a task and, in ``old_rules``, the old ones while a deploy changes some of them.
 
     The keyword arguments are those of :class:`KeyRules`, and the same with ``_before`` for what changed.
 
@@ -47,9 +47,10 @@ class Identifier(KeyRules):
             for name in tuple(options)
             if name.endswith("_before")
         }
-        self.before: KeyRules | None = None
+        self.old_rules: KeyRules | None = None
         if changed:
-            self.before = KeyRules(task_name, signature, **{**options, **changed}, suffix="_before")
+            of_old = {**options, **changed}
+            self.old_rules = KeyRules(task_name, signature, **of_old, suffix="_before")
         super().__init__(task_name, signature, **options, require_key=require_key)
 
     def identify(
@@ -58,16 +59,16 @@ class Identifier(KeyRules):
         kwargs: Mapping[str, object] | None,
         **about: Unpack[About],
     ) -> Identified:
-        """Return the identity by the new rules, and in ``before`` that by the old ones where it differs."""
+        """Return the identity by the new rules, and in ``old`` that by the old ones where it differs."""
         identified = super().identify(args, kwargs, **about)
-        if self.before is None:
+        if self.old_rules is None:
             return identified
         try:
-            before = self.before.identify(args, kwargs, **about)
+            old = self.old_rules.identify(args, kwargs, **about)
         except InvalidKey:
             return identified  # the old rules refused this call, so no old worker runs it
-        same = before.identity == identified.identity
-        return identified if same else replace(identified, before=before)
+        same = old.identity == identified.identity
+        return identified if same else replace(identified, old=old)
 
     def from_stamp(
         self,
@@ -83,35 +84,35 @@ class Identifier(KeyRules):
 
             in the stamp    this task computes    the call is    since
             K               has no old rules      K              nothing changes here
-            K               L, before it K        L, before K    the publisher has the old rules
-            K, next L       L, before it K        L, before K    both have the new rules
+            K               L, old key K          L, old key K   the publisher has the old rules
+            K, next L       L, old key K          L, old key K   both have the new rules
             K, next L       K, no old rules       K              this worker is an old one
-            K               M, before it N        K              the call gave its key, or is a retry with new arguments
+            K               M, old key N          K              the call gave its key, or is a retry with new arguments
 
         Raises:
             InvalidKey: if it is malformed. It came over the network: anything may be in it.
         """
         first = Identified.from_header(header, self.namespace)
         next_header = header.get("next") if isinstance(header, Mapping) else None
-        if first is None or (self.before is None and next_header is None):
+        if first is None or (self.old_rules is None and next_header is None):
             return first
         following = Identified.from_header(next_header, self.namespace)
         try:
             computed = self.identify(args, kwargs, **about)
         except InvalidKey:
             # The call gave the key, or the arguments are those of a retry: the stamp alone has it.
-            if self.before is None:
+            if self.old_rules is None:
                 return first
             return self.renamed(first) if following is None else self._replacing(first, following)
         if following is not None and self._has_rules_of(following, first, computed):
             if computed.same_key(following):
                 return _as_stamped(computed, following.fingerprint, first.fingerprint)
-            return following if self.before is None else self._replacing(first, following)
-        if self.before is None:
+            return following if self.old_rules is None else self._replacing(first, following)
+        if self.old_rules is None:
             return first
         if computed.same_key(first):
             return _as_stamped(computed, first.fingerprint, first.fingerprint)
-        if computed.before is not None and computed.before.same_key(first):
+        if computed.old is not None and computed.old.same_key(first):
             known = first.fingerprint
             return _as_stamped(computed, computed.fingerprint if known is None else known, known)
         # No rule made this key: it was given with the call, or is that of a retry's first message, with other
@@ -119,19 +120,19 @@ class Identifier(KeyRules):
         return self.renamed(first)
 
     def renamed(self, identified: Identified) -> Identified:
-        """Return the same key, and in ``before`` its record in the old namespace, if that was another."""
-        if self.before is None or self.before.namespace == self.namespace:
+        """Return the same key, and in ``old`` the one in the old namespace, if that was another."""
+        if self.old_rules is None or self.old_rules.namespace == self.namespace:
             return identified
-        return replace(identified, before=self._in_old_namespace(identified))
+        return replace(identified, old=self._in_old_namespace(identified))
 
     def _replacing(self, old: Identified, new: Identified) -> Identified:
-        """Return the new key of a stamp, and in ``before`` its old one."""
-        return replace(new, before=self._in_old_namespace(old))
+        """Return the new key of a stamp, and in ``old`` its old one."""
+        return replace(new, old=self._in_old_namespace(old))
 
     def _in_old_namespace(self, identified: Identified) -> Identified:
         """Return the same key in the old namespace."""
-        assert self.before is not None
-        old = replace(identified.identity, namespace=self.before.namespace)
+        assert self.old_rules is not None
+        old = replace(identified.identity, namespace=self.old_rules.namespace)
         return Identified(old, identified.fingerprint)
 
     def _has_rules_of(self, new: Identified, old: Identified, computed: Identified) -> bool:
@@ -147,14 +148,14 @@ class Identifier(KeyRules):
         changed = [n for n in range(2) if of_new[n] != of_old[n]]
         if all(ours[n] == of_new[n] for n in changed):
             return True
-        return self.before is not None and any(ours[n] != of_old[n] for n in changed)
+        return self.old_rules is not None and any(ours[n] != of_old[n] for n in changed)
 
 
 def _as_stamped(
-    computed: Identified, fingerprint: bytes | None, fingerprint_before: bytes | None
+    computed: Identified, fingerprint: bytes | None, old_fingerprint: bytes | None
 ) -> Identified:
     """Return what was computed with the fingerprints of the first message: a retry may have other arguments."""
-    before = computed.before
-    if before is not None:
-        before = replace(before, fingerprint=fingerprint_before)
-    return replace(computed, fingerprint=fingerprint, before=before)
+    old = computed.old
+    if old is not None:
+        old = replace(old, fingerprint=old_fingerprint)
+    return replace(computed, fingerprint=fingerprint, old=old)

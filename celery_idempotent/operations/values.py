@@ -45,7 +45,7 @@ def shown(app: Celery, record: Record) -> Shown:
         return Shown(trouble=f"It is too large to be shown: {len(stored.body):,} bytes.")
     try:
         codec = _codec(app, record)
-        if record.state.raises:
+        if record.state.is_failure:
             return text_of(codec.load_error(stored))
         return text_of(codec.load_value(stored))
     except IdempotencyError as error:
@@ -57,7 +57,7 @@ def shown(app: Celery, record: Record) -> Shown:
 def error_name(app: Celery, record: Record) -> str:
     """Return the name of the exception that a FAILED record has, ``""`` if there is none that can be read."""
     stored = record.value
-    if not record.state.raises or stored is None or too_large(stored):
+    if not record.state.is_failure or stored is None or too_large(stored):
         return ""
     try:
         return type(_codec(app, record).load_error(stored)).__name__

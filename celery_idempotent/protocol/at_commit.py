@@ -1,13 +1,14 @@
-"""The end of an eager run inside the caller's transaction: it is written after the COMMIT, and not if that never comes.
+"""Settles an eager run that ended inside the caller's transaction: after the COMMIT. After a ROLLBACK it is released.
 
 ::
 
-    atomic() ─ task.apply() ─ claim ─ body ─ its end waits ─┬─ COMMIT ───▶ settle
-                                                            └─ ROLLBACK ─▶ release: the effect is undone
+    atomic() ─ task.apply() ─ claim ─ body ─ pending ─┬─ COMMIT ───▶ settle
+                                                      └─ ROLLBACK ─▶ release: the effect is undone
 
-Django has no hook for a rollback, but it drops the ``on_commit`` hooks then, also at a rollback to a savepoint. So an
-end has only weak references to its hooks, and a hook that is gone without having been called means a rollback. The next
-eager call looks for that, and so does the heartbeat, which renews the claim until then.
+Django calls the functions given to ``on_commit``, the hooks, after the COMMIT. It has no hook for a rollback, also one
+to a savepoint; but then it drops these hooks without calling them. So a pending settle has only weak references to its
+hooks: if one of them is dead and was not called, there was a rollback. Each eager call looks for that when it begins,
+and the heartbeat before each renewal: it renews the claim for as long as the settle is pending.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ if TYPE_CHECKING:
     from celery_idempotent.protocol.claim import Claim
     from celery_idempotent.stores.base import Store
 
-#: ``transaction.on_commit`` of one transaction: takes a function to call after its commit.
+#: The ``on_commit`` of one open transaction: ``on_commit(hook)`` has Django call ``hook()`` after the COMMIT.
 OnCommit = Callable[[Callable[[], None]], None]
 
-#: The ends of this process that wait, by their claims: the identity and the token.
-_waiting: dict[tuple[Identity, int], EndAtCommit] = {}
+#: The pending settles of this process, each by the identity and the token of its claim.
+_pending: dict[tuple[Identity, int], PendingSettle] = {}
 
 
 def _claim_id(record: Record) -> tuple[Identity, int]:
     return record.identity, record.token
 
 
-class EndAtCommit:
-    """The end of one run, which waits for the COMMIT of the caller's transactions.
+class PendingSettle:
+    """The settle of one run, which is due after the COMMIT of the caller's transactions.
 
-    ``record`` is what the record will be after that. A duplicate in the same transaction is answered from it::
+    ``record`` is the record as that settle will make it. A duplicate in the same transaction is answered from it::
 
         with transaction.atomic():
-            charge.apply((17,))     runs; its end waits, the store still says PROCESSING
+            charge.apply((17,))     runs; the settle is pending, and the store still says PROCESSING
             charge.apply((17,))     the same key: a replay of the first, though the store has no result yet
     """
 
@@ -56,59 +57,59 @@ class EndAtCommit:
     ) -> None:
         self.record = record
         self.claim_id = _claim_id(record)
-        self.lease: Renewal = claim.lease
+        self.renewal: Renewal = claim.renewal
         self.store: Store = claim.store
         self.renewed_at = claim.renewed_at
         self._settle = settle
         self._release = release
         self._thread = threading.get_ident()
-        self._hooks: list[weakref.ref[_Hook]] = []
+        self._hook_refs: list[weakref.ref[_Hook]] = []
 
     def prepare_renewal(self) -> bool:
-        """Release the key if the transaction was rolled back; return whether the end still waits for its commit.
+        """Release the key if a transaction was rolled back; return whether the settle is still pending.
 
-        This is how a rollback is noticed where no further eager call looks for it: by the next beat of the heartbeat.
+        The heartbeat calls this, and so notices a rollback where no further eager call looks for it.
         """
         self.release_if_rolled_back()
-        return self.claim_id in _waiting
+        return self.claim_id in _pending
 
     def lose(self) -> None:
-        """Do nothing: the store will refuse the settle, too."""
+        """Do nothing. The store refused a renewal; after the COMMIT it will refuse the settle, which reports that."""
 
     @property
     def in_this_transaction(self) -> bool:
-        """Is the code that asks in the same transaction? Django has one for each thread and database."""
+        """Is the caller in the transaction of the run? That belongs to one thread, and may be rolled back by now."""
         return self._thread == threading.get_ident() and not self._rolled_back
 
     @property
     def _rolled_back(self) -> bool:
-        # Django drops the hooks of a rollback without calling them. committed() takes its hook off the list first; the
-        # heartbeat's thread may look meanwhile, so a hook that is gone counts only if it is on the list still.
-        return any(hook() is None and hook in self._hooks for hook in tuple(self._hooks))
+        # A hook that was called is dead soon, too; after_commit() removes its reference before. The heartbeat's thread
+        # may have copied the list earlier: so a dead reference counts only if the list still has it.
+        return any(ref() is None and ref in self._hook_refs for ref in tuple(self._hook_refs))
 
-    def wait_for(self, transactions: Sequence[OnCommit]) -> None:
-        """Wait until all of these transactions are committed, or one is rolled back."""
-        hooks = [_Hook(self) for _ in transactions]
-        self._hooks = [weakref.ref(hook) for hook in hooks]
-        _waiting[self.claim_id] = self
+    def register(self, on_commits: Sequence[OnCommit]) -> None:
+        """Register one hook for each of these transactions: settle once all are committed, release if one is not."""
+        hooks = [_Hook(self) for _ in on_commits]
+        self._hook_refs = [weakref.ref(hook) for hook in hooks]
+        _pending[self.claim_id] = self
         heartbeat.add(self)
-        for on_commit, hook in zip(transactions, hooks, strict=True):
+        for on_commit, hook in zip(on_commits, hooks, strict=True):
             on_commit(hook)
 
-    def committed(self, hook: _Hook) -> None:
-        """Settle, if this is the hook of the last of the transactions."""
-        self._hooks.remove(weakref.ref(hook))
-        if not self._hooks and self._stop_waiting():
+    def after_commit(self, hook: _Hook) -> None:
+        """Settle, if all the other transactions are committed as well."""
+        self._hook_refs.remove(weakref.ref(hook))
+        if not self._hook_refs and self._remove():
             self._settle()
 
     def release_if_rolled_back(self) -> None:
-        """Release the key if the transaction was rolled back."""
-        if self._rolled_back and self._stop_waiting():
+        """Release the key if a transaction was rolled back."""
+        if self._rolled_back and self._remove():
             self._release()
 
-    def _stop_waiting(self) -> bool:
-        """Remove the end from those that wait; ``False`` if another thread did: only one may settle or release."""
-        if _waiting.pop(self.claim_id, None) is None:
+    def _remove(self) -> bool:
+        """Make this no longer pending; ``False`` if another thread did: only one of them may settle or release."""
+        if _pending.pop(self.claim_id, None) is None:
             return False
         heartbeat.remove(self)
         return True
@@ -117,32 +118,35 @@ class EndAtCommit:
 class _Hook:
     """What Django calls after a commit, and drops at a rollback."""
 
-    __slots__ = ("__weakref__", "_end")
+    __slots__ = ("__weakref__", "_pending_settle")
 
-    def __init__(self, end: EndAtCommit) -> None:
-        self._end = end
+    def __init__(self, pending_settle: PendingSettle) -> None:
+        self._pending_settle = pending_settle
 
     def __call__(self) -> None:
-        self._end.committed(self)
+        self._pending_settle.after_commit(self)
 
 
-def wait_for_commit(end: EndAtCommit, transactions: Sequence[OnCommit]) -> None:
-    """Let an end wait for these transactions. If an end of this claim waits already, nothing happens."""
-    if end.claim_id not in _waiting:
-        end.wait_for(transactions)
+def settle_after_commit(pending: PendingSettle, on_commits: Sequence[OnCommit]) -> None:
+    """Have a run settled after these transactions. If a settle of its claim is pending already, nothing happens."""
+    if pending.claim_id not in _pending:
+        pending.register(on_commits)
 
 
 def record_after_commit(record: Record) -> Record | None:
-    """Return how a held record will end, ``None`` if its run is not one that ended in the caller's transaction."""
-    end = _waiting.get(_claim_id(record))
-    return end.record if end is not None and end.in_this_transaction else None
+    """Return the record that a pending settle of the caller's own transaction will write.
+
+    ``record`` is the one that the store has now. ``None`` if no such settle is pending for its claim.
+    """
+    pending = _pending.get(_claim_id(record))
+    return pending.record if pending is not None and pending.in_this_transaction else None
 
 
 def release_rolled_back() -> None:
     """Release the keys of all runs whose transaction was rolled back."""
-    for end in tuple(_waiting.values()):
-        end.release_if_rolled_back()
+    for pending in tuple(_pending.values()):
+        pending.release_if_rolled_back()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_waiting.clear)  # the parent ends them
+    os.register_at_fork(after_in_child=_pending.clear)  # the parent settles or releases them

@@ -1,4 +1,4 @@
-"""A run inside a transaction of its store: what it writes and its end are committed together, or not at all.
+"""A run inside a transaction of its store: what it writes and its end state are committed together, or not at all.
 
 ::
 
@@ -185,13 +185,13 @@ class AtomicRun:
             return self._decided(error, at_exit=at_exit)
         if not at_exit:
             if self._stage is Stage.REFUSED:
-                return End.NEWER_CLAIM if endings.report_newer_claim(call, claim) else End.GONE
+                return End.NEWER_CLAIM if endings.check_newer_claim(call, claim) else End.GONE
             if claim.after_rollback is not None:
                 self._follow_up()
                 raise error
             if self._trouble is not None:
                 # Its message goes out once more, and may be all that there is of it.
-                endings.release(claim, requeue_ms=claim.lease.lease_ms, error=self._trouble)
+                endings.release(claim, requeue_ms=claim.renewal.lease_ms, error=self._trouble)
                 endings.report_store_failed(call, claim, self._trouble)
                 return StoreFailed(self._trouble)
         return self._rolled_back(error)
@@ -208,10 +208,10 @@ class AtomicRun:
         call, claim, endings = self._call, self._claim, self._endings
         commit = Commit.COMMITTED
         if claim.phase is not Phase.SETTLED:
-            commit = endings.ask_commit(call, claim, at_exit=at_exit)
+            commit = endings.find_commit_outcome(call, claim, at_exit=at_exit)
         match commit:
             case Commit.ROLLED_BACK:
-                if not at_exit and endings.report_newer_claim(call, claim):
+                if not at_exit and endings.check_newer_claim(call, claim):
                     return End.NEWER_CLAIM
                 return self._rolled_back(error)
             case _ if at_exit:
@@ -241,7 +241,7 @@ class AtomicRun:
                     call.identity,
                     type(error).__name__,
                 )
-                endings.release(claim, requeue_ms=claim.lease.lease_ms, error=error)
+                endings.release(claim, requeue_ms=claim.renewal.lease_ms, error=error)
                 return End.ROLLED_BACK
             error = call.late_error(error)
         end = endings.end_failed(call, claim, error)

@@ -74,12 +74,13 @@ class Call:
     #: Makes of an exception that comes after the body, from the end of its transaction, what the task would have made
     #: of it: a retry perhaps.
     on_late_error: Callable[[Exception], Exception] | None = None
-    #: Which transactions of the caller the run is part of, and its record is not: the end waits for them.
-    around: Callable[[Store], Sequence[OnCommit]] | None = None
+    #: Returns the ``on_commit`` of each transaction that the caller has open, none if the record is part of one: the
+    #: run is settled after their COMMIT.
+    open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
     #: Attempts to claim, of earlier rounds of the message, that no store answered.
     unanswered: tuple[bytes, ...] = ()
-    #: What the call was about before a deploy that changed its key.
-    before: Identified | None = None
+    #: The identity of the call by the old rules, while a deploy changes keys.
+    old: Identified | None = None
 
     def fails(self, error: BaseException) -> bool:
         """Does this exception settle the record as FAILED?"""
@@ -158,7 +159,7 @@ class Replay:
 class Conflict:
     """Another run holds the key, for ``left_ms`` more unless it renews its lease.
 
-    ``other``: it is a run of another operation, which shares the key that this one had before a deploy.
+    ``other``: it is a run of another operation, which had the same key as this one before a deploy changed the keys.
     """
 
     record: Record

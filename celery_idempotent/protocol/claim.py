@@ -33,29 +33,31 @@ class Phase(Enum):
 
     ::
 
-        claim ─▶ RUNNING ─┬─ its end is written ────────────────────────▶ SETTLED
-                          ├─ its end waits for the caller's commit ▶ AWAITS_COMMIT ─┬─ commit ────▶ SETTLED
-                          │                                                         └─ rollback ──▶ RELEASED
-                          ├─ its end is refused: a newer claim has the key ─────────────────────────────────────▶ ENDED
-                          ├─ a retry, or a failure that is not recorded ▶ RELEASED ── the run is over ──▶ ENDED
-                          ├─ the store refused a renewal or a step ─────▶ LOST ─┬─ a newer claim has the key ──▶ ENDED
-                          │                                                     └─ no newer claim: settled ───▶ SETTLED
-                          └─ the store is away: no end is written, and the lease frees the key ───────────────▶ ENDED
+        claim ─▶ RUNNING ─┬─ the end state is written ──────────────────────────────────────────────────▶ SETTLED
+                          ├─ the settle waits for the caller's COMMIT ─▶ AWAITS_COMMIT ─┬─ COMMIT ──────▶ SETTLED
+                          │                                                             └─ ROLLBACK ────▶ RELEASED
+                          ├─ a retry, or a failure that is not recorded ─▶ RELEASED ── the run is over ─▶ ENDED
+                          ├─ the settle is refused: a newer claim has the key ──────────────────────────▶ ENDED
+                          ├─ the store is away: nothing is written, and the lease frees the key ────────▶ ENDED
+                          └─ the store refused a renewal or a step ─▶ LOST ─▶ from there each of the ways above
+
+    LOST may still become SETTLED: a sweep, say, interrupted the claim, and nobody claimed the key after that.
     """
 
     RUNNING = "the body is at work, and the heartbeat renews the lease"
     LOST = "the store refused a renewal or a step; the body may still be at work"
     RELEASED = "the key was given back; what the body may still return is not recorded"
-    AWAITS_COMMIT = "the run is over, and its end is written after the caller's transaction commits"
-    SETTLED = "the end is written"
-    ENDED = "the run is over, and this worker wrote no end"
+    AWAITS_COMMIT = "the run is over, and is settled after the caller's transaction commits"
+    SETTLED = "the end state is written"
+    ENDED = "the run is over, and this worker wrote no end state"
 
 
-#: In one of these phases the body may still be at work. (After the rollback of its caller it is over in RELEASED, too;
-#: that claim is not the current one any more.)
+#: In one of these phases the body may still be at work. One that was RELEASED by a rollback of the caller's transaction
+#: is over; but that claim is not the current one any more, and nobody asks.
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
-#: In one of these phases the end is written or given up, and the signal was sent that says so.
+#: In one of these phases the end state is written or given up. The phase is assigned first, and the signal that says so
+#: is sent after that: a time limit between the two may lose the signal, but nothing is reported twice.
 REPORTED = (Phase.SETTLED, Phase.ENDED)
 
 
@@ -80,12 +82,12 @@ class StepCodec(Protocol):
 class Claim:
     """The claim of the run in progress: ``self.idempotency`` in a bound task, :func:`current_claim` anywhere."""
 
-    #: Only the run's thread assigns a phase to the instance, and never RUNNING: :meth:`lose`, which the heartbeat's
-    #: thread calls, relies on that.
+    #: RUNNING is this class attribute, and never assigned to an instance. :meth:`lose`, which the heartbeat's thread
+    #: calls, relies on that: it writes LOST only while the instance has no phase, so it overwrites nothing.
     phase = Phase.RUNNING
 
-    #: While a deploy changes keys: the record under the previous identity, claimed together with this one.
-    before: Record | None = None
+    #: While a deploy changes keys: the record under the old identity, claimed together with this one.
+    old_record: Record | None = None
     #: A newer claim has the key, and the signal ``lease_lost`` was sent.
     superseded = False
     #: When the settle began (``time.monotonic``), for the duration in its report; ``None`` before, and for a claim
@@ -101,14 +103,14 @@ class Claim:
     after_rollback: Callable[[], object] | None = None
 
     def __init__(
-        self, store: Store, record: Record, lease: Renewal, codec: StepCodec, *, sent: float
+        self, store: Store, record: Record, renewal: Renewal, codec: StepCodec, *, sent: float
     ) -> None:
         #: Where the record is.
         self.store = store
         #: The record as it was when the key was claimed.
         self.record = record
         #: What it takes to renew this claim.
-        self.lease = lease
+        self.renewal = renewal
         self._codec = codec
         self._steps = dict(record.steps)
         #: When the claim, or its last renewal, was sent (``time.monotonic``): the store got it later, so the claim
@@ -134,7 +136,7 @@ class Claim:
         return self.record.token
 
     @property
-    def stepped(self) -> bool:
+    def has_steps(self) -> bool:
         """Did this run, or an earlier one, record a step?"""
         return bool(self._steps)
 
@@ -166,11 +168,11 @@ class Claim:
             LeaseLost: if the claim is gone.
             StoreUnavailable: if the store did not answer before the lease may have run out.
         """
-        lease_s = self.lease.lease_ms / 1000
+        lease_s = self.renewal.lease_ms / 1000
         failures = 0
         while True:
             try:
-                renewed = self._renewed()
+                renewed = self._try_renew()
                 break
             except StoreUnavailable:
                 failures += 1
@@ -181,17 +183,17 @@ class Claim:
         if not renewed:
             raise self._gone()
 
-    def _renewed(self) -> bool:
+    def _try_renew(self) -> bool:
         if self.phase is not Phase.RUNNING:
             return False
         sent = time.monotonic()
-        (renewed,) = self.store.renew([self.lease])
+        (renewed,) = self.store.renew([self.renewal])
         if renewed:
             self.renewed_at = sent
         return renewed
 
     def ensure(self) -> None:
-        """Renew the lease, and so learn whether this run still holds the claim: call it before an irreversible step.
+        """Check that this run still holds the claim, before an irreversible step. It is :meth:`renew` by another name.
 
         Raises:
             LeaseLost: if the claim is gone.
@@ -201,9 +203,9 @@ class Claim:
 
     def derived_key(self, name: str) -> str:
         """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
-        identity, before = self.record.identity, self.before
-        if before is not None and before.created_ms < self.record.created_ms:
-            identity = before.identity  # the first run may have used it with the outside system
+        identity, old_record = self.record.identity, self.old_record
+        if old_record is not None and old_record.created_ms < self.record.created_ms:
+            identity = old_record.identity  # the first run may have used it with the outside system
         parts = (identity.namespace, identity.scope, identity.key, name)
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
         return str(uuid.UUID(bytes=hashlib.sha256(framed).digest()[:16]))
@@ -212,13 +214,13 @@ class Claim:
         """Run one part of the operation once: ``charge = self.idempotency.step("charge", provider.charge, amount)``.
 
         Its result is written to the record before this returns. A later run of the same key (a retry, another attempt
-        after a failure or a crash) gets that result back, and ``function`` is not called again. Should the process die
-        between the two, it is called again: hand :meth:`derived_key` to the outside system, so that it recognises the
-        repetition.
+        after a failure or a crash) gets that result back, and ``function`` is not called again. If the process dies
+        after ``function`` returned and before its result is written, the next run calls it again: hand
+        :meth:`derived_key` to the outside system, so that it recognises the repetition.
 
         The result comes back as the serializer makes it (a tuple as a list), the first time, too. Steps of one task
-        have different names. In an atomic task ``function`` must not write to the database of its transaction: what it
-        did there would be rolled back by a failure that the step survives.
+        have different names. In an atomic task ``function`` must not write to the database of its transaction: a
+        failure would roll that back, while the step stays recorded, and is not called again.
 
         Raises:
             LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else what it did
@@ -241,7 +243,7 @@ class Claim:
         """Write the step's result; try for up to a lease: the next run repeats a step that was not written."""
         identity, token = self.record.identity, self.token
         write = partial(self.store.checkpoint, identity, token=token, name=name, value=value)
-        give_up = time.monotonic() + self.lease.lease_ms / 1000
+        give_up = time.monotonic() + self.renewal.lease_ms / 1000
         if not backoff.persist(write, until=give_up, longest=_LONGEST_PAUSE):
             raise self._gone()
 

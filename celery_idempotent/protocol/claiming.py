@@ -1,10 +1,10 @@
-"""Claiming a key: the store is asked, again while it is away, and its answer becomes a claim.
+"""Claims a key: asks the store, again while it is away, and makes a claim of its answer.
 
 ::
 
-    ask() ─┬─ ask_once() ─ the identity, and the old one while keys change ─▶ AnsweredAttempt ─ hold() ─▶ Claim
-           ├─ ✗ the store is away ───────▶ ask_once() again, with the same attempt
-           └─ ✗ a signal handler raised ─▶ release what the store may have given us
+    claim() ─┬─ claim_once(): the identity, and the old one while keys change ─▶ AnsweredAttempt ─ make_claim() ─▶ Claim
+             ├─ ✗ the store is away ───────▶ claim_once() again, with the same attempt
+             └─ ✗ a signal handler raised ─▶ release what the store may have given us
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ CLAIM_RETRY_SECONDS = 3.0
 class AnsweredAttempt(NamedTuple):
     """An attempt to claim that the store has answered.
 
-    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`), ``sent`` the time before it was
-    sent (``time.monotonic``): the lease cannot have begun earlier. ``before`` is the record under the identity that
-    the call had before a deploy, if that was claimed as well.
+    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`). ``sent`` is the time just
+    before the request was sent (``time.monotonic``): the lease cannot have begun earlier. ``old_record`` is the record
+    under the old identity, if a deploy changes keys and that was claimed as well.
     """
 
     answer: Answer
     attempt: bytes
     sent: float
     store: Store
-    before: Record | None = None
+    old_record: Record | None = None
 
 
 class Claiming:
@@ -61,8 +61,8 @@ class Claiming:
         self._store = store
         self._keep_ms = policy.keep_ms
 
-    def ask(self, call: Call, attempt: bytes) -> AnsweredAttempt:
-        """Claim, and try again for a few seconds while the store is away.
+    def claim(self, call: Call, attempt: bytes) -> AnsweredAttempt:
+        """Claim the key, and try again for a few seconds while the store is away.
 
         All tries have the same ``attempt``: if the answer to one of them was lost, the next one gets the same claim.
 
@@ -71,7 +71,7 @@ class Claiming:
         """
         until = time.monotonic() + CLAIM_RETRY_SECONDS
         try:
-            return backoff.persist(partial(self.ask_once, call, attempt), until=until)
+            return backoff.persist(partial(self.claim_once, call, attempt), until=until)
         except STORE_ERRORS:
             raise
         except BaseException:
@@ -79,8 +79,8 @@ class Claiming:
             self._abandon(call, attempt)
             raise
 
-    def ask_once(self, call: Call, attempt: bytes) -> AnsweredAttempt:
-        """Claim the identity of a call, and the one that it had before a deploy as well."""
+    def claim_once(self, call: Call, attempt: bytes) -> AnsweredAttempt:
+        """Claim the identity of a call and, while a deploy changes keys, its old one as well."""
         store = self._store()
         request = ClaimRequest(
             identity=call.identity,
@@ -94,61 +94,62 @@ class Claiming:
             keep_ms=self._keep_ms,
             on_stale=self._policy.on_stale,
         )
-        answer, sent = self._claim(store, request)
-        before, old = call.before, None
-        if before is not None:
-            # The record under the new identity stores the message, and says what becomes of a stale claim.
+        answer, sent = self._claim_identity(store, request)
+        old, old_record = call.old, None
+        if old is not None:
+            # The new record alone has the message, and says what becomes of a stale claim.
             old_request = replace(
                 request,
-                identity=before.identity,
-                fingerprint=before.fingerprint,
+                identity=old.identity,
+                fingerprint=old.fingerprint,
                 on_stale="interrupt",
                 message=None,
             )
-            answer, old = key_change.claim_both(
+            answer, old_record = key_change.claim_both(
                 answer,
-                lambda: self._claim(store, old_request)[0],
+                lambda: self._claim_identity(store, old_request)[0],
                 settle=self._settle_as,
                 store=store,
             )
-        return AnsweredAttempt(answer, attempt, sent, store, old)
+        return AnsweredAttempt(answer, attempt, sent, store, old_record)
 
-    def _claim(self, store: Store, request: ClaimRequest) -> tuple[Answer, float]:
+    def _claim_identity(self, store: Store, request: ClaimRequest) -> tuple[Answer, float]:
         """Claim one identity; return the answer, and when the request was sent (``time.monotonic``)."""
         sent = time.monotonic()
         while isinstance(answer := store.claim(request), (Settled, Mismatched)):
             record = answer.record
             if record.task_id == request.task_id or not self._policy.forgets(record):
                 break
-            # With a retention of 0 a settled record is a mark for redeliveries of its own message. This is another one.
+            # With a retention of 0 a settled record only answers redeliveries of its own message. This message is
+            # another one: delete the record, and claim again.
             store.forget_mark(request.identity, token=record.token)
             sent = time.monotonic()
         return answer, sent
 
-    def _settle_as(self, record: Record, old: Record) -> None:
-        """Let a claim end as the same operation did under its old identity."""
-        keep_ms = self._policy.keep_ms_of(old.state)
-        self._store().settle(SettleRequest.ending_as(old, record=record, keep_ms=keep_ms))
+    def _settle_as(self, record: Record, old_record: Record) -> None:
+        """Give a claim the end state that the same operation has under its old identity."""
+        keep_ms = self._policy.keep_ms_of(old_record.state)
+        self._store().settle(SettleRequest.ending_as(old_record, record=record, keep_ms=keep_ms))
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
-        """Release what an attempt without an answer may have claimed: asked again, the store tells its token."""
+        """Release what an attempt without an answer may have claimed: repeat it, and learn the token of that claim."""
         try:
-            asked = self.ask_once(call, attempt)
-            if isinstance(asked.answer, Claimed):
-                record = asked.answer.record
-                self.hold(record, asked).store.release(call.identity, token=record.token)
+            answered = self.claim_once(call, attempt)
+            if isinstance(answered.answer, Claimed):
+                claim = self.make_claim(answered.answer.record, answered)
+                claim.store.release(call.identity, token=claim.token)
         except STORE_ERRORS:
             pass  # if there is a claim, its lease ends it
 
-    def hold(self, record: Record, asked: AnsweredAttempt) -> Claim:
+    def make_claim(self, record: Record, answered: AnsweredAttempt) -> Claim:
         """Make the claim of a run, for an attempt that was answered with :class:`Claimed`."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
-        store, before = asked.store, asked.before
-        if before is not None:
-            store = key_change.both(store, before)
-        claim = kind(store, record, self._renewal(record), self._codec, sent=asked.sent)
-        if before is not None:
-            claim.before = before
+        store, old_record = answered.store, answered.old_record
+        if old_record is not None:
+            store = key_change.two_record_store(store, old_record)
+        claim = kind(store, record, self._renewal(record), self._codec, sent=answered.sent)
+        if old_record is not None:
+            claim.old_record = old_record
         return claim
 
     def unguarded(self, call: Call) -> Claim:

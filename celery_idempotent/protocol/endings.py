@@ -1,4 +1,4 @@
-"""The end of a claim: its end state is written, or its key is released."""
+"""Ends a claim: its end state is written, or its key is released."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ logger = logging.getLogger(__name__)
 #: How long a release tries to reach the store, in seconds; after that the lease ends the claim.
 RELEASE_RETRY_SECONDS = 1.0
 
-#: After so many failures to serialize a value the end is written without it. Two, for one may be a time limit.
-MAX_FAULTS = 2
+#: After so many errors that are not the store's, it is probably the value that cannot be serialized: the end state is
+#: written without it. Two, because one may be a time limit.
+MAX_OTHER_ERRORS = 2
 
 
 class End(Enum):
-    """What became of a claim that was to be ended."""
+    """What became of a claim at the end of its run."""
 
     SETTLED = "its end state is written; in the caller's transaction it will be when that commits"
     RELEASED = "the key is free"
     GONE = "the store has nothing to release: the key was settled, forgotten or claimed anew"
     LEFT_TO_LEASE = "the store did not answer in time: the claim ends with its lease"
-    NEWER_CLAIM = (
-        "it is known that a newer claim has the key: the result is dropped, the call is a duplicate"
-    )
+    NEWER_CLAIM = "a newer claim has the key: the result is dropped, the call is a duplicate"
+    #: Returned by an atomic run (:mod:`.atomic`), not by :class:`Endings`.
     ROLLED_BACK = "the database rolled the run back at its end: the call claims the key again"
 
 
@@ -55,7 +55,7 @@ class Commit(Enum):
     IN_DOUBT = "the database could not be asked in time"
 
 
-#: For the report of an end that the body's own transaction wrote: there is nothing to serialize.
+#: For the report of a settle that was part of the body's transaction: it is written, nothing is to be serialized.
 _IN_TRANSACTION = Settlement(State.COMPLETED, lambda: None)
 
 
@@ -71,8 +71,8 @@ class Endings:
         raised Retry, Ignore, Reject, or      released
         what ends the process
         raised any other exception            released
-        the same, called by enqueue(),        settled FAILED: the client asks for the outcome
-        and the body recorded no steps
+        the same, in a task published by      settled FAILED: the client asks for the outcome
+        enqueue(), with no steps recorded
 
     A settle is tried for a whole lease: the effect has happened, and without a record another run would repeat it. A
     release is tried for one second: nothing has happened, and the lease frees the key anyway. Neither can change a
@@ -91,17 +91,17 @@ class Endings:
             return End.RELEASED
         if claim.replaced:
             return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
-        # A FAILED record has no steps. The client may send the request again, and the new run would repeat them: so a
-        # run with steps is released. After a permanent error there is no new run.
-        final = call.fails(error) and not claim.stepped
-        if final or isinstance(error, self.policy.permanent_errors):
+        # Settling FAILED deletes the steps. A client may repeat a request that failed, and the new run would repeat
+        # them: so a run with steps is released, which keeps them. After a permanent error there is no new run: FAILED.
+        keep_failure = call.fails(error) and not claim.has_steps
+        if keep_failure or isinstance(error, self.policy.permanent_errors):
             dump = partial(self._codec.dump_error, error)
             settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
             return self.settle(call, claim, settlement)
         # After SystemExit and the like the process has a moment left, and the lease ends the claim anyway.
         at_exit = not isinstance(error, Exception)
         end = self.release(claim, at_exit=at_exit, error=error)
-        if end is End.GONE and not at_exit and self.report_newer_claim(call, claim):
+        if end is End.GONE and not at_exit and self.check_newer_claim(call, claim):
             return End.NEWER_CLAIM
         return end
 
@@ -143,7 +143,8 @@ class Endings:
             with suppress(Exception):
                 free()
             raise
-        # If the last try found nothing to release, an earlier one may have released the key, and its answer was lost.
+        # An earlier try may have released the key, and its answer was lost: report that, too. But the last one found
+        # nothing to release: return GONE for that, and end_failed() looks for a newer claim.
         if released or tries > 1:
             state = self._state_after_release(claim, requeue_ms)
             self._report(signals.released, claim.record, claim, state=state, error=error)
@@ -154,21 +155,21 @@ class Endings:
         has_message = claim.record.reserved or self.policy.on_stale == "requeue"
         if has_message and requeue_ms is not None:
             return State.QUEUED
-        return State.INTERRUPTED if claim.stepped else None
+        return State.INTERRUPTED if claim.has_steps else None
 
-    def report_newer_claim(self, call: Call, claim: Claim) -> bool:
-        """Report that the lease is lost, if a newer claim has the key; return whether it has."""
-        # While keys change it has two.
-        claimed = [record for record in (claim.record, claim.before) if record is not None]
+    def check_newer_claim(self, call: Call, claim: Claim) -> bool:
+        """Return whether the store has a newer claim of the key; if so, report that this one lost its lease."""
+        # While a deploy changes keys, a claim has two records.
+        ours = [record for record in (claim.record, claim.old_record) if record is not None]
         try:
-            found = [claim.store.get(record.identity) for record in claimed]
+            found = [claim.store.get(record.identity) for record in ours]
         except STORE_ERRORS:
             return False
         # A record that is gone was released or forgotten: nobody has claimed the key since.
-        pairs = zip(found, claimed, strict=True)
-        if all(now is None or now.token == ours.token for now, ours in pairs):
+        pairs = zip(found, ours, strict=True)
+        if all(stored is None or stored.token == claimed.token for stored, claimed in pairs):
             return False
-        self._lose_to_newer_claim(call, claim)
+        self._report_lease_lost(call, claim)
         return True
 
     # -- to settle -----------------------------------------------------------------------------------------------------
@@ -178,48 +179,48 @@ class Endings:
     ) -> End:
         """Try, for up to one lease, to write the end state: SETTLED, NEWER_CLAIM, or LEFT_TO_LEASE if every try failed.
 
-        ``at_exit`` (the process is being ended) and in observe mode there is only one try. The end of a run in the
-        caller's transaction is written after that commits; here it counts as SETTLED. A signal handler may raise at any
-        point of the loop, also in a pause between two tries::
+        ``at_exit`` (the process is being ended) and in observe mode there is only one try. A run in the caller's
+        transaction is settled after that commits; here it counts as SETTLED. A signal handler may raise at any point of
+        the loop, also in a pause between two tries::
 
-            settle ─ [SoftTimeLimitExceeded] ─▶ a failure like the store's: settle again
+            settle ─ [SoftTimeLimitExceeded] ─▶ the try failed, as by an error of the store: settle again
             settle ─ [SystemExit] ────────────▶ the process ends in a moment: one last try, as with ``at_exit``
         """
-        if self._wait_for_commit(call, claim, settlement):
+        if self._settle_after_commit(call, claim, settlement):
             return End.SETTLED
         claim.settling_since = time.monotonic()
         if at_exit:
             return self._last_try(call, claim, settlement)
         give_up = claim.settling_since + self.policy.lease_ms / 1000
         last_error: Exception | None = None
-        failures = faults = 0
+        tries_failed = other_errors = 0
         while claim.phase not in REPORTED:
             try:
                 if last_error is not None and (
-                    self.policy.mode == "observe" or not backoff.pause(failures, until=give_up)
+                    self.policy.mode == "observe" or not backoff.pause(tries_failed, until=give_up)
                 ):
                     return self._give_up(call, claim, last_error)
-                value = settlement.dump() if faults < MAX_FAULTS else None
+                value = settlement.dump() if other_errors < MAX_OTHER_ERRORS else None
                 return self._settle_once(call, claim, settlement, value)
             except Exception as failure:  # noqa: BLE001, PERF203  of the store, a time limit, the codec
                 last_error = failure
-                failures += 1
-                faults += not isinstance(failure, STORE_ERRORS)
-                # The task's result goes with the record. It may be what failed: from now on Celery stores it, and finds
-                # it there if only the answer was lost.
+                tries_failed += 1
+                other_errors += not isinstance(failure, STORE_ERRORS)
+                # The first try also writes Celery's task result, and that may be what failed: later tries write the
+                # record alone, and Celery stores the result, a second time if only the answer was lost.
                 settlement = settlement._replace(result=None)
             except BaseException:
                 if claim.phase not in REPORTED:
                     self._last_try(call, claim, settlement)
                 raise
-        # A time limit struck while the end was reported: the loop caught it, and there is nothing left to try.
+        # A time limit struck during the report, and the loop caught it: there is nothing left to try.
         return End.SETTLED if claim.phase is Phase.SETTLED else End.LEFT_TO_LEASE
 
     def _last_try(self, call: Call, claim: Claim, settlement: Settlement) -> End:
         try:
-            # Without the result: the process ends before the task could.
-            alone = settlement._replace(result=None)
-            return self._settle_once(call, claim, alone, settlement.dump())
+            # Without Celery's task result: the process ends before the task can succeed or fail.
+            record_alone = settlement._replace(result=None)
+            return self._settle_once(call, claim, record_alone, settlement.dump())
         except Exception as error:  # noqa: BLE001  as above
             return self._give_up(call, claim, error)
 
@@ -234,13 +235,13 @@ class Endings:
             replaced=claim.replaced,
         )
         if not settlement.write(claim.store, request):
-            self._lose_to_newer_claim(call, claim)
+            self._report_lease_lost(call, claim)
             return End.NEWER_CLAIM
         self.report_settled(call, claim, settlement)
         return End.SETTLED
 
     def _give_up(self, call: Call, claim: Claim, error: Exception) -> End:
-        """Report that the body took effect, and that its end cannot be recorded; once.
+        """Report once that the body took effect, and that its end state cannot be written.
 
         The phase comes first. A time limit that strikes while this is logged must not begin the settle again::
 
@@ -263,39 +264,35 @@ class Endings:
         settlement = Settlement(State.FAILED, dump, error, FAILED_WITHOUT_RUN)
         self._settle_once(call, claim, settlement, dump())
 
-    def _wait_for_commit(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
-        """Let the end wait for the COMMIT of the caller's transactions, except one that has the record in it."""
-        transactions = call.around(claim.store) if call.around is not None else ()
-        if not transactions:
+    def _settle_after_commit(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
+        """Put the settle off until the caller's open transactions commit; ``False``: none, or one has the record."""
+        on_commits = call.open_transactions(claim.store) if call.open_transactions else ()
+        if not on_commits:
             return False
         value = None
-        with suppress(Exception):  # as in a settle: without a value, if it cannot be serialized
+        with suppress(Exception):  # as in settle(): without a value, if it cannot be serialized
             value = settlement.dump()
-        # Without ``around``: after the commit, the settle is not to wait again.
-        call_then = replace(call, around=None)
+        call_then = replace(call, open_transactions=None)  # or the settle would be put off again
         settlement_then = settlement._replace(dump=lambda: value, result=None)
-        # For duplicates in the same transaction, which are answered before the store has this.
-        for_duplicates = replace(
-            claim.record, state=settlement.state, value=value, deadline_ms=None
+        # Answers duplicates in the same transaction: the store does not have the end state yet.
+        record_then = replace(claim.record, state=settlement.state, value=value, deadline_ms=None)
+        pending = at_commit.PendingSettle(
+            claim,
+            record_then,
+            settle=lambda: self.settle(call_then, claim, settlement_then),
+            release=lambda: self.release(claim),
         )
-        at_commit.wait_for_commit(
-            at_commit.EndAtCommit(
-                claim,
-                for_duplicates,
-                settle=lambda: self.settle(call_then, claim, settlement_then),
-                release=lambda: self.release(claim),
-            ),
-            transactions,
-        )
+        at_commit.settle_after_commit(pending, on_commits)
         claim.phase = Phase.AWAITS_COMMIT
         return True
 
     # -- of a transaction ----------------------------------------------------------------------------------------------
 
-    def ask_commit(self, call: Call, claim: Claim, *, at_exit: bool) -> Commit:
-        """Ask the database whether the transaction was committed: the answer to its COMMIT was lost.
+    def find_commit_outcome(self, call: Call, claim: Claim, *, at_exit: bool) -> Commit:
+        """Find out whether the transaction was committed: the answer to its COMMIT was lost.
 
-        The record's row decides: the transaction has it locked until it ends, and who writes to it waits for that::
+        If it was, the record is settled. Its row is locked until the transaction ends, and every writer waits for that,
+        this question and a sweep as well::
 
             run       claim ─ BEGIN ─ body ─ settle ─ COMMIT ─✂─ no answer ─ wait for the row … COMPLETED: committed
             sweep                                      (the lease runs out) ─ wait for the row … COMPLETED: no crash
@@ -313,13 +310,16 @@ class Endings:
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def report_settled(self, call: Call, claim: Claim, end: Settlement = _IN_TRANSACTION) -> None:
+    def report_settled(
+        self, call: Call, claim: Claim, settlement: Settlement = _IN_TRANSACTION
+    ) -> None:
         """Report that the end state is written. The phase comes first, so that it is reported once."""
         if claim.phase is Phase.SETTLED:
             return
         claim.phase = Phase.SETTLED
         took = None if claim.settling_since is None else time.monotonic() - claim.settling_since
-        about: Details = {"state": end.state, "error": end.error, "seconds": took, "line": end.line}
+        about: Details = {"state": settlement.state, "error": settlement.error, "seconds": took}
+        about["line"] = settlement.line
         self._report(signals.settled, call, claim, **about)
         if call.on_settled is not None:
             call.on_settled(claim.token)
@@ -328,14 +328,14 @@ class Endings:
         """Report that the store failed, and that the run left nothing behind."""
         self._report(signals.store_failed, call, claim, error=error)
 
-    def _lose_to_newer_claim(self, call: Call, claim: Claim) -> None:
-        """Report that a newer claim has the key, once, and let go of the new identity where the claim has two."""
+    def _report_lease_lost(self, call: Call, claim: Claim) -> None:
+        """Report once that a newer claim has the key; release the new identity of a claim that has two."""
         if claim.superseded:
             return
         claim.superseded = True
         self._report(signals.lease_lost, call, claim, observed=self.policy.mode == "observe")
-        if claim.before is not None and claim.phase is not Phase.RELEASED:
-            # Two identities, and the newer claim may have the old one alone: the new one is not to wait for its lease.
+        if claim.old_record is not None and claim.phase is not Phase.RELEASED:
+            # The newer claim may hold the old identity alone. Without this the new one stays claimed for a lease.
             claim.phase = Phase.RELEASED
             with suppress(*STORE_ERRORS):
                 claim.store.release(claim.record.identity, token=claim.token)
@@ -343,8 +343,8 @@ class Endings:
     def _report(
         self, outcome: Signal, about: Call | Record, claim: Claim, **details: Unpack[Details]
     ) -> None:
-        # A claim of two identities has a store that writes both. Counters are for the task's own, which is the default.
-        store = claim.store if claim.before is None else None
+        # With two identities claim.store is key_change's wrapper. Counters go to the task's own store: the default.
+        store = claim.store if claim.old_record is None else None
         self._reporter.report(
             outcome, about.identity, about.task_id, claim.record, store=store, **details
         )

@@ -50,7 +50,7 @@ class Renewable(Protocol):
     """What the heartbeat renews."""
 
     #: What is renewed, and where.
-    lease: Renewal
+    renewal: Renewal
     store: Store
     #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
     renewed_at: float
@@ -104,7 +104,7 @@ class Heartbeat:
 
     def add(self, claim: Renewable) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
-        interval = claim.lease.lease_ms / 3000
+        interval = claim.renewal.lease_ms / 3000
         due = claim.renewed_at + interval
         with self._lock:
             self._used = True
@@ -212,7 +212,7 @@ class Heartbeat:
         alive: list[bool] | None = None
         sent = time.monotonic()
         try:
-            alive = store.renew([claim.lease for claim in claims])
+            alive = store.renew([claim.renewal for claim in claims])
         except IdempotencyError as error:
             logger.warning("idempotency: could not renew %d claims: %s", len(claims), error)
         except Exception:
@@ -220,8 +220,8 @@ class Heartbeat:
         for claim in self._renewed(claims, alive, sent):
             logger.warning(
                 "idempotency: the claim of %s (token %d) is lost while its run goes on",
-                claim.lease.identity,
-                claim.lease.token,
+                claim.renewal.identity,
+                claim.renewal.token,
             )
 
     def _renewed(
@@ -234,7 +234,7 @@ class Heartbeat:
                 known = weakref.ref(claim)
                 if known not in self._due:
                     continue
-                interval = claim.lease.lease_ms / 3000
+                interval = claim.renewal.lease_ms / 3000
                 if alive is None:
                     self._due[known] = time.monotonic() + min(interval / 3, RETRY_AFTER)
                 elif alive[index]:

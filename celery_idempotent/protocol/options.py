@@ -1,6 +1,6 @@
-"""Tables of options: each option is a field with a default, and a function that checks and converts its value.
+"""Declares the options of tasks and views: each has a default, and a reader for what the user gives.
 
-A table is a frozen dataclass with a line for each option. ::
+The options are the fields of a frozen dataclass, an options class (frozen by ``@sealed(frozen=True)``). The line ::
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
 
@@ -10,7 +10,8 @@ options of :class:`SharedOptions`, and each have more of their own::
     SharedOptions ─┬─ Policy       a task: its attribute idempotency_<name>, or that setting of the app
                    └─ HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
 
-A reader refuses a value by a ``ValueError`` with the end of a sentence; :func:`read_table` adds the beginning::
+A reader is a function that takes what the user gave, and returns the value for the field. It refuses by raising a
+``ValueError`` with the end of a sentence; :func:`read_options` adds the beginning::
 
     "must be at least 0.1 seconds"   →   idempotency_lease of task shop.charge must be at least 0.1 seconds.
 """
@@ -34,16 +35,16 @@ ViewKinds = tuple[ViewKind, ...]
 
 T = TypeVar("T")
 
-#: Reads what was given for an option; what it returns has the type of its field.
+#: Takes what the user gave for an option, and returns the value for its field, or raises ``ValueError``.
 Reader = Callable[[object], Any]
 
 
 def option(default: T, read: Callable[[object], T], *, views: ViewKinds = ("idempotent",)) -> T:
-    """Declare one option: its default, as the field has it, and the function that reads what the user gives.
+    """Declare one option: its default, which is a value of the field, and its reader.
 
     ``views`` says which decorators of views take it; tasks ignore that.
     """
-    # Annotated as the value, not as a Field: so a type checker accepts it as the default of a field of that type.
+    # It is a Field; typed as T, a type checker accepts it as the default of a field of type T.
     declared: T = field(default=default, metadata={"read": read, "views": views})
     return declared
 
@@ -88,11 +89,11 @@ def duration(*, at_least_ms: int = 0) -> Callable[[object], int]:
 flag = accept_if(lambda value: isinstance(value, bool), "must be True or False")
 whole_number = accept_if(
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
-    "must be a whole number from 0",
+    "must be 0 or a positive whole number",
 )
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- options classes ---------------------------------------------------------------------------------------------------
 
 
 @sealed(frozen=True, slots=True, kw_only=True)
@@ -108,22 +109,22 @@ class SharedOptions:
     mode: Mode = option("enforce", one_of(Mode))
 
 
-Table = TypeVar("Table", bound=SharedOptions)
+AnyOptions = TypeVar("AnyOptions", bound=SharedOptions)
 
 
-def table_of(kind: type) -> dict[str, Field[object]]:
-    """Return the fields of a table by the names of their options: the field ``lease_ms`` is the option ``lease``."""
+def fields_by_option(kind: type) -> dict[str, Field[object]]:
+    """Return the fields of an options class by the names of the options: the field of ``lease`` is ``lease_ms``."""
     return {each.name.removesuffix("_ms"): each for each in fields(kind)}
 
 
-def read_table(
-    kind: type[Table], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
-) -> Table:
-    """Build a table from ``sources``: pairs of a place, for messages, and the options that were given there.
+def read_options(
+    kind: type[AnyOptions], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
+) -> AnyOptions:
+    """Read the options of a class from ``sources``: pairs of a place, for messages, and what was given there.
 
     A later source overrides an earlier one. ``prefix`` stands before the names of options in messages::
 
-        read_table(
+        read_options(
             HttpOptions,
             [("the setting IDEMPOTENCY_HTTP", {"lease": 60}), ("this view", {"lease": 5})],
         )
@@ -132,7 +133,7 @@ def read_table(
     Raises:
         InvalidOption: for an unknown name or a bad value, saying where it is and what is allowed.
     """
-    known = table_of(kind)
+    known = fields_by_option(kind)
     values: dict[str, Any] = {}
     where = ""
     for where, given in sources:
@@ -145,11 +146,11 @@ def read_table(
             except ValueError as error:
                 raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
     options = kind(**values)
-    # Checked last, for the two may come from different sources; the message names the last one.
+    # Last, because the two may come from different sources; the message names the last source.
     if options.atomic and options.on_store_error == "open":
         raise InvalidOption(
-            f"{prefix}atomic of {where} excludes {prefix}on_store_error='open': there is no transaction without the "
-            "store's database."
+            f"{prefix}atomic of {where} cannot be combined with {prefix}on_store_error='open': without the store's "
+            "database there is no transaction."
         )
     return options
 

@@ -11,12 +11,12 @@ from celery_idempotent.protocol.options import (
     SharedOptions,
     accept_if,
     duration,
+    fields_by_option,
     flag,
     one_of,
     option,
     optional,
-    read_table,
-    table_of,
+    read_options,
     unknown_option,
     whole_number,
 )
@@ -81,10 +81,10 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
 
 @sealed(frozen=True, slots=True, kw_only=True)
 class Policy(SharedOptions):
-    """How one task is handled: the table of the options ``idempotency_<name>``, beside those that views have, too.
+    """How one task is handled: its options ``idempotency_<name>``, in addition to those that views have, too.
 
-    A line is a field, its default and what reads the option: ``idempotency_lease = timedelta(minutes=2)``, on the task
-    or as a setting of the app, is read into ``lease_ms=120_000``. The task's own attribute wins over the setting.
+    A line is a field, its default and its reader: ``idempotency_lease = timedelta(minutes=2)``, on the task or as a
+    setting of the app, is read into ``lease_ms=120_000``. The task's own attribute wins over the setting.
     """
 
     failure_retention_ms: int | None = option(None, optional(duration()))
@@ -115,19 +115,19 @@ class Policy(SharedOptions):
         kept = self.failure_retention_ms
         return (self.retention_ms if kept is None else kept) or self.lease_ms
 
-    def keep_ms_of(self, end: State) -> int:
+    def keep_ms_of(self, state: State) -> int:
         """How long a record in an end state is kept."""
-        return self.failed_keep_ms if end.raises else self.settled_keep_ms
+        return self.failed_keep_ms if state.is_failure else self.settled_keep_ms
 
     def forgets(self, record: Record) -> bool:
         """Is this settled record but the mark of a retention of 0, and no answer for another task?"""
-        if record.state.raises:
+        if record.state.is_failure:
             kept = self.failure_retention_ms
             return not (self.retention_ms if kept is None else kept)
         return record.state.settled and not self.retention_ms and not record.replaced
 
 
-_TASK_OPTIONS: Final = (*KEY_OPTIONS, *table_of(Policy))
+_TASK_OPTIONS: Final = (*KEY_OPTIONS, *fields_by_option(Policy))
 _KNOWN: Final = (*_TASK_OPTIONS, *SETTINGS)
 
 
@@ -160,7 +160,7 @@ def read_task_options(
                 )
             raise unknown_option(each, _KNOWN, where=where, prefix=PREFIX)
     about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
-    return read_table(Policy, [(where, given)], prefix=PREFIX), about
+    return read_options(Policy, [(where, given)], prefix=PREFIX), about
 
 
 def refuse_unknown_settings(names: list[str]) -> None:

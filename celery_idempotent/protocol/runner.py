@@ -97,7 +97,7 @@ class Runner:
             FingerprintMismatch: if the key belongs to a call with other arguments.
             BaseException: whatever ``body`` raised.
         """
-        if call.around is not None:
+        if call.open_transactions is not None:
             at_commit.release_rolled_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
@@ -106,13 +106,13 @@ class Runner:
         while True:
             attempt = os.urandom(ATTEMPT_BYTES)
             try:
-                asked = self._claiming.ask(call, attempt)
+                answered = self._claiming.claim(call, attempt)
             except STORE_ERRORS as error:
                 self._report(signals.store_failed, call, error=error)
                 return StoreFailed(error, attempt)
-            match asked.answer:
+            match answered.answer:
                 case Claimed(record):
-                    result = self._act(call, record, asked, body, repeats)
+                    result = self._act(call, record, answered, body, repeats)
                     if not isinstance(result, End):
                         return result
                     # The record, a newer claim or another run of this call answers.
@@ -122,17 +122,16 @@ class Runner:
                 case Held(record, left_ms):
                     looks += 1
                     if not self._look_again(looks, wait_until, record, left_ms):
-                        return self._held(call, record, asked.store, left_ms, came)
+                        return self._held(call, record, answered.store, left_ms, came)
                 case Settled(record, age_ms):
-                    waited = time.monotonic() - came
-                    self._report(signals.replayed, call, record, store=asked.store, seconds=waited)
+                    waited, store = time.monotonic() - came, answered.store
+                    self._report(signals.replayed, call, record, store=store, seconds=waited)
                     return Replay(record, age_ms)
                 case Mismatched(record):
-                    took, store = time.monotonic() - came, asked.store
+                    took, store = time.monotonic() - came, answered.store
                     self._report(signals.mismatched, call, record, store=store, seconds=took)
-                    raise errors.FingerprintMismatch(
-                        _MISMATCH.format(call.identity, record.task_id)
-                    )
+                    message = _MISMATCH.format(call.identity, record.task_id)
+                    raise errors.FingerprintMismatch(message)
 
     def _report(
         self,
@@ -172,20 +171,20 @@ class Runner:
             self._report(signals.replayed, call, ended, store=store, seconds=waited)
             return Replay(ended, 0)
         self._report(signals.conflicted, call, record, store=store, seconds=waited)
-        return Conflict(record, left_ms, other=key_change.is_other(call.before, record))
+        return Conflict(record, left_ms, other=key_change.is_other(call.old, record))
 
     # -- without protection --------------------------------------------------------------------------------------------
 
     def _observe(self, call: Call, body: Body) -> Ran:
         """Run whatever the store says; record, count and log what would have been a duplicate."""
         try:
-            asked = self._claiming.ask_once(call, os.urandom(ATTEMPT_BYTES))
+            answered = self._claiming.claim_once(call, os.urandom(ATTEMPT_BYTES))
         except STORE_ERRORS as error:
             self._report(signals.store_failed, call, error=error, observed=True)
             return Ran(self.unguarded(call, body))
-        match asked.answer:
+        match answered.answer:
             case Claimed(record):
-                ran = self._run(call, record, asked, body, 0)
+                ran = self._run(call, record, answered, body, 0)
                 assert isinstance(ran, Ran), "observing, nothing is dropped"
                 return ran
             case Held(record, _):
@@ -215,7 +214,7 @@ class Runner:
     # -- under a claim -------------------------------------------------------------------------------------------------
 
     def _act(
-        self, call: Call, record: Record, asked: AnsweredAttempt, body: Body, repeats: int
+        self, call: Call, record: Record, answered: AnsweredAttempt, body: Body, repeats: int
     ) -> CallResult | End:
         """Run the body, or settle the key FAILED without a run; an :class:`End` if the call is to claim again.
 
@@ -223,15 +222,16 @@ class Runner:
         """
         barred = self._why_not_to_run(record)
         if barred is None:
-            result = self._run(call, record, asked, body, repeats)
+            result = self._run(call, record, answered, body, repeats)
             if isinstance(result, StoreFailed):
-                return replace(result, attempt=asked.attempt)
+                return replace(result, attempt=answered.attempt)
             return result
         try:
-            self._endings.fail_without_run(call, self._claiming.hold(record, asked), barred)
+            claim = self._claiming.make_claim(record, answered)
+            self._endings.fail_without_run(call, claim, barred)
         except STORE_ERRORS as trouble:
             self._report(signals.store_failed, call, record, error=trouble)
-            return StoreFailed(trouble, asked.attempt, barred=True)  # its message comes back
+            return StoreFailed(trouble, answered.attempt, barred=True)  # its message comes back
         return End.SETTLED
 
     def _why_not_to_run(self, record: Record) -> errors.IdempotencyError | None:
@@ -252,7 +252,7 @@ class Runner:
         return None
 
     def _run(
-        self, call: Call, record: Record, asked: AnsweredAttempt, body: Body, repeats: int
+        self, call: Call, record: Record, answered: AnsweredAttempt, body: Body, repeats: int
     ) -> CallResult | End:
         """Run the body under the claim; an :class:`End` if the call is to claim again, as a duplicate does.
 
@@ -264,15 +264,15 @@ class Runner:
         The first thing at the end is the claim's phase: whatever strikes after that, it is not the current claim any
         more, and the heartbeat drops it.
         """
-        claim = self._claiming.hold(record, asked)
+        claim = self._claiming.make_claim(record, answered)
         run = self._in_transaction(call, claim, body, repeats)
         outcome, outer = BodyOutcome(run), claim_var.get()
         try:
             claim_var.set(claim)
             if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
-            store = claim.store if asked.before is None else None
-            took, state = time.monotonic() - asked.sent, State.PROCESSING
+            store = claim.store if answered.old_record is None else None
+            took, state = time.monotonic() - answered.sent, State.PROCESSING
             self.reporter.report(
                 signals.claimed,
                 call.identity,
@@ -325,10 +325,10 @@ class Runner:
 
         ::
 
-            late                           the end is tried    and then
-            None                           for a lease         the value is returned
-            SoftTimeLimitExceeded          for a lease         the value is returned: the task succeeds
-            SystemExit, KeyboardInterrupt  once                it is raised: the process ends
+            late                           the settle is tried  and then
+            None                           for a lease          the value is returned
+            SoftTimeLimitExceeded          for a lease          the value is returned: the task succeeds
+            SystemExit, KeyboardInterrupt  once                 it is raised: the process ends
         """
         at_exit = late is not None and not isinstance(late, Exception)
         if claim.phase in (Phase.RUNNING, Phase.LOST):

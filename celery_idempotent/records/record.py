@@ -46,8 +46,8 @@ class State(enum.Enum):
         return self in _ENDS
 
     @property
-    def raises(self) -> bool:
-        """Is this an end that is answered with an exception?"""
+    def is_failure(self) -> bool:
+        """Is this an end state that is answered with an exception?"""
         return self.settled and self is not State.COMPLETED
 
 

@@ -88,7 +88,7 @@ class Store(ABC):
         """Write the end state; ``False`` if the key has another token by now.
 
         Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
-        was settled before: then the first end stays. Without ``restore`` the answer is also
+        was settled before: then the first end state stays. Without ``restore`` the answer is also
         ``False`` for a record that is gone, or is no longer in the state of the one in the request; one that was
         FAILED there ends anew, as an operator says, and is kept anew.
         """

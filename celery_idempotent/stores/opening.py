@@ -67,7 +67,7 @@ def replication(app: Celery) -> dict[str, int]:
     """
     replicas = app.conf.get("idempotency_replicas", 0)
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
-        raise InvalidOption("idempotency_replicas must be a whole number from 0.")
+        raise InvalidOption("idempotency_replicas must be 0 or a positive whole number.")
     try:
         timeout_ms = milliseconds(app.conf.get("idempotency_replica_timeout", 1))
     except ValueError as error:

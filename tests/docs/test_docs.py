@@ -23,7 +23,7 @@ import celery_idempotent
 from celery_idempotent import IdempotentTask, errors, signals
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import CONDITIONS
-from celery_idempotent.protocol.options import table_of
+from celery_idempotent.protocol.options import fields_by_option
 from celery_idempotent.protocol.policy import KEY_OPTIONS, SETTINGS, Policy
 from celery_idempotent.protocol.telling import OUTCOMES
 from celery_idempotent.records import State
@@ -262,7 +262,7 @@ def test_the_http_page_lists_every_option_and_every_problem() -> None:
     listed = set(
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)))
     )
-    assert listed == {*table_of(HttpOptions)}
+    assert listed == {*fields_by_option(HttpOptions)}
     for code in CONDITIONS:
         assert f"`{code}`" in page
 

@@ -55,7 +55,7 @@ def view(_request: Any) -> None:
         ({"max_crashes": -1}, "from 0"),
         ({"namespace": ""}, "printable"),
         ({"docs_url": 5}, "string"),
-        ({"atomic": True, "on_store_error": "open"}, "excludes"),
+        ({"atomic": True, "on_store_error": "open"}, "cannot be combined"),
     ],
 )
 def test_a_bad_option_is_refused_where_it_is_given(options: dict[str, Any], said: str) -> None:

@@ -81,8 +81,8 @@ def open_shop(
 
     yield open_
     at_commit.release_rolled_back()
-    assert not at_commit._waiting
-    assert not [known for known in heartbeat._due if isinstance(known(), at_commit.EndAtCommit)]
+    assert not at_commit._pending
+    assert not [known for known in heartbeat._due if isinstance(known(), at_commit.PendingSettle)]
     for alias in made:
         connections[alias].close()
         execute(alias, "DROP TABLE eager_effects")
@@ -304,10 +304,10 @@ def test_a_commit_while_the_heartbeat_looks_is_no_rollback(open_shop: Callable[.
         with shop.atomic():
             inner.__enter__()
             shop.pay.apply(("order",))
-            (end,) = at_commit._waiting.values()
-            end._hooks = Watched(end._hooks)
-            assert end.prepare_renewal()
-            assert len(end._hooks) == 1
+            (pending,) = at_commit._pending.values()
+            pending._hook_refs = Watched(pending._hook_refs)
+            assert pending.prepare_renewal()
+            assert len(pending._hook_refs) == 1
             assert shop.state() is State.PROCESSING
         assert shop.state() is State.COMPLETED
     finally:
@@ -318,10 +318,10 @@ def test_a_forked_child_leaves_its_parents_keys_alone(open_shop: Callable[..., S
     shop = open_shop("sqlite", "memory")
     with shop.atomic():
         shop.pay.delay("order")
-        assert at_commit._waiting
+        assert at_commit._pending
         pid = os.fork()
         if not pid:
-            os._exit(len(at_commit._waiting))
+            os._exit(len(at_commit._pending))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert shop.state() is State.COMPLETED
 

@@ -227,9 +227,9 @@ class TestApps:
     @pytest.mark.parametrize(
         ("settings", "hint"),
         [
-            ({"idempotency_replicas": -1}, "idempotency_replicas must be a whole number from 0"),
-            ({"idempotency_replicas": "1"}, "idempotency_replicas must be a whole number from 0"),
-            ({"idempotency_replicas": True}, "idempotency_replicas must be a whole number from 0"),
+            ({"idempotency_replicas": -1}, "idempotency_replicas must be 0 or a positive"),
+            ({"idempotency_replicas": "1"}, "idempotency_replicas must be 0 or a positive"),
+            ({"idempotency_replicas": True}, "idempotency_replicas must be 0 or a positive"),
             ({"idempotency_replica_timeout": 0}, "idempotency_replica_timeout must be more than 0"),
             ({"idempotency_replica_timeout": -1}, "idempotency_replica_timeout must be a time"),
             ({"idempotency_replica_timeout": "1"}, "idempotency_replica_timeout must be seconds"),

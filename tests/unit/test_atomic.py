@@ -18,7 +18,7 @@ from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigure
 from celery_idempotent.protocol import atomic, claiming, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
-from celery_idempotent.protocol.options import read_table
+from celery_idempotent.protocol.options import read_options
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.stores.machine import Asked, StoredRecord, decide
@@ -457,7 +457,7 @@ class TestTrouble:
 
     def test_it_cannot_be_open(self):
         with pytest.raises(InvalidOption, match="atomic"):
-            read_table(Policy, [("task t", {"atomic": True, "on_store_error": "open"})])
+            read_options(Policy, [("task t", {"atomic": True, "on_store_error": "open"})])
 
 
 class TestRetries:

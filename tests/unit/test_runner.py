@@ -1114,8 +1114,8 @@ def start(heartbeat: lease.Heartbeat) -> None:
     """Have the thread started, as the first claim of a process does."""
     store = MemoryStore()
     record = claim(store)
-    asked = AnsweredAttempt(Claimed(record), b"", time.monotonic(), store)
-    other = Claiming(Policy(), TextCodec(), lambda: store).hold(record, asked)  # type: ignore[arg-type]
+    answered = AnsweredAttempt(Claimed(record), b"", time.monotonic(), store)
+    other = Claiming(Policy(), TextCodec(), lambda: store).make_claim(record, answered)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)
 

@@ -100,7 +100,7 @@ def _locked(definition: Definition) -> Locked:
     rules = definition.identifier
     namespace, key, scope = rules.described()
     fingerprint, parameters = rules.described_fingerprint()
-    before = None if rules.before is None else [*rules.before.described()]
+    before = None if rules.old_rules is None else [*rules.old_rules.described()]
     return Locked(
         namespace=namespace,
         key=key,

@@ -70,7 +70,7 @@ def describe(
         described["retryable"] = True
     if state is State.COMPLETED:
         described |= result
-    if state.raises:
+    if state.is_failure:
         failure = failure_of(record, task, options)
         described |= {
             "error": {**failure.error, "code": failure.code, "detail": failure.detail},

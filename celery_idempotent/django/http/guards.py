@@ -293,7 +293,7 @@ class Guard:
         return refused_replay(authorize, guarded.seen, guarded.args, guarded.kwargs, name=name)
 
     def _replay(self, record: Record) -> HttpResponseBase:
-        if record.state.raises:
+        if record.state.is_failure:
             code = failure_of(record, None, self.options).code
             details = {
                 "failed_by_operator": "An operator decided that it is not tried again.",

@@ -26,12 +26,12 @@ from celery_idempotent.protocol.options import (
     ViewKinds,
     accept_if,
     duration,
+    fields_by_option,
     flag,
     one_of,
     option,
     optional,
-    read_table,
-    table_of,
+    read_options,
     whole_number,
 )
 from celery_idempotent.protocol.policy import Policy
@@ -59,7 +59,7 @@ KEPT_HEADERS: Final = (
     "Pragma",
     "Retry-After",
     "Vary",
-    # A replay is as safe as its first answer.
+    # They protect the page: a replay is to be as safe as the first answer.
     "Clear-Site-Data",
     "Content-Security-Policy",
     "Content-Security-Policy-Report-Only",
@@ -82,7 +82,8 @@ KEPT_HEADERS: Final = (
     "X-Robots-Tag",
     "X-XSS-Protection",
 )
-#: What decorators leave on a response for the middleware outside: Django's own, and django-csp's. ``attributes`` adds.
+#: Attributes of a response that are kept for its replays; ``attributes`` adds to them. Decorators of Django and of
+#: django-csp set them, and their middleware reads them.
 KEPT_ATTRIBUTES: Final = (
     "xframe_options_exempt",
     "_csp_config",
@@ -100,7 +101,7 @@ NEVER_KEPT: Final = frozenset(
     ("connection", "content-length", "date", "set-cookie", "transfer-encoding")
 )
 
-#: A function of the request: of Django's, or in a view of Django REST framework of the framework's own.
+#: Takes the request: Django's ``HttpRequest`` or, in a view of Django REST framework, that framework's ``Request``.
 RequestFunction = Callable[..., object]
 
 #: Runs before the key is looked up: an answer that it returns is sent, and not stored.
@@ -116,7 +117,7 @@ _SAFE: Final = ("GET", "HEAD", "OPTIONS", "TRACE")
 _string = accept_if(lambda value: isinstance(value, str), "must be a string")
 _seconds = accept_if(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
-    "must be a number from 0",
+    "must be 0 or a positive number",
 )
 _namespace_text = accept_if(
     lambda value: isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARS,
@@ -135,54 +136,54 @@ def _callable(value: object) -> RequestFunction:
     return found
 
 
-def _items(
-    fits: Callable[[object], bool],
-    allowed: str,
-    read: Callable[[object], object] = lambda item: item,
+def _sequence_of(
+    accepts: Callable[[object], bool],
+    message: str,
+    convert: Callable[[object], object] = lambda item: item,
 ) -> Reader:
-    """Return a reader of a sequence: each item goes through ``read``, and then must fit."""
+    """Return a reader of a sequence: it converts each item, and refuses with ``message`` if one is not accepted."""
 
-    def read_all(value: object) -> tuple[object, ...]:
+    def read(value: object) -> tuple[object, ...]:
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError("must be a sequence")
-        found = tuple(map(read, value))
-        if not all(map(fits, found)):
-            raise ValueError(allowed)
-        return found
+        items = tuple(map(convert, value))
+        if not all(map(accepts, items)):
+            raise ValueError(message)
+        return items
 
-    return read_all
+    return read
 
 
-_unsafe_methods = _items(
+_unsafe_methods = _sequence_of(
     lambda item: isinstance(item, str) and item not in _SAFE,
     f"must be methods other than {', '.join(_SAFE)}, which are never guarded",
-    read=lambda item: item.upper() if isinstance(item, str) else item,
+    convert=lambda item: item.upper() if isinstance(item, str) else item,
 )
-_checks = _items(
+_checks = _sequence_of(
     lambda item: callable(item) and not iscoroutinefunction(item),
     "must be functions of the request, none of them a coroutine",
-    read=_imported,
+    convert=_imported,
 )
-_headers = _items(
+_headers = _sequence_of(
     lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
     f"must be names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
 )
-_attribute_names = _items(
+_attribute_names = _sequence_of(
     lambda item: (
         isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
     ),
     "must be names of attributes that are not a response's own",
 )
-_namespaces = _items(
+_namespaces = _sequence_of(
     lambda item: isinstance(item, str),
     "must be namespaces of tasks: their idempotency_namespace, or else their names",
 )
-_statuses = _items(
+_statuses = _sequence_of(
     lambda item: isinstance(item, int) and 100 <= item < 500,
     "must be statuses below 500; those from 500 are never stored",
 )
 
-#: Which decorators take an option, if not only ``idempotent_view``.
+#: The decorators that take an option; without ``views`` only ``idempotent_view`` does.
 _BOTH: Final[ViewKinds] = ("idempotent", "keyed")
 _KEYED: Final[ViewKinds] = ("keyed",)
 _SETTING_ONLY: Final[ViewKinds] = ()
@@ -234,7 +235,7 @@ class HttpOptions(SharedOptions):
         return self.namespaces is None or namespace in self.namespaces
 
     def is_stored(self, status: int) -> bool:
-        """Is an answer with this status one to repeat, rather than one to try again?"""
+        """Is an answer with this status stored, and repeated? After any other the request may be tried again."""
         return status < 500 and status not in self.unstored
 
 
@@ -247,23 +248,23 @@ def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
     setting = getattr(settings, HTTP_SETTING, None) or {}
     if not isinstance(setting, Mapping):
         raise InvalidOption(f"the setting {HTTP_SETTING} is a dict of options.")
-    return read_table(
+    return read_options(
         HttpOptions, [(f"the setting {HTTP_SETTING}", setting), ("this view", given or {})]
     )
 
 
 def refuse_unused(given: Mapping[str, object], kind: ViewKind) -> None:
-    """Refuse options of a decorator that have no effect on its ``kind`` of views.
+    """Refuse options that were given to the decorator of one ``kind`` of views, and that it does not take.
 
     Raises:
         InvalidOption: naming them, and where they belong.
     """
-    table = table_of(HttpOptions)
+    known = fields_by_option(HttpOptions)
     if "namespaces" in given:
         raise InvalidOption(
             f"namespaces is for the status resource, which all views share: put it into {HTTP_SETTING}."
         )
-    unused = [name for name in given if name in table and kind not in table[name].metadata["views"]]
+    unused = [name for name in given if name in known and kind not in known[name].metadata["views"]]
     if unused:
         place = (
             "keyed_view" if kind == "idempotent" else "idempotent_view, or an option of the task"

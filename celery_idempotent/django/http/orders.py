@@ -1,4 +1,4 @@
-"""What a request asks a task to do: its key, its message, and the ways in which that can be sent."""
+"""A request that a task is to carry out: its key, its message, and the ways in which that can be sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from celery_idempotent.django.http.keys import caller_scope, http_identity, read
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.status import status_url
-from celery_idempotent.django.outbox.payload import MEANS, absolute
+from celery_idempotent.django.outbox.payload import SENDER_OPTIONS, absolute
 from celery_idempotent.django.sql.autocommit import commits_by_hand
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import Identified
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.protocol.telling import Details
 
-#: What ``enqueue()`` itself says about a message.
-_CHOSEN_HERE = ("task_id", "idempotency_key", "idempotency_scope")
+#: Options of ``apply_async`` that ``enqueue()`` sets itself: its caller may not.
+_SET_BY_ENQUEUE = ("task_id", "idempotency_key", "idempotency_scope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskOrder:
-    """What is to be done, and how to say so.
+class QueuedRequest:
+    """A request that ``task`` is to carry out.
 
-    ``publish`` are options of ``apply_async``; ``url``: where the caller finds the status, if anywhere.
+    ``publish_options`` are those of ``apply_async``; ``url``: where the client finds the status, if anywhere.
     """
 
     task: IdempotentTask
     definition: Definition
     args: Sequence[object]
     kwargs: Mapping[str, object]
-    publish: Options
+    publish_options: Options
     key: str
     scope: object
     identified: Identified
@@ -67,7 +67,7 @@ class TaskOrder:
     def report(
         self, outcome: Signal, record: Record | None = None, **details: Unpack[Details]
     ) -> None:
-        """Report what became of the request: under the id of the task that its key has."""
+        """Report what became of the request, with the task id of the record that its key has."""
         identity, task_id = self.identified.identity, "" if record is None else record.task_id
         self.definition.runner.reporter.report(outcome, identity, task_id, record, **details)
 
@@ -77,29 +77,34 @@ class TaskOrder:
         return bool(self.task.app.conf.task_always_eager)
 
     @property
-    def outbox(self) -> str | None:
-        """The database whose outbox takes the message: the store's, if that is also the one of the transaction."""
+    def outbox_alias(self) -> str | None:
+        """The alias of the database whose outbox takes the message; ``None``: the message is sent without an outbox.
+
+        It is the database of the store, if that is also the one whose COMMIT the message waits for.
+        """
         alias = self.store.outbox_alias
         if alias is None or alias != (self.using or DEFAULT_DB_ALIAS) or self.eager:
             return None
-        # What is staged is to be committed with this request's own work, or at once.
+        # A staged message is to be committed with the request's own work, or at once. Where the project commits by
+        # hand, neither is sure.
         return None if commits_by_hand(connections[alias]) else alias
 
     @property
     def lost_after_ms(self) -> int:
         """In how many milliseconds the message, sent now, counts as lost: a minute after its ETA."""
-        return lost_after_ms(self.publish)
+        return lost_after_ms(self.publish_options)
 
     def message(self, task_id: str) -> bytes | None:
-        """Return what a sweep publishes if this process does not, ``None`` where that is not for the record.
+        """Return the message that a sweep publishes if this process does not; ``None`` if the record is to have none.
 
-        An outbox has a message of its own. Without retention a second copy may find no trace of the first.
+        So it is if the task runs eagerly, if an outbox has the message, and without retention: then a second copy of
+        the message might find no record of the first, and run again.
         """
-        if self.eager or self.outbox is not None or not self.definition.policy.retention_ms:
+        if self.eager or self.outbox_alias is not None or not self.definition.policy.retention_ms:
             return None
-        given = {"expires": self.task.expires, **self.publish}
+        given = {"expires": self.task.expires, **self.publish_options}
         options = absolute(
-            {name: value for name, value in given.items() if name not in MEANS},
+            {name: value for name, value in given.items() if name not in SENDER_OPTIONS},
             task=str(self.task.name),
         )
         options["task_id"] = task_id
@@ -108,19 +113,19 @@ class TaskOrder:
         return self.definition.codec.dump_message(again)
 
     def send(self, task_id: str) -> None:
-        """Publish."""
-        self.task.apply_async(self.args, self.kwargs, **self.publish, task_id=task_id)
+        """Publish the message now."""
+        self.task.apply_async(self.args, self.kwargs, **self.publish_options, task_id=task_id)
 
     def stage(self, task_id: str, alias: str) -> None:
-        """Let the outbox of a database publish."""
+        """Put the message into the outbox of a database, which publishes it after the COMMIT."""
         # Imported late: its tables are there only where the app is installed.
         from celery_idempotent.django import outbox
 
-        publish = {**self.publish, "task_id": task_id}
-        outbox.stage(self.task, self.args, self.kwargs, publish, using=alias)
+        options = {**self.publish_options, "task_id": task_id}
+        outbox.stage(self.task, self.args, self.kwargs, options, using=alias)
 
 
-def read_order(
+def read_request(
     request: HttpRequest,
     task: AnyTask,
     args: Sequence[object],
@@ -128,20 +133,21 @@ def read_order(
     *,
     scope: object,
     using: str | None,
-    publish: Options,
+    publish_options: Options,
     options: HttpOptions,
-) -> TaskOrder | None:
-    """Return what a request asks for, ``None`` if the task is switched off (``idempotency_mode="off"``).
+) -> QueuedRequest | None:
+    """Return what a task is to carry out, ``None`` if the task is switched off (``idempotency_mode="off"``).
 
     Raises:
         RequestRefused: if its key or its caller is not known, or its body is not whole.
-        InvalidOption: for an option of the message that is not the caller's to choose.
+        InvalidOption: for an option of the message that ``enqueue()`` sets itself.
     """
-    if chosen := [name for name in _CHOSEN_HERE if name in publish]:
+    if chosen := [name for name in _SET_BY_ENQUEUE if name in publish_options]:
         raise InvalidOption(
             f"enqueue() takes no {', '.join(chosen)}: the key is the request's, the scope is given as scope=…, and the "
             "task id belongs to the key."
         )
+    # A Request of Django REST framework wraps Django's.
     plain = getattr(request, "_request", request)
     key = read_key(plain, strict=options.strict, required=options.required) or str(uuid.uuid4())
     receive(plain, options, parsed=True)
@@ -154,15 +160,16 @@ def read_order(
     if definition is None:
         return None
     namespace = definition.identifier.namespace
+    # The identity that identify() returns, too; but this refuses a key or scope that the client must not send.
     identity = http_identity(namespace, scope, key)
-    return TaskOrder(
+    return QueuedRequest(
         task=task,
         definition=definition,
         args=args,
         kwargs=kwargs,
-        publish={
-            **publish,
-            "headers": {**(publish.get("headers") or {}), KEEP_FAILURE_HEADER: True},
+        publish_options={
+            **publish_options,
+            "headers": {**(publish_options.get("headers") or {}), KEEP_FAILURE_HEADER: True},
             "idempotency_key": key,
             "idempotency_scope": scope,
         },
@@ -176,12 +183,15 @@ def read_order(
 
 
 def _url(request: HttpRequest, task: IdempotentTask, identity: Identity, key: str) -> str | None:
-    """Return where the status is, if the resource, which knows the setting alone, finds this record for the caller."""
-    general = http_options()
-    if celery_app(general.app) is not task.app or not general.shows(identity.namespace):
+    """Return the path of the status, ``None`` if the status resource would not find this record for the caller.
+
+    That resource knows the setting ``IDEMPOTENCY_HTTP`` alone; the options of this view may give another app or scope.
+    """
+    from_setting = http_options()
+    if celery_app(from_setting.app) is not task.app or not from_setting.shows(identity.namespace):
         return None
     try:
-        shown = http_identity(identity.namespace, caller_scope(request, general), key)
+        shown = http_identity(identity.namespace, caller_scope(request, from_setting), key)
     except RequestRefused:
         return None
     return status_url(identity.namespace, key) if shown == identity else None

@@ -30,7 +30,7 @@ from celery_idempotent.django.http import reservations
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.orders import TaskOrder, read_order
+from celery_idempotent.django.http.orders import QueuedRequest, read_request
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
@@ -50,7 +50,7 @@ def enqueue(
     *,
     scope: object = None,
     using: str | None = None,
-    **publish: object,
+    **publish_options: object,
 ) -> HttpResponse:
     """Let ``task`` do the work of ``request``, once for each ``Idempotency-Key``, and return the answer.
 
@@ -61,7 +61,7 @@ def enqueue(
         kwargs: for the task.
         scope: whose key it is: a value, or a function of the request; by default the caller.
         using: the database whose COMMIT the message waits for, inside a transaction; ``"default"`` if not given.
-        publish: options of ``apply_async``.
+        publish_options: options of ``apply_async``.
 
     Raises:
         InvalidKey: if an argument has no canonical form (``idempotency_fingerprint`` says which of them count).
@@ -71,30 +71,30 @@ def enqueue(
     _refuse_event_loop()
     options: HttpOptions = getattr(request, "idempotency_options", None) or http_options()
     try:
-        order = read_order(
+        queued = read_request(
             request,
             task,
             args,
             kwargs or {},
             scope=scope,
             using=using,
-            publish=publish,
+            publish_options=publish_options,
             options=options,
         )
-        if order is None:
-            return _send_unguarded(task, args, kwargs or {}, publish)
+        if queued is None:
+            return _send_unguarded(task, args, kwargs or {}, publish_options)
         in_transaction = transaction.get_connection(using).in_atomic_block
-        found = _reserve_or_find(order, in_transaction=in_transaction)
-        return _answer(order, found, in_transaction=in_transaction)
+        found = _reserve_or_find(queued, in_transaction=in_transaction)
+        return _answer(queued, found, in_transaction=in_transaction)
     except RequestRefused as refusal:
         return refusal.response(options.docs_url)
 
 
 def _send_unguarded(
-    task: AnyTask, args: Sequence[object], kwargs: Mapping[str, object], publish: Options
+    task: AnyTask, args: Sequence[object], kwargs: Mapping[str, object], publish_options: Options
 ) -> HttpResponse:
     """Publish for a task that is switched off: each request sends one more message."""
-    cast("IdempotentTask", task).apply_async(args, kwargs, **publish)
+    cast("IdempotentTask", task).apply_async(args, kwargs, **publish_options)
     return JsonResponse({"state": State.QUEUED.value}, status=202)
 
 
@@ -115,12 +115,14 @@ def _refuse_event_loop() -> None:
     )
 
 
-def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | Held | Settled:
-    """Reserve the key, or find the first request's record.
+def _reserve_or_find(queued: QueuedRequest, *, in_transaction: bool) -> Reserved | Held | Settled:
+    """Reserve the key, or find the first request's record. ``in_transaction``: this request has a transaction open.
 
-    The store is asked again while its answer may still change: the first request has not committed its reservation yet,
-    or it failed and may be tried again: then its record is deleted first. ``in_transaction``: this request has a
-    transaction open.
+    The store is asked again in three cases:
+
+    - An earlier reservation is past its deadline: it is made anew, under the same task id.
+    - The first request has not committed its reservation yet: this one waits for that.
+    - The first request failed, and may be tried again: its record is deleted.
 
     Raises:
         RequestRefused: if the key was used with other content, the store does not answer, or the first request does
@@ -129,24 +131,27 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
     task_id = str(uuid.uuid4())
     give_up, attempts = time.monotonic() + reservations.REQUEST_RETRY_SECONDS, 0
     while True:
-        # An outbox has the message only when the transaction commits in which that is staged.
-        uncommitted = in_transaction or order.outbox is not None
-        match reservations.reserve_key(order, task_id, uncommitted=uncommitted):
+        # The message is sure to be sent only after a COMMIT: of this transaction, or of the one that stages it.
+        uncommitted = in_transaction or queued.outbox_alias is not None
+        match reservations.reserve_key(queued, task_id, uncommitted=uncommitted):
             case Reserved(record) if record.task_id != task_id:
-                # The process that reserved it died. Its message may exist: reserve again, under the same task id.
+                # The process of that reservation died, perhaps after it sent its message. So a second message must have
+                # the same task id: reserve the key again, under that.
                 task_id = record.task_id
-            case Held(record, _) if _waits_for_commit(order, record):
+            case Held(record, _) if _waits_for_commit(queued, record):
                 attempts += 1
                 if not backoff.pause(attempts, until=give_up, first=0.02):
                     raise _in_progress_refusal(
-                        order, record, "It is not queued yet. Ask again later."
+                        queued,
+                        record,
+                        "The first request with this key is not committed yet. Ask again later.",
                     )
-            case Settled(record, _) if _is_retryable(order, record):
+            case Settled(record, _) if _is_retryable(queued, record):
                 # Deletes this failure only: if another request has reserved the key meanwhile, the next round finds
                 # that reservation.
-                reservations.forget_failure(order, record)
+                reservations.forget_failure(queued, record)
             case Mismatched(record):
-                order.report(signals.mismatched, record)
+                queued.report(signals.mismatched, record)
                 raise RequestRefused(
                     "idempotency_key_reused",
                     "It was sent before with other content. A key stands for one intention: use a new one.",
@@ -156,68 +161,72 @@ def _reserve_or_find(order: TaskOrder, *, in_transaction: bool) -> Reserved | He
 
 
 def _answer(
-    order: TaskOrder, found: Reserved | Held | Settled, *, in_transaction: bool
+    queued: QueuedRequest, found: Reserved | Held | Settled, *, in_transaction: bool
 ) -> HttpResponse:
     """Send the message if this request reserved the key, or answer from the record of the first request."""
     match found:
         case Reserved(record):
-            reservations.queue_message(order, record, in_transaction=in_transaction)
-            return _status_response(order, record, replayed=False)
-        case Held(record, _) if order.options.on_pending == "refuse":
-            raise _in_progress_refusal(order, record, "Ask its status resource, or again later.")
-        case Settled(record, _) if record.state.raises:
-            order.report(signals.replayed, record)
-            failure = failure_of(record, order.task, order.options)
+            reservations.queue_message(queued, record, in_transaction=in_transaction)
+            return _status_response(queued, record, replayed=False)
+        case Held(record, _) if queued.options.on_pending == "refuse":
+            raise _in_progress_refusal(
+                queued,
+                record,
+                "The first request with this key is still being worked on. Ask its status resource, or again later.",
+            )
+        case Settled(record, _) if record.state.is_failure:
+            queued.report(signals.replayed, record)
+            failure = failure_of(record, queued.task, queued.options)
             answer = problem(
                 failure.code,
                 failure.detail,
                 retryable=False,
-                docs_url=order.options.docs_url,
+                docs_url=queued.options.docs_url,
                 state=record.state.value,
                 error=failure.error,
             )
             answer[REPLAYED] = "true"
             return answer
         case Held(record, _) | Settled(record, _):
-            order.report(signals.replayed, record)
-            return _status_response(order, record, replayed=True)
+            queued.report(signals.replayed, record)
+            return _status_response(queued, record, replayed=True)
 
 
-def _waits_for_commit(order: TaskOrder, record: Record) -> bool:
+def _waits_for_commit(queued: QueuedRequest, record: Record) -> bool:
     """Does this request wait until the first one has committed its reservation? Not in a TestCase: it never commits."""
     return (
-        order.options.on_pending == "accept"
+        queued.options.on_pending == "accept"
         and record.uncommitted
-        and not in_testcase(transaction.get_connection(order.using))
+        and not in_testcase(transaction.get_connection(queued.using))
     )
 
 
-def _is_retryable(order: TaskOrder, record: Record) -> bool:
+def _is_retryable(queued: QueuedRequest, record: Record) -> bool:
     """Did the first request fail, and not for good? Then this one tries again."""
-    return record.state.raises and failure_of(record, order.task, order.options).retryable
+    return record.state.is_failure and failure_of(record, queued.task, queued.options).retryable
 
 
-def _in_progress_refusal(order: TaskOrder, record: Record, advice: str) -> RequestRefused:
-    """Report the conflict, and return what answers the request."""
-    order.report(signals.conflicted, record)
+def _in_progress_refusal(queued: QueuedRequest, record: Record, detail: str) -> RequestRefused:
+    """Report the conflict, and return the refusal with this ``detail`` for the client."""
+    queued.report(signals.conflicted, record)
     return RequestRefused(
         "request_in_progress",
-        f"The first request with this key is still being worked on. {advice}",
-        retry_after=order.options.retry_after,
+        detail,
+        retry_after=queued.options.retry_after,
     )
 
 
-def _status_response(order: TaskOrder, record: Record, *, replayed: bool) -> HttpResponse:
+def _status_response(queued: QueuedRequest, record: Record, *, replayed: bool) -> HttpResponse:
     """Return the answer about an operation that has not failed: 200 once it is done, 202 while it is not."""
-    described = describe(record, key=order.key, task=order.task, options=order.options)
+    described = describe(record, key=queued.key, task=queued.task, options=queued.options)
     status = 200 if described["settled"] else 202
-    body = {**described, "url": order.url}
+    body = {**described, "url": queued.url}
     response = JsonResponse(body, status=status, encoder=DjangoJSONEncoder)
     response["Cache-Control"] = "no-store"
-    if order.url:
-        response["Location" if status == 202 else "Content-Location"] = order.url
+    if queued.url:
+        response["Location" if status == 202 else "Content-Location"] = queued.url
     if status == 202:
-        response["Retry-After"] = str(max(round(order.options.retry_after), 1))
+        response["Retry-After"] = str(max(round(queued.options.retry_after), 1))
     if replayed:
         response[REPLAYED] = "true"
     return response

@@ -23,7 +23,7 @@ from django.db import DatabaseError, transaction
 from kombu.exceptions import OperationalError
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.django.http.orders import TaskOrder
+from celery_idempotent.django.http.orders import QueuedRequest
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS
@@ -50,80 +50,80 @@ _FORGOTTEN = Line(
 )
 
 
-def reserve_key(order: TaskOrder, task_id: str, *, uncommitted: bool) -> Reservation:
+def reserve_key(queued: QueuedRequest, task_id: str, *, uncommitted: bool) -> Reservation:
     """Reserve the key: with its message, until that counts as lost; ``uncommitted``: without it, for a short time.
 
     Raises:
         RequestRefused: if the store does not answer.
     """
-    message = None if uncommitted else order.message(task_id)
+    message = None if uncommitted else queued.message(task_id)
     return _with_retries(
-        order,
+        queued,
         lambda: key_change.reserve(
-            order.store,
-            order.identified,
+            queued.store,
+            queued.identified,
             task_id=task_id,
-            deadline_ms=UNCOMMITTED_MS if uncommitted else order.lost_after_ms,
-            keep_ms=order.definition.policy.keep_ms,
+            deadline_ms=UNCOMMITTED_MS if uncommitted else queued.lost_after_ms,
+            keep_ms=queued.definition.policy.keep_ms,
             message=message,
             uncommitted=uncommitted,
         ),
     )
 
 
-def forget_failure(order: TaskOrder, record: Record) -> None:
+def forget_failure(queued: QueuedRequest, record: Record) -> None:
     """Delete a FAILED record that the request tries again; the record of a later attempt stays."""
     identity = record.identity
     if _with_retries(
-        order, lambda: order.store.forget(identity, token=record.token, state=record.state)
+        queued, lambda: queued.store.forget(identity, token=record.token, state=record.state)
     ):
-        order.report(signals.forgotten, record, line=_FORGOTTEN)
+        queued.report(signals.forgotten, record, line=_FORGOTTEN)
 
 
-def _with_retries(order: TaskOrder, verb: Callable[[], T]) -> T:
+def _with_retries(queued: QueuedRequest, verb: Callable[[], T]) -> T:
     """Ask the store, for a few seconds: each verb may be repeated after an answer that was lost."""
     try:
         return backoff.persist(verb, until=time.monotonic() + REQUEST_RETRY_SECONDS)
     except STORE_ERRORS as error:
-        order.report(signals.store_failed, error=error)
+        queued.report(signals.store_failed, error=error)
         raise RequestRefused(
             "store_unavailable",
             _UNSURE,
-            retry_after=order.options.retry_after,
+            retry_after=queued.options.retry_after,
         ) from error
 
 
-def queue_message(order: TaskOrder, record: Record, *, in_transaction: bool) -> None:
+def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool) -> None:
     """Send the message, now or after the COMMIT.
 
     Raises:
         RequestRefused: if the broker, or the database of the outbox, does not take it.
     """
     if in_transaction:
-        _stage_message(order, record)
+        _stage_message(queued, record)
         return
     try:
-        if order.outbox is None:
-            order.send(record.task_id)
-            order.report(signals.reserved, record, state=State.QUEUED)
+        if queued.outbox_alias is None:
+            queued.send(record.task_id)
+            queued.report(signals.reserved, record, state=State.QUEUED)
             return
         # The outbox has it from the COMMIT on: it is sent now, or by a sweep once the broker is back.
-        with transaction.atomic(using=order.outbox):
-            _stage_message(order, record)
+        with transaction.atomic(using=queued.outbox_alias):
+            _stage_message(queued, record)
     except BaseException as error:
-        _free_key(order, record)
+        _free_key(queued, record)
         if not isinstance(error, (OperationalError, DatabaseError, OSError)):
             raise
         logger.warning("idempotency: %s is not queued: %s", record.identity, type(error).__name__)
         raise RequestRefused(
-            "not_queued", _UNSURE, retry_after=order.options.retry_after
+            "not_queued", _UNSURE, retry_after=queued.options.retry_after
         ) from error
 
 
-def _stage_message(order: TaskOrder, record: Record) -> None:
-    transaction.on_commit(_AtCommit(order, record), using=order.using)
-    if order.outbox is not None:
-        order.stage(record.task_id, order.outbox)
+def _stage_message(queued: QueuedRequest, record: Record) -> None:
+    transaction.on_commit(_AtCommit(queued, record), using=queued.using)
+    if queued.outbox_alias is not None:
+        queued.stage(record.task_id, queued.outbox_alias)
 
 
 class _AtCommit:
@@ -134,37 +134,37 @@ class _AtCommit:
     before either, the reservation's deadline passes in seconds.
     """
 
-    def __init__(self, order: TaskOrder, record: Record) -> None:
-        self._order = order
+    def __init__(self, queued: QueuedRequest, record: Record) -> None:
+        self._queued = queued
         self._record = record
         # In a thread of its own: the connection of this one is in the middle of the rollback.
-        give_back = threading.Thread(target=_free_key, args=(order, record))
+        give_back = threading.Thread(target=_free_key, args=(queued, record))
         self._rolled_back = weakref.finalize(self, give_back.start)
         self._rolled_back.atexit = False
         # A reservation that is part of the transaction is rolled back with it.
-        if order.store.joined():
+        if queued.store.joined():
             self._rolled_back.detach()
 
     def __call__(self) -> None:
         self._rolled_back.detach()
-        order, record = self._order, self._record
+        queued, record = self._queued, self._record
         # The transaction is safe now, the message is not yet: the record gets it, and the usual deadline.
         try:
-            reserve_key(order, record.task_id, uncommitted=False)
+            reserve_key(queued, record.task_id, uncommitted=False)
             uncommitted = False
         except RequestRefused:  # the reservation stands, with less time
             uncommitted = True
         try:
-            if order.outbox is None:  # else the outbox sends it
-                order.send(record.task_id)
-            order.report(signals.reserved, record, state=State.QUEUED)
+            if queued.outbox_alias is None:  # else the outbox sends it
+                queued.send(record.task_id)
+            queued.report(signals.reserved, record, state=State.QUEUED)
         except Exception:
             logger.exception("idempotency: %s is committed and not queued", record.identity)
-            if uncommitted or order.message(record.task_id) is None:
+            if uncommitted or queued.message(record.task_id) is None:
                 # No sweep can send it. A client that polls gets 404, and sends the request again.
-                _free_key(order, record)
+                _free_key(queued, record)
 
 
-def _free_key(order: TaskOrder, record: Record) -> None:
+def _free_key(queued: QueuedRequest, record: Record) -> None:
     """Give the key back, so that a repetition of the request is not told that the first is in progress."""
-    key_change.give_back(order.store, order.identified, record)
+    key_change.give_back(queued.store, queued.identified, record)

@@ -178,8 +178,8 @@ def _found(app: Celery, identity: Identity) -> Record | None:
     if record is not None:
         return record
     definition = definition_of(app, identity.namespace, load=True)
-    before = definition and definition.identifier.renamed(Identified(identity)).before
-    return store.get(before.identity) if before else None
+    old = definition and definition.identifier.renamed(Identified(identity)).old
+    return store.get(old.identity) if old else None
 
 
 def _look_up(

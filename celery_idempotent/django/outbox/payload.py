@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 #: The largest call that can be staged, serialized.
 MAX_BYTES = 1024 * 1024
 
-#: Options that say by which connection to send: the sender has its own.
-MEANS = ("producer", "publisher", "connection", "router")
+#: Options that belong to the process which sends: its connection to the broker, and its router.
+SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def absolute(options: Mapping[str, object], *, task: str) -> Options:
         IdempotencyError: for an option that means something in this process only.
     """
     kept: Options = dict(options)
-    if found := [name for name in MEANS if kept.pop(name, None) is not None]:
+    if found := [name for name in SENDER_OPTIONS if kept.pop(name, None) is not None]:
         raise IdempotencyError(
             f"A call of {task} cannot be staged with {', '.join(found)}: who sends it has a connection of its own."
         )

@@ -7,8 +7,9 @@
     verb 1,004  DEALLOCATE, PREPARE ─ EXECUTE              the tables have grown, and the plan may be another
 
 Behind a pooler that gives a session to many, the next one may not know the statement. Then the server says so, and the
-verb runs as it would without all this; within a task's transaction, from a savepoint on. Its name is the digest of its text: under it there is never another statement.
-Where the project says that there is such a pooler (``DISABLE_SERVER_SIDE_CURSORS``), none is prepared.
+verb runs as it would without all this; within a task's transaction, from a savepoint on. A statement's name is the
+digest of its text: under it there is never another statement. Where the project says that there is such a pooler
+(``DISABLE_SERVER_SIDE_CURSORS``), none is prepared.
 """
 
 from __future__ import annotations
