@@ -109,12 +109,13 @@ def stamp_call(
     """Stamp the call. This changes ``options``: the key is taken out, the task id and the headers with the stamp added.
 
     Returns the identity; ``None`` if nothing was stamped, for one of two reasons. The headers have the stamp of this
-    message already, whose key stays whatever the arguments are now: it is a retry, or a republished copy. Or the call
-    has no key: then the worker takes the task id as key.
+    message already, whose key stays whatever the arguments are now: it is a retry, or a republished copy. Or no key and
+    no scope was given, and the task has no ``idempotency_key``: the key is then chosen where the call runs, by a worker
+    its task id, by ``apply()`` a random one.
 
     ``run_claim``: the claim of the run whose retry this call is. It has that run's key, if the caller gives no other.
-    ``eager``: the call runs here and now. Without a key it gets a random one, because Celery gives all steps of an
-    eager chain the same task id.
+    ``eager``: the call runs here and now. Where its task id would be the key it gets a random one, because Celery gives
+    all steps of an eager chain the same task id.
     """
     headers, task_id = as_mapping(options.get("headers")), options.get("task_id")
     key, scope = take_key(options)

@@ -74,7 +74,10 @@ class PendingSettle:
         return self.claim_id in _pending
 
     def lose(self) -> None:
-        """Do nothing. The store refused a renewal; after the COMMIT it will refuse the settle, which reports that."""
+        """Do nothing: after the COMMIT the settle is tried all the same.
+
+        It succeeds if nobody claimed the key meanwhile, and reports the lost lease if somebody did.
+        """
 
     @property
     def in_this_transaction(self) -> bool:

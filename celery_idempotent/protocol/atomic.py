@@ -4,13 +4,15 @@
 
     claim (committed) ─▶ BEGIN ─▶ body() ─▶ settle, if the token is still ours ─▶ COMMIT ─▶ ack
                            │        │          └─ no ─▶ ROLLBACK, go on as a duplicate
-                           │        └─ raises ─▶ ROLLBACK, release, raise
+                           │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see Endings), raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
 
 Once the settle is written, only the database knows what a COMMIT came to that did not answer: it is asked.
 
-What the settle or the COMMIT raised comes too late for the body, which might have asked for a retry. It left nothing
-behind, so the run begins again at once, a few times; after that ``autoretry_for`` decides, as for an error of the body.
+An error of the settle or the COMMIT comes too late for the body, which might have asked for a retry. The run left
+nothing behind. After a deadlock, a serialization failure or a lost session it begins again, up to ``MAX_REPEATS``
+times. After any other error, or more of these, ``autoretry_for`` decides, as for an error of the body. If the settle
+could not reach the record, the message is published again.
 """
 
 from __future__ import annotations
@@ -67,13 +69,13 @@ class Stage(Enum):
 
         BEGINNING ─▶ BODY ─▶ SETTLING ─▶ COMMITTING ─▶ the value is returned
             │                   │
-            └───▶ REFUSED ◀─────┘ the key has another token
+            └───▶ REFUSED ◀─────┘ the claim is over
     """
 
     BEGINNING = "nothing was done"
     BODY = "the body is at work: it is rolled back"
-    SETTLING = "the body returned: it is rolled back, and the database is the reason"
-    REFUSED = "the claim is gone: a newer one, or a sweep, was first"
+    SETTLING = "the body returned, and its end state is not written yet: it is rolled back"
+    REFUSED = "the claim is over: there is a newer one, or the record was settled or forgotten"
     COMMITTING = "the settle is written: the database decides, and is asked"
 
 
@@ -160,7 +162,8 @@ class AtomicRun:
                 )
             )
         except StoreUnavailable as error:
-            # Not one that blames the task, which ended the transaction itself: to run it again would double its effect.
+            # TransactionEnded is not caught here, which is no StoreUnavailable: the task ended the transaction itself,
+            # what it wrote may be committed, and another run would repeat it.
             self._trouble = error
             raise
         if not done:
@@ -190,7 +193,8 @@ class AtomicRun:
                 self._follow_up()
                 raise error
             if self._trouble is not None:
-                # Its message goes out once more, and may be all that there is of it.
+                # The message is published once more. The record becomes QUEUED, if it can: a sweep sends the call
+                # should that message be lost.
                 endings.release(claim, requeue_ms=claim.renewal.lease_ms, error=self._trouble)
                 endings.report_store_failed(call, claim, self._trouble)
                 return StoreFailed(self._trouble)

@@ -99,7 +99,7 @@ class Claim:
     replacement: Stored | None = None
     #: The transaction that the body is running in (``idempotency_atomic``).
     transaction: Transaction | None = None
-    #: Called after its rollback: it releases the key, then publishes the retry.
+    #: Called after the rollback of that transaction: releases the key and, if the run is not eager, publishes a retry.
     after_rollback: Callable[[], object] | None = None
 
     def __init__(
@@ -193,7 +193,7 @@ class Claim:
         return renewed
 
     def ensure(self) -> None:
-        """Check that this run still holds the claim, before an irreversible step. It is :meth:`renew` by another name.
+        """Check that this run still holds the claim, before an irreversible action. The same as :meth:`renew`.
 
         Raises:
             LeaseLost: if the claim is gone.
@@ -252,7 +252,7 @@ class Claim:
         return LeaseLost(
             f"The claim of {self.record.identity} (token {self.token}) is gone: its lease ran out and the key "
             "was claimed or swept, an operator took it, or the run itself gave it back for a retry. Stop before the "
-            "next irreversible step."
+            "next irreversible action."
         )
 
 

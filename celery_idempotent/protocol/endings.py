@@ -40,7 +40,8 @@ class End(Enum):
 
     SETTLED = "its end state is written; in the caller's transaction it will be when that commits"
     RELEASED = "the key is free"
-    GONE = "the store has nothing to release: the key was settled, forgotten or claimed anew"
+    #: It was swept, settled, forgotten or claimed anew; or an earlier try released it, whose answer was lost.
+    GONE = "the store has nothing to release"
     LEFT_TO_LEASE = "the store did not answer in time: the claim ends with its lease"
     NEWER_CLAIM = "a newer claim has the key: the result is dropped, the call is a duplicate"
     #: Returned by an atomic run (:mod:`.atomic`), not by :class:`Endings`.
@@ -50,8 +51,8 @@ class End(Enum):
 class Commit(Enum):
     """The outcome of a transaction whose COMMIT was not answered."""
 
-    COMMITTED = "its writes and its record are there"
-    ROLLED_BACK = "neither is"
+    COMMITTED = "its writes and the end state are there"
+    ROLLED_BACK = "neither is; the record is as it was claimed"
     IN_DOUBT = "the database could not be asked in time"
 
 
@@ -74,9 +75,9 @@ class Endings:
         the same, in a task published by      settled FAILED: the client asks for the outcome
         enqueue(), with no steps recorded
 
-    A settle is tried for a whole lease: the effect has happened, and without a record another run would repeat it. A
-    release is tried for one second: nothing has happened, and the lease frees the key anyway. Neither can change a
-    newer claim, which has another token.
+    A settle is tried for a whole lease: without it another run would repeat what the body did. A release is tried for
+    one second: the call is to be repeated anyway, and if the release does not free the key, the lease does. Neither can
+    change a newer claim, which has another token.
     """
 
     def __init__(self, policy: Policy, codec: Codec, reporter: Reporter) -> None:
@@ -117,7 +118,7 @@ class Endings:
     ) -> End:
         """Give the key back: RELEASED, GONE, or LEFT_TO_LEASE if the store does not answer in time.
 
-        ``requeue_ms``: the task's retry is about to be published, and its message counts as lost after so long.
+        ``requeue_ms``: the call comes again. If not within this time, a sweep sends the record's message, if any.
         ``at_exit`` there is one try: at a hard time limit Celery sends SIGTERM, and 0.1 s later SIGKILL.
         """
         # Before the store is asked: whatever strikes meanwhile, this claim is not renewed or settled any more.
@@ -151,9 +152,8 @@ class Endings:
         return End.RELEASED if released else End.GONE
 
     def _state_after_release(self, claim: Claim, requeue_ms: int | None) -> State | None:
-        """Return what the release made of the record, as :meth:`Store.release` says; ``None``: it is deleted."""
-        has_message = claim.record.reserved or self.policy.on_stale == "requeue"
-        if has_message and requeue_ms is not None:
+        """Return what the release made of the record (see :meth:`Store.release`); ``None``: it is deleted."""
+        if requeue_ms is not None and (claim.record.reserved or self.policy.on_stale == "requeue"):
             return State.QUEUED
         return State.INTERRUPTED if claim.has_steps else None
 
@@ -165,7 +165,7 @@ class Endings:
             found = [claim.store.get(record.identity) for record in ours]
         except STORE_ERRORS:
             return False
-        # A record that is gone was released or forgotten: nobody has claimed the key since.
+        # A record that is gone was released or forgotten: nobody holds the key now.
         pairs = zip(found, ours, strict=True)
         if all(stored is None or stored.token == claimed.token for stored, claimed in pairs):
             return False
@@ -241,7 +241,7 @@ class Endings:
         return End.SETTLED
 
     def _give_up(self, call: Call, claim: Claim, error: Exception) -> End:
-        """Report once that the body took effect, and that its end state cannot be written.
+        """Report once that the body is over, and that its end state cannot be written.
 
         The phase comes first. A time limit that strikes while this is logged must not begin the settle again::
 
@@ -265,7 +265,7 @@ class Endings:
         self._settle_once(call, claim, settlement, dump())
 
     def _settle_after_commit(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
-        """Put the settle off until the caller's open transactions commit; ``False``: none, or one has the record."""
+        """Put the settle off until the caller's transactions commit; ``False``: none is open, or one has the record."""
         on_commits = call.open_transactions(claim.store) if call.open_transactions else ()
         if not on_commits:
             return False
@@ -335,7 +335,7 @@ class Endings:
         claim.superseded = True
         self._report(signals.lease_lost, call, claim, observed=self.policy.mode == "observe")
         if claim.old_record is not None and claim.phase is not Phase.RELEASED:
-            # The newer claim may hold the old identity alone. Without this the new one stays claimed for a lease.
+            # The newer claim may hold the old identity alone: else the new identity would stay claimed for a lease.
             claim.phase = Phase.RELEASED
             with suppress(*STORE_ERRORS):
                 claim.store.release(claim.record.identity, token=claim.token)

@@ -162,7 +162,7 @@ def give_back(store: Store, identified: Identified, record: Record) -> None:
     """
     old = identified.old
     try:
-        # They can be equal only if a stamp has the same key twice: anything may be in a message.
+        # The two identities are equal only if a stamp has the same key twice: anything may be in a message.
         if old is not None and old.identity != record.identity:
             found = store.get(old.identity)
             if found is not None and (found.state, found.task_id) == (State.QUEUED, record.task_id):
@@ -193,7 +193,7 @@ class _TwoRecordStore(ForwardingStore):
         transaction   begun for the new one, and settles that; then the old one; one COMMIT for both
 
     Why the old one first: the process may die between the two writes. An old worker reads the old record alone, and
-    would run again what only the new one has as done. In a transaction, which writes both or none, the order is free.
+    would run again what only the new record says is done. A transaction writes both or none, in any order.
     """
 
     def __init__(self, store: Store, old_record: Record) -> None:

@@ -8,8 +8,8 @@ With a lease of 60 seconds::
     41 s   renew               the lease ends at 101 s
 
 A store that does not answer says nothing about the claim, so the renewal is repeated. A store that refuses does: a
-newer claim has the key, and this one becomes LOST. Its run goes on, for a thread cannot be stopped from outside, and
-what it returns is not stored.
+newer claim has the key, a sweep or an operator took it, or the record is gone. The claim becomes LOST. Its run goes on,
+because a thread cannot be stopped from outside; its result is stored only if nobody claimed the key meanwhile.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class Renewable(Protocol):
 class Heartbeat:
     """Renews every claim of this process at a third of its lease, from one daemon thread.
 
-    The thread starts with the first claim and is not woken by later ones: it looks at the claims whenever the shortest
-    lease seen so far could need it, so a task shorter than a third of its lease costs no renewal and no wake-up. A
-    process that only counts outcomes, a publisher for instance, has it as well: it writes them. It ends when there was
-    nothing to do for a while, or when :meth:`finish` asks for that, and starts again with the next claim. A forked
-    child starts anew, without the parent's claims.
+    The thread starts with the first claim. It looks at the claims whenever a third of the shortest lease seen so far
+    has passed, and at least every ``TICK`` seconds; a later claim wakes it only if that must be renewed earlier. So a
+    task shorter than a third of its lease costs no renewal. The thread also writes what the process counted, and a
+    publisher has it for that alone. It ends when there was nothing to do for a while, or when :meth:`finish` asks for
+    that, and starts again with the next claim. A forked child starts anew, without the parent's claims.
 
     A time limit is an exception raised at any instruction of Python code, also inside ``threading.Condition`` or
-    ``Thread.start``, which then leave their locks taken. So the run's side uses what is written in C, and nothing else;
-    and a claim whose run is gone without a word is not kept alive, for the heartbeat knows it by a weak reference.
-    Hence no :class:`threading.Thread`, either. That keeps it out of ``threading.enumerate()``, where test suites look
-    for what a test left behind: it is not a test's to end, and ends by itself.
+    ``Thread.start``, which then leave their locks taken. So what a run calls here uses only locks and functions written
+    in C, and no :class:`threading.Thread`. A run may also end without calling :meth:`remove`: so the heartbeat has weak
+    references only, and does not renew a claim whose run is gone. The thread is not in ``threading.enumerate()``, where
+    test suites look for threads that a test left behind: it ends by itself.
 
     Where gevent or eventlet has patched ``threading`` the thread is a greenlet, which renews while the runs let it: its
     bell must then be a lock of theirs, or it would wait with the whole process. So the bell is made with the thread,
@@ -143,7 +143,8 @@ class Heartbeat:
     def _start(self) -> None:
         if not self._started:
             self._bell = _thread.allocate_lock()
-            # In this order: struck between the two, a process may have two heartbeats, but never none.
+            # In this order: if a time limit strikes between these two lines, a process may have two heartbeats, but
+            # never none.
             _thread.start_new_thread(self._beat, ())
             self._started = True
 
@@ -184,7 +185,8 @@ class Heartbeat:
     def _ends(self, asked: bool, *, idle_s: float) -> bool:
         """Is the thread to end? Then the next claim starts another; else note when it is to look around again."""
         with self._lock:
-            # Before the last look at the counts: who counts looks at this mark afterwards, and so one sees the other.
+            # Before the last look at the counts. Another thread counts first and then reads _started: so either this
+            # one sees the count, or that one sees that it must start a heartbeat.
             self._started = False
             wanted = asked or (idle_s >= LINGER and counters.empty)
             if wanted and not self._due and not self._finishing:
@@ -249,5 +251,5 @@ class Heartbeat:
 
 #: The heartbeat of this process.
 heartbeat = Heartbeat()
-# The thread lives until all such functions are through; none can be started by then.
+# A daemon thread lives until all atexit functions have returned; no new thread can be started at that time.
 atexit.register(heartbeat.finish)

@@ -1,7 +1,7 @@
 """claim → run → settle | release | replay: the one place that spells the protocol out.
 
-Knows the store and the policy, nothing of Celery: a caller (:mod:`.task`) hands in the call, its body and the codec of
-its values, and gets one :data:`CallResult` back, or the exception that the body ended with::
+Knows the store and the policy, nothing of Celery. Callers, a task's (``celery/running.py``) and a view's, hand in the
+call, its body and the codec of its values, and get one :data:`CallResult`, or the exception that the body raised::
 
     claim ──▶ Claimed ──▶ body() ──▶ value ─────────▶ settle COMPLETED ──▶ Ran(value)
       │                     │                             └─ another token ──▶ claim again, as a duplicate
@@ -115,7 +115,7 @@ class Runner:
                     result = self._act(call, record, answered, body, repeats)
                     if not isinstance(result, End):
                         return result
-                    # The record, a newer claim or another run of this call answers.
+                    # Claim again: it is answered by the settled record or a newer claim, or runs the call again.
                     if result is End.ROLLED_BACK:
                         repeats += 1
                         backoff.pause(repeats, first=_FIRST_REPEAT)
@@ -155,7 +155,7 @@ class Runner:
 
     @staticmethod
     def _look_again(looks: int, until: float, record: Record, left_ms: int) -> bool:
-        """Wait for the holder a little; ``False`` if there is no more to wait for."""
+        """Wait for the holder a little; ``False`` if the time is up, or a run in this transaction has the answer."""
         if at_commit.record_after_commit(record) is not None:
             return False
         # Its lease may end before the next look would be due.
@@ -256,7 +256,8 @@ class Runner:
     ) -> CallResult | End:
         """Run the body under the claim; an :class:`End` if the call is to claim again, as a duplicate does.
 
-        Once the body returned nothing releases, whatever strikes, for the effect happened (:class:`.BodyOutcome`)::
+        After the body has returned, of an atomic task after its COMMIT, no exception releases the key, because the
+        effect has happened (:class:`.BodyOutcome`)::
 
             body returns ─┬─ [SoftTimeLimitExceeded] ─▶ settle all the same, the task succeeds
                           └─ settle ─ [SystemExit] ───▶ settle once more, then leave it to the lease
@@ -341,10 +342,6 @@ class Runner:
             return Ran(value)
         if at_exit:
             raise late
-        logger.warning(
-            "idempotency: %s came after %s had returned: %s is completed, and the task succeeds",
-            type(late).__name__,
-            self.name,
-            call.identity,
-        )
+        line = "idempotency: %s came after %s had returned (%s): its value is returned, and the task succeeds"
+        logger.warning(line, type(late).__name__, self.name, call.identity)
         return Ran(value)

@@ -52,7 +52,7 @@ def view(_request: Any) -> None:
         ({"scope": 5}, "function of the request"),
         ({"checks": ["no.such.module"]}, "No module named"),
         ({"checks": [5]}, "functions"),
-        ({"max_crashes": -1}, "from 0"),
+        ({"max_crashes": -1}, "0 or a positive"),
         ({"namespace": ""}, "printable"),
         ({"docs_url": 5}, "string"),
         ({"atomic": True, "on_store_error": "open"}, "cannot be combined"),

@@ -80,9 +80,11 @@ def test_every_verb_is_committed(manual):
     )
     assert states(judge) == [("C",)]
     assert store.mark_delivered(KEY, token=record.token)
-    store.count({("charge", "claimed"): 1})
+    store.count({("an autocommit task", "claimed"): 1})
     assert rows(judge, "SELECT delivered FROM celery_idempotent_record")[0][0]
-    assert rows(judge, "SELECT count(*) FROM celery_idempotent_counter") == [(1,)]
+    # The heartbeat may write what an earlier test counted.
+    counted = "SELECT count FROM celery_idempotent_counter WHERE task = 'an autocommit task'"
+    assert rows(judge, counted) == [(1,)]
     assert store.forget(KEY)
     assert states(judge) == []
 

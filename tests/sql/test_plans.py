@@ -124,10 +124,10 @@ def test_an_atomic_run_whose_session_does_not_know_its_settle_is_committed_all_t
     control = Session(own, store.lines.words(own), inside=False).control
     for n in range(4):
         run_atomic(store, f"{n}")
-    control("CREATE TABLE effects (key text)")
+    control("CREATE TABLE planned_effects (key text)")
 
     def body() -> None:
-        control("INSERT INTO effects VALUES ('there')")
+        control("INSERT INTO planned_effects VALUES ('there')")
         control("DEALLOCATE ALL")
 
     try:
@@ -135,9 +135,9 @@ def test_an_atomic_run_whose_session_does_not_know_its_settle_is_committed_all_t
             run_atomic(store, f"after-{n}", body=body)
             assert isinstance(claim(store, f"after-{n}"), Settled)
         rows = Session(own, store.lines.words(own), inside=False).rows
-        assert rows("SELECT count(*) FROM effects") == [(5,)]
+        assert rows("SELECT count(*) FROM planned_effects") == [(5,)]
     finally:
-        control("DROP TABLE effects")
+        control("DROP TABLE planned_effects")
 
 
 def test_a_text_of_a_class_of_its_own_is_taken(store):

@@ -191,7 +191,10 @@ _SETTING_ONLY: Final[ViewKinds] = ()
 
 @sealed(frozen=True, slots=True, kw_only=True)
 class HttpOptions(SharedOptions):
-    """What ``idempotent_view``, ``keyed_view`` and ``IDEMPOTENCY_HTTP`` take, in addition to :class:`SharedOptions`."""
+    """The options of ``IDEMPOTENCY_HTTP``, in addition to :class:`SharedOptions`.
+
+    The decorators take those whose ``views`` names them: ``keyed_view`` a few, and none of the shared ones.
+    """
 
     lease_ms: int = option(30_000, duration(at_least_ms=100))
     scope: RequestFunction | None = option(None, optional(_callable), views=_BOTH)

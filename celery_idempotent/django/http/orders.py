@@ -95,10 +95,10 @@ class QueuedRequest:
         return lost_after_ms(self.publish_options)
 
     def message(self, task_id: str) -> bytes | None:
-        """Return the message that a sweep publishes if this process does not; ``None`` if the record is to have none.
+        """Return the message that a sweep publishes if this process does not; ``None`` if the record has none.
 
-        So it is if the task runs eagerly, if an outbox has the message, and without retention: then a second copy of
-        the message might find no record of the first, and run again.
+        It has none if the task runs eagerly, if an outbox has the message, if the call cannot be serialized, or if the
+        retention is 0: a second copy of the message might then find no record of the first, and run again.
         """
         if self.eager or self.outbox_alias is not None or not self.definition.policy.retention_ms:
             return None

@@ -85,7 +85,7 @@ def plan(session: Session, sql: str, types: tuple[str, ...]) -> str | None:
     pooled = session.connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
     if session.words.vendor != "postgresql" or pooled or raw is None:
         return None
-    plans = _of_connection.setdefault(raw, _Plans())
+    plans = _plans_of(raw)
     plans.verbs += 1
     # Not either for a str or int of a class of its own.
     if plans.verbs <= _WARM or plans.misses >= _MISSES or "" in types:
@@ -99,10 +99,14 @@ def is_missing(session: Session, error: Error) -> bool:
     """Is this the server's word that it does not have a statement as it was prepared? Then it is prepared anew."""
     if error_code(error) not in (_UNKNOWN, _CHANGED):
         return False
-    plans = _of_connection[session.connection.connection]
+    plans = _plans_of(session.connection.connection)
     plans.misses += 1
     plans.uses.clear()
     return True
+
+
+def _plans_of(raw: object) -> _Plans:
+    return _of_connection.setdefault(raw, _Plans())
 
 
 def _prepare(session: Session, plans: _Plans, statement: _Statement) -> None:
