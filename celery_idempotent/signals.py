@@ -98,7 +98,7 @@ forgotten = Signal(name="idempotency_forgotten")
 swept = Signal(name="idempotency_swept")
 #: run() returned, but its result could not be recorded within a lease.
 settle_failed = Signal(name="idempotency_settle_failed")
-#: The store could not be reached before the run: nothing ran, the message goes back.
+#: The store did not answer. Nothing ran, or an atomic run was rolled back: the message goes back.
 store_failed = Signal(name="idempotency_store_failed")
 
 

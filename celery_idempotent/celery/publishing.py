@@ -253,7 +253,7 @@ def _send_retry(
     send_call: SendCall,
     options: Options,
 ) -> Result:
-    """Release the key of a run, then publish its retry: in this order, the retry never meets the claim of its own run.
+    """Release the key of a run, then publish its retry, which then finds the key free if the store answered.
 
     ::
 

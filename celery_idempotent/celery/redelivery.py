@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedeliveryTimeout:
-    """The ``option`` of the transport that says so, and its value in ``seconds``, after which a dead worker's message
-    comes again; ``held`` seconds after which that of a live one does, ``None`` if it renews it for as long as it lives.
+    """``option`` is the transport's option for it. A dead worker's message comes again after ``seconds``.
+
+    A live worker's message comes again after ``held`` seconds; ``None``: never, since the worker renews it.
 
     ::
 

@@ -45,7 +45,7 @@ _VISIBILITY_TIMEOUT = 3600
 _ATTEMPTS = re.compile(f"(?:[0-9a-f]{{{2 * ATTEMPT_BYTES}}}){{1,{_MOST_UNANSWERED}}}")
 
 
-#: The longest pause before a message that cannot be published asks again where it is, in seconds.
+#: The longest pause, in seconds, after which a message that stays in its worker asks the protocol again.
 _LONGEST_STAY = 30.0
 
 #: What a broker writes into the headers of a message that it delivers again, or passes on: sent back to it, RabbitMQ
@@ -66,7 +66,7 @@ class Dropped(Ignore):
 def conflict(
     task: IdempotentTask, request: Context, record: Record, left_ms: int, *, other: bool = False
 ) -> NoReturn:
-    """Another run holds the key: republish this copy, drop it or fail it, as the task's policy says.
+    """Another run holds the key, or its result is not there yet: republish this copy, drop or fail it, by the policy.
 
     Two kinds of copies are always republished, and their result state is not written: a redelivery (it has the
     holder's task id), which may be the broker's only copy, and whose failure would fail the chord and chain of the run
@@ -75,12 +75,12 @@ def conflict(
     policy = task.idempotency_policy
     same = record.task_id == request.id
     left = left_ms / 1000
-    error = InProgress(
-        f"{record.identity} is held by {record.owner}, whose lease ends in {left:.1f} s unless "
-        "it is renewed.",
-        record.task_id,
-        left,
+    found = (
+        f"{record.identity} was completed by task {record.task_id}, whose result is not in the result backend yet."
+        if record.state.settled
+        else f"{record.identity} is held by {record.owner}, whose lease ends in {left:.1f} s unless it is renewed."
     )
+    error = InProgress(found, record.task_id, left)
     duplicate = not same and not other
     if request.is_eager or (policy.on_conflict == "raise" and duplicate):
         raise error
@@ -90,13 +90,12 @@ def conflict(
     options: Options = {"expires": None} if same else {}
     count, delay, again = _again(task, request, CONFLICTS, left, options, {})
     logger.info(
-        "idempotency: %s[%s] found %s held by %s (conflict %d), and is republished with a countdown of %.1f s",
+        "idempotency: %s[%s] is republished with a countdown of %.1f s (conflict %d): %s",
         task.name,
         request.id,
-        record.identity,
-        record.owner,
-        count,
         delay,
+        count,
+        found,
     )
     _publish_again(task, request, again, delay)
     if not duplicate:
@@ -122,7 +121,7 @@ def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoRet
 def after_store_failure(
     task: IdempotentTask, request: Context, error: IdempotencyError, attempt: bytes
 ) -> NoReturn:
-    """The store did not answer whether this call may run: republish this copy, without a run."""
+    """The store did not answer: republish this copy. Nothing ran, or an atomic run was rolled back or is in doubt."""
     if request.is_eager:
         raise error
     # Without a new one, those that it came with are in its stamp.
@@ -132,10 +131,11 @@ def after_store_failure(
         known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
     count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
     logger.error(
-        "idempotency: %s[%s] did not run: store error (%d so far). It is republished with a countdown of "
-        "%.1f s: %s",
+        "idempotency: %s[%s] %s: store error (%d so far). It is republished with a countdown of %.1f s: %s",
         task.name,
         request.id,
+        # Without an attempt to claim it comes from the end of an atomic run.
+        "did not run" if attempt else "is not known to be done",
         count,
         delay,
         error,
@@ -204,7 +204,7 @@ def _again(
         limits.append(max(left, 0.1))
     delay = backoff.seconds(count, first=1.0, longest=min(limits))
     if _broker(task).transport.driver_type == "amqp":
-        # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery counts in these and takes no less.
+        # Where a queue delays messages itself (RabbitMQ's quorum queues), Celery takes whole seconds, and at least one.
         delay = max(math.ceil(delay), 1)
     again = task.signature_from_request(
         request,
@@ -260,7 +260,8 @@ def _publish_again(
 
     With late acks the broker still has the delivery. In an outage of the broker it is rejected after a pause, and the
     broker requeues it; once only, for some queues drop a message that was requeued too often (RabbitMQ's quorum queues:
-    20 times). In all other cases, and with ``stay``, this worker holds the message and asks the protocol again.
+    20 times). In all other cases, and with ``stay``, this worker holds the message and asks the protocol again. But if
+    a soft time limit ends the pause, a message with late acks is requeued in any case.
 
     Raises:
         Reject: if the broker gives it out again.

@@ -24,6 +24,7 @@ from celery.worker.request import Request as CeleryRequest
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery.delivery import has_to_send
 from celery_idempotent.celery.republish import Dropped
+from celery_idempotent.identity import stamp
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.background import background
 from celery_idempotent.protocol.calls import worker_name
@@ -218,7 +219,7 @@ class Request(CeleryRequest):
         task = self.task
         try:
             definition = task.idempotency_definition()
-            if terminated or definition is None or not _may_be_queued(definition.policy):
+            if terminated or definition is None or not self._may_be_queued(definition.policy):
                 return
             for identity in _identities_of(self):
                 job = Unreserve(
@@ -232,10 +233,17 @@ class Request(CeleryRequest):
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
 
-    def _success_was_stored(self) -> object:
-        """Let a message come back whose child was lost after its result was stored, and may have died before it sent.
+    def _may_be_queued(self, policy: Policy) -> bool:
+        """May the record of this message be QUEUED?"""
+        # enqueue() reserves the key whatever the policy says.
+        by_request = stamp.KEEP_FAILURE in stamp.read_stamp(self.request_dict, self.id)
+        return by_request or policy.publish_once or policy.on_stale == "requeue"
 
-        Celery >= 5.7 acknowledges it. The record knows what is still to be sent, and nothing runs again.
+    def _success_was_stored(self) -> object:
+        """Return ``False`` for a message whose child was lost before it may have sent all callbacks: it comes back.
+
+        Celery >= 5.7 would acknowledge it, because its result is stored. The record knows what is still to be sent, and
+        nothing runs again.
         """
         task = self.task
         comes_back = task.acks_late and task.reject_on_worker_lost
@@ -281,11 +289,6 @@ class Request(CeleryRequest):
             )
             for identity in _identities_of(self)
         ]
-
-
-def _may_be_queued(policy: Policy) -> bool:
-    """May a message of such a task have a QUEUED record?"""
-    return policy.publish_once or policy.on_stale == "requeue"
 
 
 def _identities_of(request: Request) -> list[Identity]:

@@ -5,7 +5,7 @@
     request ─ call_of ─▶ Call ─ Runner.execute ─▶ Ran ──────────── the value is returned: SUCCESS
                                                   Replay ───────── the stored value is returned, or the error raised
                                                   Conflict ─────── republished, dropped or failed (on_conflict)
-                                                  StoreFailed ──┬─ republished: nothing has run
+                                                  StoreFailed ──┬─ republished: nothing is known to be done
                                                                 └─ run without protection (on_store_error="open")
 """
 
@@ -125,7 +125,8 @@ def call_of(
         unanswered=republish.unanswered(said),
         on_late_error=partial(late_outcome, task),
         open_transactions=task.transactions_around if request.is_eager else None,
-        is_failure=_is_final_failure if stamp.KEEP_FAILURE in said else None,
+        control=(Ignore, Reject, Retry),
+        keep_failure=stamp.KEEP_FAILURE in said,
     )
 
 
@@ -201,11 +202,6 @@ def late_outcome(task: IdempotentTask, error: Exception) -> Exception:
     except Exception as found:  # noqa: BLE001  whatever it is
         return found
     raise AssertionError
-
-
-def _is_final_failure(error: BaseException) -> bool:
-    """Is the task over for good? A retry is not, nor is a run that Celery hands back or forgets."""
-    return isinstance(error, Exception) and not isinstance(error, (Ignore, Reject, Retry))
 
 
 def _note_due(task: IdempotentTask, request: Context, identity: Identity, token: int) -> None:

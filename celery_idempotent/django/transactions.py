@@ -45,7 +45,7 @@ def transactions_around(store: Store) -> Sequence[OnCommit]:
     if store.joined():
         return ()
     return [
-        partial(_at_commit, own)
+        partial(first_on_commit, own)
         for own in connections.all(initialized_only=True)
         # Without the last, the project commits by hand, and Django calls no function after it.
         if own.in_atomic_block
@@ -58,8 +58,11 @@ def _is_testcases(block: object) -> bool:
     return bool(getattr(block, "_from_testcase", False))
 
 
-def _at_commit(own: BaseDatabaseWrapper, function: Callable[[], None]) -> None:
+def first_on_commit(own: BaseDatabaseWrapper, function: Callable[[], None]) -> None:
+    """Have a function called after the COMMIT of an open transaction, before the others that wait for it.
+
+    The first of them that raises stops all after it, and Django drops those, as it does after a rollback.
+    """
     own.on_commit(function, robust=True)
     if not in_testcase(own):  # where captureOnCommitCallbacks() counts on the order
-        # Before the other functions: the first that fails may stop all after it.
         own.run_on_commit.insert(0, own.run_on_commit.pop())

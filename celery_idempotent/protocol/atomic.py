@@ -7,12 +7,13 @@
                            │        └─ raises ─▶ ROLLBACK, release or settle FAILED (see Endings), raise
                            └─ a crash anywhere before COMMIT: the database rolls back, the lease runs out
 
-Once the settle is written, only the database knows what a COMMIT came to that did not answer: it is asked.
+Once the settle is written, an exception does not tell whether the COMMIT was done. The database knows, and is asked.
 
 An error of the settle or the COMMIT comes too late for the body, which might have asked for a retry. The run left
 nothing behind. After a deadlock, a serialization failure or a lost session it begins again, up to ``MAX_REPEATS``
 times. After any other error, or more of these, ``autoretry_for`` decides, as for an error of the body. If the settle
-could not reach the record, the message is published again.
+could not reach the record, the message is published again. ``TransactionEnded`` (the task ended the transaction itself,
+and may have committed) is raised as it is.
 """
 
 from __future__ import annotations

@@ -69,8 +69,10 @@ class Call:
     make_result: Callable[[object], OutcomeResult] | None = None
     #: What a sweep publishes should the claim go stale.
     message: bytes | None = field(default=None, repr=False)  # has arguments
-    #: Which exceptions settle FAILED, beside the policy's permanent errors: the outcome is asked for.
-    is_failure: Callable[[BaseException], bool] | None = None
+    #: Exceptions by which a body says what becomes of its message, a retry for instance: none of them settles FAILED.
+    control: tuple[type[Exception], ...] = ()
+    #: Does any other exception settle FAILED, and not only a permanent error? The outcome is asked for.
+    keep_failure: bool = False
     #: Makes of an exception that comes after the body, from the end of its transaction, what the task would have made
     #: of it: a retry perhaps.
     on_late_error: Callable[[Exception], Exception] | None = None
@@ -83,8 +85,8 @@ class Call:
     old: Identified | None = None
 
     def fails(self, error: BaseException) -> bool:
-        """Does this exception settle the record as FAILED?"""
-        return self.is_failure is not None and self.is_failure(error)
+        """Is this an error of the body, rather than what becomes of its message, or the end of the process?"""
+        return isinstance(error, Exception) and not isinstance(error, self.control)
 
     def result_of(self, outcome: object) -> OutcomeResult | None:
         """Return the result that the caller stores elsewhere; ``None``: it stores none."""
@@ -169,7 +171,7 @@ class Conflict:
 
 @frozen(frozen=True, slots=True)
 class StoreFailed:
-    """The store could not be asked, or cannot be used: nothing ran.
+    """The store did not answer, or cannot be used. Nothing ran; or an atomic run was rolled back, or is in doubt.
 
     ``attempt`` is the claim that was not answered, if it came to one: the store may have it all the same.
     ``barred``: the record says that this call must not run, with or without protection (too many crashes).

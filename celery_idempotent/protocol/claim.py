@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from celery_idempotent import backoff
-from celery_idempotent.errors import LeaseLost, StoreUnavailable
+from celery_idempotent.errors import IdempotencyError, LeaseLost, StoreUnavailable
 from celery_idempotent.records import Record, Renewal, Stored
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store, Transaction
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,6 +100,8 @@ class Claim:
     replaced = False
     #: The message of the replacement, where it is published after this record has it.
     replacement: Stored | None = None
+    #: Does the record become QUEUED when it is released for a retry? Not without a message, unless it was reserved.
+    requeues = False
     #: The transaction that the body is running in (``idempotency_atomic``).
     transaction: Transaction | None = None
     #: Called after the rollback of that transaction: releases the key and, if the run is not eager, publishes a retry.
@@ -152,9 +157,9 @@ class Claim:
     def lose(self) -> None:
         """RUNNING becomes LOST: the store refused a renewal or a step. Every other phase stays what it is.
 
-        The heartbeat calls this in its own thread, and must not overwrite what the run has written meanwhile. No lock
-        can be taken here (:class:`~.lease.Heartbeat` says why), but ``setdefault`` on the instance's dict checks and
-        writes in one step: it writes LOST only if the run has assigned no phase::
+        The heartbeat calls this in its own thread, and must not overwrite what the run has written meanwhile. It needs
+        no lock for that: ``setdefault`` on the instance's dict checks and writes in one step, and so writes LOST only
+        if the run has assigned no phase::
 
             run         ─────────── release: RELEASED ─ the retry is published ────────
             heartbeat   ─ renew: refused ─────────────────────────── lose(): no effect
@@ -202,7 +207,11 @@ class Claim:
         self.renew()
 
     def derived_key(self, name: str) -> str:
-        """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
+        """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run.
+
+        With one exception, while a deploy changes keys: if a worker of the new version runs the operation first and
+        crashes, and one of the old version runs it again, that has another key.
+        """
         identity, old_record = self.record.identity, self.old_record
         if old_record is not None and old_record.created_ms < self.record.created_ms:
             identity = old_record.identity  # the first run may have used it with the outside system
@@ -257,7 +266,17 @@ class Claim:
 
 
 class ObservedClaim(Claim):
-    """The claim of a run in observe mode: its steps run each time."""
+    """The claim of a run in observe mode: its steps run each time, and it goes on without its claim."""
+
+    def renew(self) -> None:
+        """Renew the lease, if the store lets it; a warning says so if not."""
+        try:
+            if not self._try_renew():
+                self.lose()
+        except IdempotencyError as error:
+            logger.warning(
+                "idempotency: observing: could not renew %s: %s", self.record.identity, error
+            )
 
     def step(self, name: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function``, and return its result as a recorded one would come back."""

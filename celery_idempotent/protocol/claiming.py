@@ -136,12 +136,12 @@ class Claiming:
         try:
             answered = self.claim_once(call, attempt)
             if isinstance(answered.answer, Claimed):
-                claim = self.make_claim(answered.answer.record, answered)
+                claim = self.make_claim(call, answered.answer.record, answered)
                 claim.store.release(call.identity, token=claim.token)
         except STORE_ERRORS:
             pass  # if there is a claim, its lease ends it
 
-    def make_claim(self, record: Record, answered: AnsweredAttempt) -> Claim:
+    def make_claim(self, call: Call, record: Record, answered: AnsweredAttempt) -> Claim:
         """Make the claim of a run, for an attempt that was answered with :class:`Claimed`."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
         store, old_record = answered.store, answered.old_record
@@ -150,6 +150,7 @@ class Claiming:
         claim = kind(store, record, self._renewal(record), self._codec, sent=answered.sent)
         if old_record is not None:
             claim.old_record = old_record
+        claim.requeues = record.reserved or call.message is not None
         return claim
 
     def unguarded(self, call: Call) -> Claim:

@@ -49,10 +49,10 @@ class End(Enum):
 
 
 class Commit(Enum):
-    """The outcome of a transaction whose COMMIT was not answered."""
+    """The outcome of a transaction that raised after its settle was written."""
 
     COMMITTED = "its writes and the end state are there"
-    ROLLED_BACK = "neither is; the record is as it was claimed"
+    ROLLED_BACK = "neither is there; the key may have a newer claim by now"
     IN_DOUBT = "the database could not be asked in time"
 
 
@@ -94,8 +94,8 @@ class Endings:
             return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
         # Settling FAILED deletes the steps. A client may repeat a request that failed, and the new run would repeat
         # them: so a run with steps is released, which keeps them. After a permanent error there is no new run: FAILED.
-        keep_failure = call.fails(error) and not claim.has_steps
-        if keep_failure or isinstance(error, self.policy.permanent_errors):
+        keep_failure = call.keep_failure and not claim.has_steps
+        if call.fails(error) and (keep_failure or isinstance(error, self.policy.permanent_errors)):
             dump = partial(self._codec.dump_error, error)
             settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
             return self.settle(call, claim, settlement)
@@ -153,7 +153,7 @@ class Endings:
 
     def _state_after_release(self, claim: Claim, requeue_ms: int | None) -> State | None:
         """Return what the release made of the record (see :meth:`Store.release`); ``None``: it is deleted."""
-        if requeue_ms is not None and (claim.record.reserved or self.policy.on_stale == "requeue"):
+        if requeue_ms is not None and claim.requeues:
             return State.QUEUED
         return State.INTERRUPTED if claim.has_steps else None
 
@@ -289,7 +289,7 @@ class Endings:
     # -- of a transaction ----------------------------------------------------------------------------------------------
 
     def find_commit_outcome(self, call: Call, claim: Claim, *, at_exit: bool) -> Commit:
-        """Find out whether the transaction was committed: the answer to its COMMIT was lost.
+        """Find out whether the transaction was committed: its COMMIT raised, or the answer to it was lost.
 
         If it was, the record is settled. Its row is locked until the transaction ends, and every writer waits for that,
         this question and a sweep as well::

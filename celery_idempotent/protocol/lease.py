@@ -82,9 +82,10 @@ class Heartbeat:
     references only, and does not renew a claim whose run is gone. The thread is not in ``threading.enumerate()``, where
     test suites look for threads that a test left behind: it ends by itself.
 
-    Where gevent or eventlet has patched ``threading`` the thread is a greenlet, which renews while the runs let it: its
-    bell must then be a lock of theirs, or it would wait with the whole process. So the bell is made with the thread,
-    however early this module was imported; and under the other lock nothing is done that could switch greenlets.
+    The thread sleeps on a lock, its bell, and whoever wakes it releases that. Where gevent or eventlet has patched
+    ``threading`` the thread is a greenlet, which renews while the runs let it: its bell must then be a lock of theirs,
+    or it would wait with the whole process. So the bell is made with the thread, however early this module was
+    imported; and under the other lock nothing is done that could switch greenlets.
     """
 
     def __init__(self) -> None:
@@ -221,7 +222,7 @@ class Heartbeat:
             logger.exception("idempotency: could not renew %d claims", len(claims))
         for claim in self._renewed(claims, alive, sent):
             logger.warning(
-                "idempotency: the claim of %s (token %d) is lost while its run goes on",
+                "idempotency: the claim of %s (token %d) is lost before it is settled",
                 claim.renewal.identity,
                 claim.renewal.token,
             )

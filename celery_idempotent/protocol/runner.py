@@ -227,7 +227,7 @@ class Runner:
                 return replace(result, attempt=answered.attempt)
             return result
         try:
-            claim = self._claiming.make_claim(record, answered)
+            claim = self._claiming.make_claim(call, record, answered)
             self._endings.fail_without_run(call, claim, barred)
         except STORE_ERRORS as trouble:
             self._report(signals.store_failed, call, record, error=trouble)
@@ -265,7 +265,7 @@ class Runner:
         The first thing at the end is the claim's phase: whatever strikes after that, it is not the current claim any
         more, and the heartbeat drops it.
         """
-        claim = self._claiming.make_claim(record, answered)
+        claim = self._claiming.make_claim(call, record, answered)
         run = self._in_transaction(call, claim, body, repeats)
         outcome, outer = BodyOutcome(run), claim_var.get()
         try:

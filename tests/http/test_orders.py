@@ -321,6 +321,67 @@ def test_a_queued_record_has_the_message_of_a_pydantic_model_too(
     assert definition.codec.load_message(record.message).args == [{"id": 17}]
 
 
+def messages(app: Celery) -> int:
+    """Take what the broker has in the app's queue; return how many messages that were."""
+    found = 0
+    with app.connection_for_read() as connection:
+        channel: Any = connection.channel()
+        while channel.basic_get(app.conf.task_default_queue, no_ack=True):
+            found += 1
+    return found
+
+
+def test_a_hook_that_fails_after_the_commit_does_not_keep_the_message_back(
+    charge: Any, app: Celery
+) -> None:
+    """Django calls no hook after one that fails, and drops them as it does after a rollback."""
+    from django.db import transaction
+
+    def fails() -> None:
+        raise ValueError
+
+    def view() -> None:
+        with transaction.atomic():
+            transaction.on_commit(fails)
+            queue(charge)
+
+    messages(app)
+    with pytest.raises(ValueError):
+        view()
+    assert messages(app) == 1
+    answer = queue(charge)
+    assert (answer.status_code, answer["Idempotent-Replayed"]) == (202, "true")
+    assert messages(app) == 0
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_for_a_task_that_is_off_or_observed_every_request_sends_a_message_after_its_commit(
+    app: Celery, settings: Callable[..., None], mode: str
+) -> None:
+    from django.db import transaction
+
+    from celery_idempotent import IdempotentTask
+
+    @app.task(base=IdempotentTask, name="orders.watched", shared=False, idempotency_mode=mode)
+    def watched(amount: int) -> int:
+        return amount
+
+    settings(CELERY_IDEMPOTENT_APP=app)
+    messages(app)
+    for _ in range(2):
+        answer = queue(watched)
+        assert (answer.status_code, "Idempotent-Replayed" in answer) == (202, False)
+    assert messages(app) == 2
+    with transaction.atomic():
+        queue(watched)
+        assert messages(app) == 0
+    assert messages(app) == 1
+    with transaction.atomic():
+        queue(watched)
+        transaction.set_rollback(True)
+    assert messages(app) == 0
+
+
 def test_in_a_coroutine_there_is_an_enqueue_that_is_awaited(charge: Any) -> None:
     from celery_idempotent.django.http import aenqueue
 

@@ -21,6 +21,7 @@ from celery_idempotent.celery.reaper import sweep as whole_sweep
 from celery_idempotent.errors import IdempotencyError, KeyMissing, StoreMisconfigured
 from celery_idempotent.records import Reserved, ReserveRequest
 from celery_idempotent.stores import get_store
+from tests.sql.databases import rows
 from tests.sql.outbox_support import Stage, anything, ids, make_app, sent
 from tests.support.proxy import Proxy
 from tests.support.pydantic_tasks import make_pydantic_task
@@ -71,6 +72,25 @@ def lite(use_database: Callable[..., str]) -> Iterator[Stage]:
     alias = use_database("sqlite")
     with closing(make_app(alias)) as app:
         yield Stage(alias, app)
+
+
+def test_a_request_whose_message_cannot_be_staged_gives_its_key_back(alias: str):
+    """The view may answer 400, and its transaction commits: nobody is promised a message that does not exist."""
+    from django.contrib.auth.models import User
+    from django.test import RequestFactory, override_settings
+
+    from celery_idempotent.django.http import enqueue
+
+    with closing(make_app(alias)) as app, override_settings(CELERY_IDEMPOTENT_APP=app):
+        stage = Stage(alias, app)
+        request: Any = RequestFactory().post("/", headers={"Idempotency-Key": "k"})
+        request.user = User(pk=7)
+        with stage.atomic(), pytest.raises(IdempotencyError, match="staged"):
+            enqueue(request, app.tasks["note"], args=("x" * 2_000_000,), using=alias)
+        assert rows(alias, "SELECT 1 FROM celery_idempotent_record WHERE state = 'Q'") == []
+        with stage.atomic():
+            assert enqueue(request, app.tasks["note"], args=(1,), using=alias).status_code == 202
+        assert len(ids(app)) == 1
 
 
 @pytest.mark.parametrize("shape", ["call", "group"])

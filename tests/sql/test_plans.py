@@ -17,7 +17,15 @@ from django.test.utils import CaptureQueriesContext
 from celery_idempotent.django.sql import plans
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.store import DjangoStore
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, Settled, SettleRequest, State
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Held,
+    Identity,
+    Settled,
+    SettleRequest,
+    State,
+)
 
 NAMES = "SELECT name FROM pg_prepared_statements WHERE name LIKE 'celery_idempotent_%'"
 
@@ -130,14 +138,37 @@ def test_an_atomic_run_whose_session_does_not_know_its_settle_is_committed_all_t
         control("INSERT INTO planned_effects VALUES ('there')")
         control("DEALLOCATE ALL")
 
+    rows = Session(own, store.lines.words(own), inside=False).rows
     try:
+        record = claim(store, "undone").record
+        with pytest.raises(ZeroDivisionError), store.transaction(record) as transaction:
+            body()
+            assert transaction.settle(
+                SettleRequest(record=record, state=State.COMPLETED, value=None, keep_ms=60_000)
+            )
+            raise ZeroDivisionError
+        assert rows("SELECT count(*) FROM planned_effects") == [(0,)], "one transaction for both"
+        assert isinstance(claim(store, "undone"), Held)
         for n in range(5):
             run_atomic(store, f"after-{n}", body=body)
             assert isinstance(claim(store, f"after-{n}"), Settled)
-        rows = Session(own, store.lines.words(own), inside=False).rows
         assert rows("SELECT count(*) FROM planned_effects") == [(5,)]
     finally:
         control("DROP TABLE planned_effects")
+
+
+def test_a_plan_that_is_to_be_made_anew_may_be_gone_already(store, monkeypatch):
+    """A pooler may give another session, and somebody may say DEALLOCATE ALL."""
+    monkeypatch.setattr(plans, "_USES", 2)
+    for n in range(4):
+        run(store, f"{n}")
+    own = connections[store.alias]
+    uses = plans._of_connection[own.connection].uses
+    assert 2 in uses.values(), "the next use is one too many"
+    Session(own, store.lines.words(own), inside=False).control("DEALLOCATE ALL")
+    for n in range(3):
+        run(store, f"after-{n}")
+        assert isinstance(claim(store, f"after-{n}"), Settled)
 
 
 def test_a_text_of_a_class_of_its_own_is_taken(store):

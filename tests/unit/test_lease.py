@@ -380,7 +380,7 @@ class TestHeartbeat:
         wait_for(lambda: len(store.times("kept")) >= before + 2, what="beats", interval=0.005)
         assert len(store.times("lost")) == 1
         assert kept.phase is Phase.RUNNING
-        assert f"lease key lost (token {lost.token}) is lost while its run goes on" in caplog.text
+        assert f"lease key lost (token {lost.token}) is lost before it is settled" in caplog.text
 
     @pytest.mark.parametrize(
         "error", [StoreUnavailable, StoreMisconfigured, ConnectionError, RuntimeError, KeyError]

@@ -641,6 +641,19 @@ class TestObserving:
         execute(partial(body, False), mode="observe", codec=Codec())
         assert len(ran) == 2
 
+    @pytest.mark.parametrize("how", ["the store is away", "the claim is gone"])
+    def test_a_run_goes_on_where_its_claim_cannot_be_renewed(self, execute, memory, store, how):
+        def body() -> str:
+            if how == "the store is away":
+                store.fail_always("renew", StoreUnavailable)
+            else:
+                memory.forget(IDENTITY)
+            current_claim().ensure()
+            current_claim().renew()
+            return "done"
+
+        assert execute(body, mode="observe", lease_ms=200) == Ran("done")
+
 
 class TestLostLease:
     def test_the_late_result_is_dropped_and_the_winner_answers(
@@ -1115,7 +1128,7 @@ def start(heartbeat: lease.Heartbeat) -> None:
     store = MemoryStore()
     record = claim(store)
     answered = AnsweredAttempt(Claimed(record), b"", time.monotonic(), store)
-    other = Claiming(Policy(), TextCodec(), lambda: store).make_claim(record, answered)  # type: ignore[arg-type]
+    other = Claiming(Policy(), TextCodec(), lambda: store).make_claim(a_call(), record, answered)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)
 
@@ -1313,7 +1326,7 @@ class TestTimers:
 
 
 def test_a_final_failure_is_kept_for_who_asks_for_it(clock: FakeClock, memory: MemoryStore) -> None:
-    asked = replace(a_call(), is_failure=lambda error: isinstance(error, ValueError))
+    asked = replace(a_call(), keep_failure=True, control=(Retry,))
     made = make_runner(memory)
 
     def body() -> None:
@@ -1330,8 +1343,9 @@ def test_a_final_failure_is_kept_for_who_asks_for_it(clock: FakeClock, memory: M
 def test_what_is_no_failure_gives_the_key_back_as_ever(
     clock: FakeClock, memory: MemoryStore
 ) -> None:
-    asked = replace(a_call(), is_failure=lambda error: isinstance(error, ValueError))
-    made = make_runner(memory)
+    asked = replace(a_call(), keep_failure=True, control=(Retry,))
+    # Nor if all errors are permanent: what says that it runs again is none.
+    made = make_runner(memory, permanent_errors=(Exception,))
 
     def body() -> None:
         raise Retry
@@ -1351,7 +1365,7 @@ def test_a_failure_after_a_step_keeps_the_step_and_is_no_end(
         def load_value(self, stored: Stored) -> object:
             return stored.body.decode()
 
-    asked = replace(a_call(), is_failure=lambda _: True)
+    asked = replace(a_call(), keep_failure=True)
     made = make_runner(memory, codec=Steps())
     charged = []
 

@@ -42,7 +42,12 @@ from celery_idempotent.django.http.transactions import (
     atomic_requests,
     refuse_open_transactions,
 )
-from celery_idempotent.errors import FingerprintMismatch, InvalidOption, ResultUnavailable
+from celery_idempotent.errors import (
+    FingerprintMismatch,
+    IdempotencyError,
+    InvalidOption,
+    ResultUnavailable,
+)
 from celery_idempotent.protocol.calls import (
     Call,
     CallResult,
@@ -153,8 +158,8 @@ class _ResponseCodec:
         """Serialize the result of a step."""
         stored = self._json.dump(value, max_bytes=self._options.max_response_bytes)
         if isinstance(stored, NotStored):
-            raise TypeError(
-                f"The result of step {name!r} of {self._name} cannot be kept: {stored.reason}."
+            raise IdempotencyError(
+                f"The result of step {name!r} of {self._name} cannot be recorded: {stored.reason}."
             )
         return stored
 

@@ -126,7 +126,10 @@ _namespace_text = accept_if(
 
 
 def _imported(value: object) -> object:
-    return import_string(value) if isinstance(value, str) else value
+    try:
+        return import_string(value) if isinstance(value, str) else value
+    except ImportError as error:
+        raise ValueError(f"cannot be imported: {error}") from error
 
 
 def _callable(value: object) -> RequestFunction:
@@ -250,7 +253,7 @@ def http_options(given: Mapping[str, object] | None = None) -> HttpOptions:
     """
     setting = getattr(settings, HTTP_SETTING, None) or {}
     if not isinstance(setting, Mapping):
-        raise InvalidOption(f"the setting {HTTP_SETTING} is a dict of options.")
+        raise InvalidOption(f"the setting {HTTP_SETTING} must be a dict of options.")
     return read_options(
         HttpOptions, [(f"the setting {HTTP_SETTING}", setting), ("this view", given or {})]
     )

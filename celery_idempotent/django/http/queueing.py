@@ -17,6 +17,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from asgiref.sync import sync_to_async
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from django.http import HttpRequest
 
     from celery_idempotent.celery.task import IdempotentTask
-    from celery_idempotent.celery.typed import AnyTask, Options
+    from celery_idempotent.celery.typed import AnyTask
 
 
 def enqueue(
@@ -81,9 +82,15 @@ def enqueue(
             publish_options=publish_options,
             options=options,
         )
-        if queued is None:
-            return _send_unguarded(task, args, kwargs or {}, publish_options)
         in_transaction = transaction.get_connection(using).in_atomic_block
+        if queued is None or queued.definition.policy.mode == "observe":
+            send = partial(
+                cast("IdempotentTask", task).apply_async,
+                args,
+                kwargs or {},
+                **(publish_options if queued is None else queued.publish_options),
+            )
+            return _send_unguarded(send, using=using, in_transaction=in_transaction)
         found = _reserve_or_find(queued, in_transaction=in_transaction)
         return _answer(queued, found, in_transaction=in_transaction)
     except RequestRefused as refusal:
@@ -91,10 +98,13 @@ def enqueue(
 
 
 def _send_unguarded(
-    task: AnyTask, args: Sequence[object], kwargs: Mapping[str, object], publish_options: Options
+    send: Callable[[], object], *, using: str | None, in_transaction: bool
 ) -> HttpResponse:
-    """Publish for a task that is switched off: each request sends one more message."""
-    cast("IdempotentTask", task).apply_async(args, kwargs, **publish_options)
+    """Publish for a task that is switched off, or observed by its worker: each request sends one more message."""
+    if in_transaction:
+        transaction.on_commit(send, using=using)
+    else:
+        send()
     return JsonResponse({"state": State.QUEUED.value}, status=202)
 
 
@@ -135,8 +145,8 @@ def _reserve_or_find(queued: QueuedRequest, *, in_transaction: bool) -> Reserved
         uncommitted = in_transaction or queued.outbox_alias is not None
         match reservations.reserve_key(queued, task_id, uncommitted=uncommitted):
             case Reserved(record) if record.task_id != task_id:
-                # The process of that reservation died, perhaps after it sent its message. So a second message must have
-                # the same task id: reserve the key again, under that.
+                # That reservation is past its deadline: its process died, or its message waits in a long queue. So a
+                # second message must have the same task id: reserve the key again, under that.
                 task_id = record.task_id
             case Held(record, _) if _waits_for_commit(queued, record):
                 attempts += 1

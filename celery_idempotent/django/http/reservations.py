@@ -27,6 +27,7 @@ from kombu.exceptions import OperationalError
 from celery_idempotent import backoff, signals
 from celery_idempotent.django.http.orders import QueuedRequest
 from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.django.transactions import first_on_commit
 from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS
 from celery_idempotent.protocol.telling import Line
@@ -101,20 +102,20 @@ def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool
     Raises:
         RequestRefused: if the broker, or the database of the outbox, does not take it.
     """
-    if in_transaction:
-        _stage_message(queued, record)
-        return
     try:
-        if queued.outbox_alias is None:
+        if in_transaction:
+            _stage_message(queued, record)
+        elif queued.outbox_alias is None:
             queued.send(record.task_id)
             queued.report(signals.reserved, record, state=State.QUEUED)
-            return
-        # The outbox has it from the COMMIT on: it is sent now, or by a sweep once the broker is back.
-        with transaction.atomic(using=queued.outbox_alias):
-            _stage_message(queued, record)
+        else:
+            # The outbox has it from the COMMIT on: it is sent now, or by a sweep once the broker is back.
+            with transaction.atomic(using=queued.outbox_alias):
+                _stage_message(queued, record)
     except BaseException as error:
         _free_key(queued, record)
-        if not isinstance(error, (OperationalError, DatabaseError, OSError)):
+        # A transaction that is not ours must end with the error of its database.
+        if in_transaction or not isinstance(error, (OperationalError, DatabaseError, OSError)):
             raise
         logger.warning("idempotency: %s is not queued: %s", record.identity, type(error).__name__)
         raise RequestRefused(
@@ -123,13 +124,13 @@ def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool
 
 
 def _stage_message(queued: QueuedRequest, record: Record) -> None:
-    transaction.on_commit(_AtCommit(queued, record), using=queued.using)
     if queued.outbox_alias is not None:
         queued.stage(record.task_id, queued.outbox_alias)
+    first_on_commit(transaction.get_connection(queued.using), _AtCommit(queued, record))
 
 
 class _AtCommit:
-    """The hook that Django calls after the COMMIT: it sends the message. After a ROLLBACK the key is given back.
+    """The hook that Django calls after the COMMIT: it sends the message, unless an outbox does.
 
     Django has no hook for a rollback, but it drops the hooks of the transaction then. So if this object is
     garbage-collected without having been called, there was a rollback, and the key is given back. If the process dies

@@ -9,8 +9,9 @@ How a later claim ends a frozen one is in :mod:`celery_idempotent.django.sql.hol
                                   which rolls back ─ claims, with a larger token
     worker A   (thawed) ─ its connection is gone: nothing of its run is there
 
-The named lock belongs to the session, so the database itself tells who is at work; the row of the
-record is written by the last statement only, and on condition that it still has the claim's token.
+The named lock lasts as long as A's transaction (on MariaDB and MySQL until it is released after that), so the database
+itself tells who is at work. The row of the record is written by the last statement only (on SQLite, for the lock that
+there is for writing, by the first one, too), and on condition that it still has the claim's token.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class ClaimTransaction:
             self._planned = plans.plan(self._session, self._settle_sql(), _SETTLE_TYPES)
 
     def begin(self) -> None:
-        """Say who is at work, once no earlier session does: one that was cut off from us may live on for a while.
+        """Take the lock named after the claim, once no earlier session has it: one that was cut off may live on.
 
         Raises :exc:`~celery_idempotent.errors.LeaseLost` if the claim is over.
         """
@@ -186,7 +187,7 @@ class ClaimTransaction:
         if self.record is None:
             raise errors.StoreMisconfigured("this transaction has no claim to settle")
         bounded = session.words.vendor == "postgresql"
-        # Then it is released together with the settle.
+        # If so, the savepoint is released in one round trip with the settle.
         open_ = bounded and self.of(record) and is_open(session.connection)
         if self.of(record) and not open_:
             check_open(session, _SAVEPOINT)

@@ -28,9 +28,10 @@ from celery_idempotent.django.sql.dialects import error_code
 if TYPE_CHECKING:
     from celery_idempotent.django.sql.connections import Session
 
-#: A connection that closes after a task or a request (Django's ``CONN_MAX_AGE``) is not worth it.
+#: After so many verbs a connection prepares statements. One that closes after a task or a request (Django's
+#: ``CONN_MAX_AGE``) is not worth it.
 _WARM = 3
-#: How often a plan is used. A table that was all but empty then may have a million rows by now.
+#: How often a plan is used until it is made anew. A table that was almost empty then may have a million rows by now.
 _USES = 1_000
 #: So often a connection may have lost a statement that was prepared on it; after that none is prepared there.
 _MISSES = 3
@@ -60,7 +61,7 @@ _of_connection: WeakKeyDictionary[object, _Plans] = WeakKeyDictionary()
 
 
 def rows(session: Session, sql: str, params: ColumnValues) -> ReadRows:
-    """Run a query that is a transaction of its own, by its plan if it is run often."""
+    """Run a query that is a transaction of its own; by its plan, once its connection has done a few verbs."""
     planned = None if session.begun else plan(session, sql, types_of(params))
     if planned is not None:
         try:
@@ -77,7 +78,7 @@ def types_of(params: ColumnValues) -> tuple[str, ...]:
 
 
 def plan(session: Session, sql: str, types: tuple[str, ...]) -> str | None:
-    """Return what runs a query by its plan, which is made if need be; ``None`` if it is not run often.
+    """Return what runs a query by its plan, which is made if need be; ``None``: send the query as it is.
 
     Outside of a transaction: one in which the server refuses a ``PREPARE`` would be lost.
     """
@@ -113,14 +114,18 @@ def _prepare(session: Session, plans: _Plans, statement: _Statement) -> None:
     used = plans.uses.get(statement.name)
     if used is None or used >= _USES:
         if used is not None:
-            session.control(f"DEALLOCATE {statement.name}")
-        try:
-            session.control(statement.prepare)
-        except Error as error:
-            if error_code(error) != _KNOWN:
-                raise
+            _control(session, f"DEALLOCATE {statement.name}", done_already=_UNKNOWN)
+        _control(session, statement.prepare, done_already=_KNOWN)
         used = 0
     plans.uses[statement.name] = used + 1
+
+
+def _control(session: Session, sql: str, *, done_already: str) -> None:
+    try:
+        session.control(sql)
+    except Error as error:
+        if error_code(error) != done_already:
+            raise
 
 
 @cache
