@@ -75,12 +75,12 @@ def conflict(
     policy = task.idempotency_policy
     same = record.task_id == request.id
     left = left_ms / 1000
-    found = (
+    message = (
         f"{record.identity} was completed by task {record.task_id}, whose result is not in the result backend yet."
         if record.state.settled
         else f"{record.identity} is held by {record.owner}, whose lease ends in {left:.1f} s unless it is renewed."
     )
-    error = InProgress(found, record.task_id, left)
+    error = InProgress(message, record.task_id, left)
     duplicate = not same and not other
     if request.is_eager or (policy.on_conflict == "raise" and duplicate):
         raise error
@@ -90,12 +90,13 @@ def conflict(
     options: Options = {"expires": None} if same else {}
     count, delay, again = _again(task, request, CONFLICTS, left, options, {})
     logger.info(
-        "idempotency: %s[%s] is republished with a countdown of %.1f s (conflict %d): %s",
+        "idempotency: %s[%s] found %s %s (conflict %d), and is republished with a countdown of %.1f s",
         task.name,
         request.id,
-        delay,
+        record.identity,
+        "completed without its result" if record.state.settled else f"held by {record.owner}",
         count,
-        found,
+        delay,
     )
     _publish_again(task, request, again, delay)
     if not duplicate:
