@@ -27,6 +27,7 @@ from celery.canvas import maybe_signature
 
 from celery_idempotent.celery import registry
 from celery_idempotent.celery.typed import Options, Result, Sig
+from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity import stamp, trees
 from celery_idempotent.identity.keys import canonical
 from celery_idempotent.identity.stamp import as_mapping
@@ -113,18 +114,29 @@ def _part(canvas: Any, part: Any, given: _Given, leading: _Given | None = None) 
     if registry.is_other_task(part.app, str(part.task)) or str(part.task).startswith("celery."):
         return part
     said = stamp.read_stamp(as_mapping(options.get("headers")), options.get("task_id"))
-    if given.key is not None and stamp.KEY_HEADER not in options and stamp.RAW_KEY not in said:
-        key = (given.key, *given.path) if given.path else given.key
-        canonical(key, task=str(part.task))  # raises before anything is sent
-        options[stamp.KEY_HEADER] = key
-    if (
-        given.scope is not None
-        and stamp.SCOPE_HEADER not in options
-        and stamp.RAW_SCOPE not in said
+    key = (given.key, *given.path) if given.key is not None and given.path else given.key
+    for value, what, header, word in (
+        (key, "key", stamp.KEY_HEADER, stamp.RAW_KEY),
+        (given.scope, "scope", stamp.SCOPE_HEADER, stamp.RAW_SCOPE),
     ):
-        canonical(given.scope, what="scope", task=str(part.task))
-        options[stamp.SCOPE_HEADER] = given.scope
+        absent = header not in options and word not in said
+        if value is not None and absent and _is_usable(part, value, what):
+            options[header] = value
     return part
+
+
+def _is_usable(part: Any, value: object, what: str) -> bool:
+    """Return ``True``, or raise before anything is sent; ``False`` if the task is only observed."""
+    try:
+        canonical(value, what=what, task=str(part.task))
+    except InvalidKey as error:
+        task = part.app.tasks.get(part.task)
+        definition = task.idempotency_definition() if task is not None else None
+        if definition is None or definition.policy.mode != "observe":
+            raise
+        definition.observed(error, "")
+        return False
+    return True
 
 
 def _take(options: Options, name: str, word: str) -> object:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from celery.canvas import Signature
 from celery.result import ResultBase
@@ -167,6 +168,30 @@ class TaskCodec:
         return ResultUnavailable(
             f"{self._task} ended with {type(error).__name__}, which is not raised again."
         )
+
+    def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], str]:
+        """Return the class of a stored exception and its text, also where Celery cannot make the exception again.
+
+        It cannot if the class takes other arguments than it hands to ``super().__init__``: ``load_error`` then returns
+        a plain exception, or one of a class of the same name. The class itself is looked for where Celery looks: in the
+        modules that this process has imported.
+        """
+        error = self.load_error(stored)
+        kind, text = type(error), str(error)
+        module, name, arguments = kind.__module__, kind.__qualname__, error.args
+        if stored is not None and not isinstance(error, IdempotencyError):
+            written = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+            if isinstance(written, dict):
+                module, name = str(written.get("exc_module")), str(written.get("exc_type"))
+                arguments = written.get("exc_message", ())
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, type) or not issubclass(found, BaseException) or found is kind:
+            return kind, text
+        if isinstance(arguments, (list, tuple)):
+            arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
+        return found, str(arguments)
 
     def _dump_call(self, signature: Sig) -> Stored | NotStored:
         content = dict(with_dumped_models(self._app, signature))

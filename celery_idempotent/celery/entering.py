@@ -11,7 +11,7 @@ A transaction that a base opens around the run thus ends before the record says 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import partial
@@ -21,6 +21,9 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 if TYPE_CHECKING:
     from celery.app.task import Context
+
+Args = Sequence[object]
+Kwargs = Mapping[str, object]
 
 #: On a request: its delivery is under a claim already. Celery copies it with the request.
 _MARK = "idempotency_entry"
@@ -81,20 +84,29 @@ def put_claim_first(task: type, claiming: object, enter: Callable[..., object]) 
     setattr(task, "__call__", __call__)  # noqa: B010  of a class, which mypy takes for a slip
 
 
-def repeatable(
-    way: Callable[..., object], /, *args: object, **kwargs: object
-) -> Callable[[], object]:
-    """Return a body that may be called again: with the arguments as they were, whatever an earlier call did to them.
-
-    Only those of an eager call can be such that have no copy. They are the caller's own, and stay what they are.
-    """
+def copied(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """Return the arguments of a call as they are now, ``None`` if one of them cannot be copied."""
     try:
-        kept = deepcopy((args, kwargs))
+        return deepcopy((args, kwargs))
     except SoftTimeLimitExceeded:
         raise
     except Exception:  # noqa: BLE001  an object of any kind
+        return None
+
+
+def repeatable(
+    way: Callable[..., object], args: Args, kwargs: Kwargs, *, eager: bool
+) -> Callable[[], object]:
+    """Return a body that may be called again: with the arguments as they were, whatever an earlier call did to them.
+
+    Those of a message stay what they are, because it may be published again. Those of an eager call are the caller's
+    own, and the first call gets them. Only of these there may be no copy.
+    """
+    copy = copied(args, kwargs)
+    if copy is None:
         return partial(way, *args, **kwargs)
-    given = [(args, kwargs)]
+    first, kept = ((args, kwargs), copy) if eager else (copy, (args, kwargs))
+    given = [first]
 
     def body() -> object:
         args, kwargs = given.pop() if given else deepcopy(kept)

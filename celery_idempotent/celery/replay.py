@@ -53,10 +53,18 @@ def replay(
         raise delivery.Replaced(signature, _due(task, record, age_ms), free)
     if record.value is not None and not record.replaced:
         value = definition.codec.load_value(record.value)
+    elif own and not record.replaced and _nobody_asks(task, request):
+        return None
     else:
         value = _from_backend(task, request, record, age_ms)
     _expect(task, request, record, age_ms)
     return value
+
+
+def _nobody_asks(task: IdempotentTask, request: Context) -> bool:
+    """Is the result of this message neither stored nor handed on?"""
+    unstored = request.ignore_result or isinstance(task.backend, DisabledBackend)
+    return bool(unstored) and not delivery.has_to_send(request)
 
 
 def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> None:

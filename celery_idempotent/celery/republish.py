@@ -18,8 +18,9 @@ from celery_idempotent.celery import sentry
 from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.typed import Options, Sig
-from celery_idempotent.errors import IdempotencyError, InProgress
+from celery_idempotent.errors import InProgress
 from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
+from celery_idempotent.protocol.calls import StoreFailed
 from celery_idempotent.records import Record
 from celery_idempotent.stores import ATTEMPT_BYTES
 
@@ -119,10 +120,9 @@ def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoRet
     raise Dropped(str(error))
 
 
-def after_store_failure(
-    task: IdempotentTask, request: Context, error: IdempotencyError, attempt: bytes
-) -> NoReturn:
+def after_store_failure(task: IdempotentTask, request: Context, failed: StoreFailed) -> NoReturn:
     """The store did not answer: republish this copy. Nothing ran, or an atomic run was rolled back or is in doubt."""
+    error, attempt = failed.error, failed.attempt
     if request.is_eager:
         raise error
     # Without a new one, those that it came with are in its stamp.
@@ -135,8 +135,7 @@ def after_store_failure(
         "idempotency: %s[%s] %s: store error (%d so far). It is republished with a countdown of %.1f s: %s",
         task.name,
         request.id,
-        # Without an attempt to claim it comes from the end of an atomic run.
-        "did not run" if attempt else "is not known to be done",
+        "is not known to be done" if failed.begun else "did not run",
         count,
         delay,
         error,

@@ -245,9 +245,11 @@ class Request(CeleryRequest):
         Celery >= 5.7 would acknowledge it, because its result is stored. The record knows what is still to be sent, and
         nothing runs again.
         """
-        task = self.task
+        task, definition = self.task, self.task.idempotency_definition()
         comes_back = task.acks_late and task.reject_on_worker_lost
-        if comes_back and task.idempotency_definition() and has_to_send(self._context):  # type: ignore[attr-defined]
+        # A task that is only observed would run again.
+        guarded = definition is not None and definition.policy.mode == "enforce"
+        if comes_back and guarded and has_to_send(self._context):  # type: ignore[attr-defined]
             return False
         return super()._success_was_stored()  # type: ignore[misc]
 

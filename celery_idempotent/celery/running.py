@@ -66,9 +66,9 @@ def run_once(  # noqa: RET503  a conflict always raises
             return value
         case Conflict(record, left_ms, other):
             republish.conflict(task, request, record, left_ms, other=other)
-        case StoreFailed(error, attempt, barred):
-            if barred or definition.policy.on_store_error != "open":
-                republish.after_store_failure(task, request, error, attempt)
+        case StoreFailed(error) as failed:
+            if failed.barred or definition.policy.on_store_error != "open":
+                republish.after_store_failure(task, request, failed)
             logger.warning(
                 "idempotency: %s[%s] runs without protection: %s", task.name, request.id, error
             )
@@ -103,8 +103,9 @@ def call_of(
         eager=bool(request.is_eager),
     )
     identity = identified.identity
-    if not _OF_THIS_MESSAGE.isdisjoint(said):
-        # From here on they are this message's alone: the body may hand its headers to other calls.
+    if not _OF_THIS_MESSAGE.isdisjoint(said) or (definition.keyed and not said):
+        # From here on they are this message's alone: the body may hand its headers to other calls. And should it be
+        # published again, its key does not depend on what the body made of the arguments.
         request.headers = stamp.with_stamp(headers, task_id, identified)
     on_settled = make_result = None
     if policy.mode == "enforce" and delivery.has_to_send(request, said):
@@ -212,7 +213,9 @@ def _note_due(task: IdempotentTask, request: Context, identity: Identity, token:
 
 def _message(task: IdempotentTask, definition: Definition, request: Context) -> bytes | None:
     """Return this message as a sweep would publish it again, if the policy wants that."""
-    if definition.policy.on_stale != "requeue" or request.is_eager:
+    policy = definition.policy
+    # Where a task is only observed, its second message would be a second run.
+    if policy.on_stale != "requeue" or policy.mode == "observe" or request.is_eager:
         return None
     again = task.signature_from_request(
         request,

@@ -204,8 +204,11 @@ class IdempotentTask(RecordMethods):
         if definition is None or request.called_directly or entry_of(request):
             return (way or super().__call__)(*args, **kwargs)
         with Entry(request, overridden=definition.overridden) as entry:
-            made = repeatable if definition.policy.atomic else partial
-            body = made(way or self._last_step(entry), *args, **kwargs)
+            way = way or self._last_step(entry)
+            if definition.policy.atomic:
+                body = repeatable(way, args, kwargs, eager=bool(request.is_eager))
+            else:
+                body = partial(way, *args, **kwargs)
             while True:
                 try:
                     call = running.call_of(self, definition, request, args, kwargs)

@@ -198,7 +198,7 @@ class AtomicRun:
                 # should that message be lost.
                 endings.release(claim, requeue_ms=claim.renewal.lease_ms, error=self._trouble)
                 endings.report_store_failed(call, claim, self._trouble)
-                return StoreFailed(self._trouble)
+                return StoreFailed(self._trouble, begun=True)
         return self._rolled_back(error)
 
     def _follow_up(self) -> None:
@@ -225,7 +225,8 @@ class AtomicRun:
                 return StoreFailed(
                     StoreUnavailable(
                         f"it is unknown whether the transaction of {call.identity} was committed"
-                    )
+                    ),
+                    begun=True,
                 )
             case Commit.COMMITTED:
                 if self._left is not None:

@@ -175,11 +175,13 @@ class StoreFailed:
 
     ``attempt`` is the claim that was not answered, if it came to one: the store may have it all the same.
     ``barred``: the record says that this call must not run, with or without protection (too many crashes).
+    ``begun``: it is an atomic run that failed.
     """
 
     error: StoreUnavailable | StoreMisconfigured
     attempt: bytes = b""
     barred: bool = False
+    begun: bool = False
 
 
 CallResult = Ran | Replay | Conflict | StoreFailed

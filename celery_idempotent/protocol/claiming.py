@@ -92,7 +92,8 @@ class Claiming:
             attempt=attempt,
             lease_ms=self._policy.lease_ms,
             keep_ms=self._keep_ms,
-            on_stale=self._policy.on_stale,
+            # A sweep leaves alone what is only observed.
+            on_stale="interrupt" if self._policy.mode == "observe" else self._policy.on_stale,
         )
         answer, sent = self._claim_identity(store, request)
         old, old_record = call.old, None

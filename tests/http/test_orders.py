@@ -321,6 +321,43 @@ def test_a_queued_record_has_the_message_of_a_pydantic_model_too(
     assert definition.codec.load_message(record.message).args == [{"id": 17}]
 
 
+class CardError(Exception):
+    """Made of other arguments than it hands on, as many are: Celery cannot make it again."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@pytest.mark.parametrize("permanent", [(CardError,), (Exception,)], ids=["itself", "its base"])
+def test_a_permanent_error_that_cannot_be_made_again_is_permanent_all_the_same(
+    charge: Any, permanent: tuple[type[Exception], ...]
+) -> None:
+    charge.idempotency_permanent_errors = permanent
+    queue(charge)
+    end(charge, error=CardError("declined", "card"))
+    answer = queue(charge)
+    told = json.loads(answer.content)
+    assert (answer.status_code, told["retryable"]) == (500, False)
+    assert told["error"] == {"type": "CardError", "message": "declined"}
+
+
+def test_what_is_sent_after_the_commit_is_the_call_as_it_was(charge: Any, app: Celery) -> None:
+    from django.db import transaction
+
+    from celery_idempotent.django.http import enqueue
+
+    messages(app)
+    with transaction.atomic():
+        order = {"amount": 1}
+        enqueue(request(), charge, kwargs=order)
+        order.clear()
+    with app.connection_for_read() as connection:
+        channel: Any = connection.channel()
+        found = channel.basic_get(app.conf.task_default_queue, no_ack=True)
+    assert json.loads(found.body)[1] == {"amount": 1}
+
+
 def messages(app: Celery) -> int:
     """Take what the broker has in the app's queue; return how many messages that were."""
     found = 0
@@ -368,10 +405,14 @@ def test_for_a_task_that_is_off_or_observed_every_request_sends_a_message_after_
 
     settings(CELERY_IDEMPOTENT_APP=app)
     messages(app)
-    for _ in range(2):
-        answer = queue(watched)
+    # With a key, without one, and of nobody.
+    for key, user in (("k", True), ("k", True), ("", True), ("k", False)):
+        asked = request(idempotency_key=key)
+        if not user:
+            asked.user = None
+        answer = queue(watched, asked)
         assert (answer.status_code, "Idempotent-Replayed" in answer) == (202, False)
-    assert messages(app) == 2
+    assert messages(app) == 4
     with transaction.atomic():
         queue(watched)
         assert messages(app) == 0
@@ -463,13 +504,48 @@ def test_what_was_reserved_and_never_staged_is_not_promised_to_anybody(
     assert (again.status_code, "Idempotent-Replayed" in again) == (202, False)
     promised = sql.idempotency_record("k", scope=("user", 7))
     assert promised.task_id == reserved.task_id
-    assert promised.message is None, "the outbox has it"
+    assert promised.message is not None, "should the broker lose it, a sweep sends it again"
     assert promised.deadline_ms - promised.updated_ms >= 60_000
     assert queue(sql)["Idempotent-Replayed"] == "true"
     assert outbox.pending() == [], "it was sent"
     with sql.app.connection_for_write() as connection:
         sent = connection.default_channel._get("orders-in-sql")
     assert sent["headers"]["id"] == reserved.task_id
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["with a key", "without"])
+def test_an_atomic_view_is_a_transaction_with_and_without_a_key(sql: Any, keyed: bool) -> None:
+    from django.db import connection
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http import idempotent_view
+
+    status = 503
+    asked = request()
+    if not keyed:
+        del asked.META["HTTP_IDEMPOTENCY_KEY"]
+
+    @idempotent_view(atomic=True, required=False)
+    def view(_: Any) -> HttpResponse:
+        with connection.cursor() as cursor:
+            cursor.execute("INSERT INTO atomic_effects VALUES (1)")
+        if status == 500:
+            raise ValueError
+        return HttpResponse(status=status)
+
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE atomic_effects (n integer)")
+        try:
+            assert view(asked).status_code == 503
+            status = 500
+            with pytest.raises(ValueError):
+                view(asked)
+            assert cursor.execute("SELECT count(*) FROM atomic_effects").fetchone() == (0,)
+            status = 201
+            assert view(asked).status_code == 201
+            assert cursor.execute("SELECT count(*) FROM atomic_effects").fetchone() == (1,)
+        finally:
+            cursor.execute("DROP TABLE atomic_effects")
 
 
 def _other_than(status: int, answer: Any) -> Any:

@@ -292,6 +292,14 @@ def test_a_visitor_without_login_is_known_by_the_session_alone(site: Site) -> No
     assert post(site, "by-session", key=key, user=None).json == {"run": 2}
 
 
+def test_an_observed_view_runs_whatever_would_have_been_refused(site: Site) -> None:
+    for key, caller in ((None, "carol"), ("x" * 300, "carol"), (new_key(), "")):
+        assert post(site, "observed", key=key, X_Caller=caller).status == 200
+    log = site.web.log.read_text()
+    for code in ("idempotency_key_missing", "idempotency_key_invalid", "caller_unknown"):
+        assert f"would have been refused: {code}" in log
+
+
 def test_an_observed_view_runs_each_time_and_the_log_says_what_would_have_been(site: Site) -> None:
     key = new_key()
     assert [post(site, "observed", key=key).json["run"] for _ in range(2)] == [1, 2]

@@ -24,6 +24,7 @@ from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.stores.machine import Asked, StoredRecord, decide
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from celery_idempotent.testing.delivery import message_of, run
 from tests.unit.test_runner import (
     IDENTITY,
     FakeTime,
@@ -617,3 +618,23 @@ class TestWorkerStart:
     def test_it_starts_where_the_store_can(self):
         make_store(SimpleNamespace(app=self.app(Database(), idempotency_atomic=True)))
         make_store(SimpleNamespace(app=self.app(MemoryStore())))
+
+
+def test_a_message_that_was_rolled_back_comes_back_as_it_was(database: Database) -> None:
+    """Whatever the body did to its arguments: the next run gets those of the caller."""
+    app = Celery("atomic", broker="memory://", set_as_current=False)
+    app.conf.update(idempotency_store=database, task_ignore_result=True)
+    seen = []
+
+    @app.task(name="t", base=IdempotentTask, shared=False, idempotency_atomic=True)
+    def task(items: list[str]) -> None:
+        seen.append(list(items))
+        items.clear()
+
+    with app:
+        database.at_settle = StoreUnavailable("the row is locked")
+        first = run(task, message_of(task, (["a", "b"],), {}))
+        (again,) = first.published
+        database.at_settle = None
+        run(task, again)
+    assert seen == [["a", "b"]] * 2

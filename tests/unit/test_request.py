@@ -18,6 +18,7 @@ from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.consumer import Consumer
+from celery.worker.request import Request as CeleryRequest
 from kombu.asynchronous.hub import Hub
 
 from celery_idempotent import IdempotentTask, signals
@@ -527,3 +528,20 @@ class TestWhoseClaim:
         stamps = {"stamps": {"idempotency_key": "stamps"}, "stamped_headers": ["idempotency_key"]}
         self.lose(make(dead, **stamps))
         assert store.get(identity("stamps")).state is State.INTERRUPTED
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
+def test_a_message_comes_back_for_its_callbacks_if_that_runs_nothing_again(
+    app: Celery, make: Make, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    if not hasattr(CeleryRequest, "_success_was_stored"):
+        pytest.skip("this Celery does not look for a stored success")
+
+    @app.task(name="late", base=IdempotentTask, shared=False, idempotency_mode=mode, acks_late=True)
+    def late(key: str) -> None: ...
+
+    late.reject_on_worker_lost = True
+    app.backend.store_result("t1", None, "SUCCESS")
+    monkeypatch.setattr(request, "has_to_send", lambda _: True)
+    stored = make(None, of=late)._success_was_stored()
+    assert bool(stored) == (mode == "observe"), "a task that is only observed would run again"

@@ -710,6 +710,56 @@ class TestDelivery:
         assert isinstance(app.AsyncResult(first.id).result, ResultUnavailable)
         assert runs == ["k"]
 
+    def test_a_redelivery_whose_result_nobody_keeps_is_no_failure(
+        self, app, published, runs, store
+    ):
+        @app.task(
+            name="t",
+            base=IdempotentTask,
+            shared=False,
+            idempotency_key="key",
+            idempotency_store_result=False,
+            ignore_result=True,
+        )
+        def task(key: str) -> str:
+            runs.append(key)
+            return "for nobody"
+
+        first, second = (send(published, task, "k") for _ in range(2))
+        deliver(app, first)
+        assert deliver(app, first, redelivered=True).info is None
+        assert runs == ["k"]
+        assert deliver(app, second).info is not None, "who asks is told that it is not kept"
+
+    def test_what_comes_back_of_a_message_without_a_stamp_has_its_key_whatever_the_body_did(
+        self, app, published, runs, monkeypatch
+    ):
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="event.id")
+        def task(event: dict[str, int]) -> None:
+            runs.append(event.pop("id"))
+
+        @app.task(name="link", shared=False)
+        def link(_: object) -> None: ...
+
+        app.send_task("t", ({"id": 7},), link=app.signature("link"))
+        (message,) = published
+        assert message.stamp is None
+        real = celery.Signature.apply_async
+
+        def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.task == "link":
+                raise OperationalError("down")
+            return real(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(celery.Signature, "apply_async", refused)
+            deliver(app, message)
+        again = published[-1]
+        assert (again.id, list(again.args)) == (message.id, [{}])
+        deliver(app, again)
+        assert runs == [7]
+        assert published[-1].task == "link"
+
     @pytest.mark.parametrize("error", [Ignore("x"), Reject("x", requeue=False)])
     def test_ignore_and_reject_give_the_key_back(self, app, store, published, error):
         @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
@@ -1303,6 +1353,34 @@ class TestObserving:
         deliver(app, message)
         assert app.AsyncResult(message.id).result == "ran"
         assert "would have been refused" in caplog.text
+
+    def test_a_part_of_a_canvas_without_a_usable_key_is_published(self, app, published, caplog):
+        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_mode="observe")
+        def task() -> None: ...
+
+        group(task.s(), task.s(), app=app).apply_async(idempotency_key="x" * 254)
+        assert len(published) == 2
+        assert caplog.text.count("would have been refused") == 2
+
+    def test_no_sweep_sends_or_fails_what_is_only_observed(self, app, store, published, runs):
+        """A second message would be a second run."""
+        for n, policy in enumerate(("requeue", "fail")):
+
+            @app.task(
+                name=policy,
+                base=IdempotentTask,
+                shared=False,
+                bind=True,
+                idempotency_mode="observe",
+                idempotency_on_stale=policy,
+            )
+            def task(self: Any) -> None:
+                runs.append(record(store, f"@{self.request.id}", self.name))
+                raise self.retry(countdown=0)
+
+            deliver(app, send(published, task))
+            assert (runs[n].on_stale, runs[n].message) == ("interrupt", None)
+            assert record(store, runs[n].identity.key, policy) is None
 
 
 class TestPublishOnce:

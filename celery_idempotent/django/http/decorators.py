@@ -312,13 +312,12 @@ def _read_request(
     if request.method not in options.methods or options.mode == "off":
         return None
     try:
-        request.idempotency_key = read_key(
-            request, strict=options.strict, required=options.required
-        )
+        key = read_key(request, strict=options.strict, required=options.required)
+        request.idempotency_key = key
         if receives:
             receive(request, options)
     except RequestRefused as refused:
-        return refused.response(options.docs_url)
+        return None if refused.is_observed(options.mode) else refused.response(options.docs_url)
     return None
 
 

@@ -88,8 +88,8 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
     error, kind, message = _error_of(record, task)
     permanent = False
     if task is not None and error is not None:
-        permanent = isinstance(error, task.idempotency_policy.permanent_errors)
-    own = isinstance(error, errors.IdempotencyError)
+        permanent = issubclass(error, task.idempotency_policy.permanent_errors)
+    own = error is not None and issubclass(error, errors.IdempotencyError)
     code = _CODES[_OWN[kind]] if kind in _OWN else "task_failed"
     shown = options.show_errors == "all" or (
         options.show_errors == "permanent" and (permanent or own)
@@ -102,14 +102,18 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
     return Failure(code=code, detail=detail, retryable=retryable, error=described)
 
 
-def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseException | None, str, str]:
+def _error_of(
+    record: Record, task: IdempotentTask | None
+) -> tuple[type[BaseException] | None, str, str]:
+    """Return the class of the error, ``None`` if that is not known; its name, and its text."""
     definition = None if task is None else task.idempotency_definition()
     if definition is not None:
         try:
-            error: BaseException = definition.codec.load_error(record.value)
-        except errors.IdempotencyError as unreadable:
-            error = unreadable
-        return error, type(error).__name__, _sendable(error)
+            error, text = definition.codec.describe_error(record.value)
+        except Exception as unreadable:  # noqa: BLE001  ours, or an exception of the project's own that has no text
+            own = isinstance(unreadable, errors.IdempotencyError)
+            error, text = (type(unreadable), str(unreadable)) if own else (Exception, "")
+        return error, error.__name__, _sendable(text)
     # A view's: all that is kept of it is what its caller may know.
     found: object = None
     if record.value is not None:
@@ -117,7 +121,7 @@ def _error_of(record: Record, task: IdempotentTask | None) -> tuple[BaseExceptio
             found = _SERIALIZER.load(record.value)
     parts = found if isinstance(found, dict) else {}
     kind, message = _sendable(parts.get("exc_type", "")), _sendable(parts.get("exc_message", ""))
-    return (_OWN[kind](message) if kind in _OWN else None), kind, message
+    return _OWN.get(kind), kind, message
 
 
 def _sendable(value: object) -> str:

@@ -7,7 +7,7 @@
                                        ├─ Held ───────▶ 409, Retry-After
                                        ├─ Mismatched ─▶ 422
                                        └─ no answer ──▶ 503, or the view without protection (on_store_error="open")
-    without      checks ─ the view
+    without      checks ─ the view, in its transactions
 
 To the protocol the view is a body. A response that is not one to repeat (a 503, for instance) leaves that body as an
 exception, and so the key is released, as after any failure.
@@ -48,6 +48,7 @@ from celery_idempotent.errors import (
     InvalidOption,
     ResultUnavailable,
 )
+from celery_idempotent.protocol.atomic import transactional
 from celery_idempotent.protocol.calls import (
     Call,
     CallResult,
@@ -61,7 +62,7 @@ from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import Record, Stored
 from celery_idempotent.records.frozen import frozen
 from celery_idempotent.serializers import NotStored, Serializer
-from celery_idempotent.stores import get_store
+from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,10 +176,13 @@ class Guard:
         self.options = options
         self._name = name
         path, named = options.app, named_app()
+        self._store: Callable[[], Store] = lambda: get_store(
+            app_of(named) if path is None else celery_app(path)
+        )
         self._runner = Runner(
             name,
             policy=options.policy,
-            store=lambda: get_store(app_of(named) if path is None else celery_app(path)),
+            store=self._store,
             codec=_ResponseCodec(options, name),
             sender=lambda: sender,
         )
@@ -190,15 +194,16 @@ class Guard:
             Exception: what the view raises, or the reading of the body; the key is free then.
         """
         options, key = self.options, guarded.key
+        checked = False
         try:
             if key is not None:
                 read_body(guarded.request, options)
             refused = self._check(guarded)
+            checked = True
             if refused is not None:
                 return refused
             if key is None:
-                with atomic_requests(guarded.non_atomic):
-                    return response_of(guarded.run(), self._name)
+                return self._without_key(guarded)
             call = Call(
                 identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
@@ -208,7 +213,11 @@ class Guard:
             refuse_open_transactions()
             return self._answer(self._execute(call, guarded), call, guarded)
         except RequestRefused as refusal:
-            return refusal.response(options.docs_url)
+            begun = getattr(guarded.request, "idempotency_guarded", False)
+            if begun or not refusal.is_observed(options.mode):
+                return refusal.response(options.docs_url)
+            refused = None if checked else self._check(guarded)
+            return self._without_key(guarded) if refused is None else refused
         finally:
             # Some middleware hands the same request to its view once more.
             guarded.request.idempotency_guarded = False  # type: ignore[attr-defined]  # ours
@@ -216,7 +225,26 @@ class Guard:
     def has_work(self, guarded: Guarded) -> bool:
         """Is there anything to do about this request but to call its view?"""
         checked = self.options.checks and guarded.request.method in self.options.methods
-        return guarded.key is not None or bool(checked or atomic_aliases(guarded.non_atomic))
+        due = checked or self._is_atomic(guarded) or atomic_aliases(guarded.non_atomic)
+        return guarded.key is not None or bool(due)
+
+    def _is_atomic(self, guarded: Guarded) -> bool:
+        options = self.options
+        return (
+            options.atomic and options.mode != "off" and guarded.request.method in options.methods
+        )
+
+    def _without_key(self, guarded: Guarded) -> HttpResponseBase:
+        """Call the view without a claim; one that is ``atomic`` has its transaction all the same."""
+        if not self._is_atomic(guarded):
+            with atomic_requests(guarded.non_atomic):
+                return response_of(guarded.run(), self._name)
+        refuse_open_transactions()
+        try:
+            with transactional(self._store(), self._name).transaction(None):
+                return self._run(guarded)
+        except _NotToKeepError as answered:
+            return answered.response
 
     def _check(self, guarded: Guarded) -> HttpResponseBase | None:
         """Return the answer to a request that is refused whatever its key; also to one that needs none."""

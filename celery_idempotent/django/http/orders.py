@@ -97,10 +97,10 @@ class QueuedRequest:
     def message(self, task_id: str) -> bytes | None:
         """Return the message that a sweep publishes if this process does not; ``None`` if the record has none.
 
-        It has none if the task runs eagerly, if an outbox has the message, if the call cannot be serialized, or if the
-        retention is 0: a second copy of the message might then find no record of the first, and run again.
+        It has none if the task runs eagerly, if the call cannot be serialized, or if the retention is 0: a second copy
+        of the message might then find no record of the first, and run again.
         """
-        if self.eager or self.outbox_alias is not None or not self.definition.policy.retention_ms:
+        if self.eager or not self.definition.policy.retention_ms:
             return None
         given = {"expires": self.task.expires, **self.publish_options}
         options = absolute(
@@ -135,11 +135,12 @@ def read_request(
     using: str | None,
     publish_options: Options,
     options: HttpOptions,
-) -> QueuedRequest | None:
-    """Return what a task is to carry out, ``None`` if the task is switched off (``idempotency_mode="off"``).
+) -> QueuedRequest | Options:
+    """Return what a task is to carry out. For one that is switched off or observed: the options of its message.
 
     Raises:
         RequestRefused: if its key or its caller is not known, or its body is not whole.
+        InvalidKey: if an argument has no canonical form.
         InvalidOption: for an option of the message that ``enqueue()`` sets itself.
     """
     if chosen := [name for name in _SET_BY_ENQUEUE if name in publish_options]:
@@ -147,21 +148,27 @@ def read_request(
             f"enqueue() takes no {', '.join(chosen)}: the key is the request's, the scope is given as scope=…, and the "
             "task id belongs to the key."
         )
-    # A Request of Django REST framework wraps Django's.
-    plain = getattr(request, "_request", request)
-    key = read_key(plain, strict=options.strict, required=options.required) or str(uuid.uuid4())
-    receive(plain, options, parsed=True)
-    if callable(scope):
-        scope = scope(request)
-    if scope is None:
-        scope = caller_scope(request, options)
     task = cast("IdempotentTask", task)
     definition = task.idempotency_definition()
     if definition is None:
-        return None
-    namespace = definition.identifier.namespace
-    # The identity that identify() returns, too; but this refuses a key or scope that the client must not send.
-    identity = http_identity(namespace, scope, key)
+        return publish_options
+    # A Request of Django REST framework wraps Django's.
+    plain = getattr(request, "_request", request)
+    try:
+        key = read_key(plain, strict=options.strict, required=options.required) or str(uuid.uuid4())
+        receive(plain, options, parsed=True)
+        if callable(scope):
+            scope = scope(request)
+        if scope is None:
+            scope = caller_scope(request, options)
+        # The identity that identify() returns, too; but this refuses a key or scope that the client must not send.
+        identity = http_identity(definition.identifier.namespace, scope, key)
+    except RequestRefused as refused:
+        if not refused.is_observed(definition.policy.mode):
+            raise
+        return publish_options
+    if definition.policy.mode == "observe":
+        return {**publish_options, "idempotency_key": key, "idempotency_scope": scope}
     return QueuedRequest(
         task=task,
         definition=definition,

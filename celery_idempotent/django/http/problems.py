@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Final
 
 from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpResponse, JsonResponse
+
+logger = logging.getLogger(__name__)
 
 #: code -> status, title, whether the same request with the same key may succeed later.
 CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
@@ -44,6 +47,14 @@ class RequestRefused(Exception):
     def response(self, docs_url: str | None = None) -> HttpResponse:
         """Return the answer."""
         return problem(self.code, self.detail, retry_after=self.retry_after, docs_url=docs_url)
+
+    def is_observed(self, mode: str) -> bool:
+        """Does the request go on, because the view or the task only observes? Then the log says so."""
+        if mode == "observe":
+            logger.warning(
+                "idempotency: observed: a request would have been refused: %s", self.code
+            )
+        return mode == "observe"
 
 
 def problem(

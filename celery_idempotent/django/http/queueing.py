@@ -27,6 +27,7 @@ from django.db import transaction
 from django.http import HttpResponse, JsonResponse
 
 from celery_idempotent import backoff, signals
+from celery_idempotent.celery.entering import copied
 from celery_idempotent.django.http import reservations
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
@@ -72,24 +73,23 @@ def enqueue(
     _refuse_event_loop()
     options: HttpOptions = getattr(request, "idempotency_options", None) or http_options()
     try:
+        in_transaction = transaction.get_connection(using).in_atomic_block
+        kwargs = kwargs or {}
+        if in_transaction:
+            # What is sent after the COMMIT is the call as it is now.
+            args, kwargs = copied(args, kwargs) or (args, kwargs)
         queued = read_request(
             request,
             task,
             args,
-            kwargs or {},
+            kwargs,
             scope=scope,
             using=using,
             publish_options=publish_options,
             options=options,
         )
-        in_transaction = transaction.get_connection(using).in_atomic_block
-        if queued is None or queued.definition.policy.mode == "observe":
-            send = partial(
-                cast("IdempotentTask", task).apply_async,
-                args,
-                kwargs or {},
-                **(publish_options if queued is None else queued.publish_options),
-            )
+        if not isinstance(queued, QueuedRequest):
+            send = partial(cast("IdempotentTask", task).apply_async, args, kwargs, **queued)
             return _send_unguarded(send, using=using, in_transaction=in_transaction)
         found = _reserve_or_find(queued, in_transaction=in_transaction)
         return _answer(queued, found, in_transaction=in_transaction)

@@ -7,7 +7,7 @@ record, or an outbox, has the message, and a sweep sends it should this process 
     transaction      reserve (10 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
                                            ├─ ROLLBACK ─ give the key back
                                            └─ the process dies ─ the deadline passes ─ a repetition is queued
-    outbox           reserve (10 s), stage the message ─ COMMIT ─ reserve again (60 s) ─ send, or a sweep sends
+    outbox           reserve (10 s), stage the message ─ COMMIT ─ reserve again, as above ─ send, or a sweep sends
 
 On SQLite the reservation is itself part of the transaction.
 """
