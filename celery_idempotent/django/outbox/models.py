@@ -17,8 +17,9 @@ ERROR_CHARS = 500
 class OutboxMessage(models.Model):
     """A message between the transaction that staged it and the broker; deleted once it is sent.
 
-    Messages of one ``group`` are sent in the order of their ids. Who sends a group holds it until ``due_ms``, and looks
-    at it through its oldest message, the head: no other process sends before that time has passed.
+    Messages of one ``app`` and ``group`` are sent in the order of their ids. Who sends a group holds it until
+    ``due_ms``, and looks at it through its oldest message, the head: no other process sends before that time has
+    passed.
     """
 
     #: The order in which messages of a group are sent.

@@ -9,7 +9,7 @@ import time
 import uuid
 
 from django.db import DatabaseError, transaction
-from django.db.models import Exists, OuterRef, QuerySet
+from django.db.models import Min, QuerySet
 
 from celery_idempotent.django.outbox.models import ERROR_CHARS, NowMs, OutboxMessage
 
@@ -27,12 +27,13 @@ _CREDENTIALS = re.compile(r"://\S*@")
 
 
 class GroupLease:
-    """The right to send one group, for :data:`LEASE_MS` unless it is renewed."""
+    """The right to send one group of an app, for :data:`LEASE_MS` unless it is renewed."""
 
-    __slots__ = ("_renewed", "group", "holder", "using")
+    __slots__ = ("_renewed", "app", "group", "holder", "using")
 
-    def __init__(self, using: str, group: str) -> None:
+    def __init__(self, using: str, app: str, group: str) -> None:
         self.using = using
+        self.app = app
         self.group = group
         self.holder = uuid.uuid4().hex
         self._renewed = time.monotonic()
@@ -53,7 +54,7 @@ class GroupLease:
             # Two who update one row: above READ COMMITTED the second gets this instead of 0 rows.
             logger.debug("idempotency: outbox group %s was not taken: %s", self.group, error)
             return False
-        rest = rows(self.using).filter(group=self.group, pk__gt=head)
+        rest = self.all().filter(pk__gt=head)
         rest.update(holder=self.holder, due_ms=NowMs() + LEASE_MS)
         return True
 
@@ -83,8 +84,16 @@ class GroupLease:
         """Let anybody send the rest of the group, at once."""
         self._mine().update(holder="", due_ms=NowMs())
 
+    def all(self) -> QuerySet[OutboxMessage]:
+        """Return all messages of the group, whoever holds it.
+
+        Two apps may use one name, and have two groups then: what is for one broker does not go to the other, nor wait
+        for it.
+        """
+        return rows(self.using).filter(group=self.group, app=self.app)
+
     def _mine(self) -> QuerySet[OutboxMessage]:
-        return rows(self.using).filter(group=self.group, holder=self.holder)
+        return self.all().filter(holder=self.holder)
 
 
 def rows(using: str) -> QuerySet[OutboxMessage]:
@@ -113,16 +122,20 @@ def error_text(error: BaseException) -> str:
 
 def has_earlier(lease: GroupLease, pk: int) -> bool:
     """Does an older message of the group still wait?"""
-    return rows(lease.using).filter(group=lease.group, pk__lt=pk).exists()
+    return lease.all().filter(pk__lt=pk).exists()
 
 
-def head_of(using: str, group: str) -> int | None:
-    """Return the oldest message of a group."""
-    return rows(using).filter(group=group).order_by("pk").values_list("pk", flat=True).first()
+def head_of(lease: GroupLease) -> int | None:
+    """Return the oldest message of the group, whoever holds it."""
+    return lease.all().order_by("pk").values_list("pk", flat=True).first()
 
 
 def heads(using: str, app: str, limit: int) -> list[tuple[int, str]]:
-    """Return the oldest messages (id and group) of groups that anybody may send now, those due longest first."""
-    earlier = rows(using).filter(group=OuterRef("group"), pk__lt=OuterRef("pk"))
-    due = rows(using).filter(~Exists(earlier), app=app, due_ms__lte=NowMs())
+    """Return the oldest messages (id and group) of groups that anybody may send now, those due longest first.
+
+    One pass over the table finds the oldest of each group. Where each message is asked for an older one instead, a
+    database may look at every pair of a large group, or of what another app has in a group of that name.
+    """
+    oldest = rows(using).filter(app=app).values("group").annotate(oldest=Min("pk"))
+    due = rows(using).filter(pk__in=oldest.values("oldest"), due_ms__lte=NowMs())
     return list(due.order_by("due_ms", "pk").values_list("pk", "group")[:limit])

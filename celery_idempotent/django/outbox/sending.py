@@ -1,7 +1,7 @@
 """Sending what was staged: in order, by one process at a time, and again where it is not known to be sent.
 
-The messages of one group are sent in the order in which they were staged. Whoever sends them holds the group by a
-lease, and deletes each message after the broker has confirmed it::
+The messages of one group, which is one app's, are sent in the order in which they were staged. Whoever sends them
+holds the group by a lease, and deletes each message after the broker has confirmed it::
 
     process A   takes the group ─ m1: sent, deleted ─ m2: sent ─ ✗ dies
     sweep B                                                         the lease ends ─ takes it ─ m2: sent again ─ m3
@@ -114,21 +114,24 @@ def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) ->
 
 
 def send(app: Celery, group: str, *, using: str = "default") -> Sent:
-    """Send a group now, in order, also one that rests after a failure, but none that another process is sending."""
+    """Send a group of this app now, in order, also one that rests after a failure.
+
+    One that another process is sending is left to it.
+    """
     with committing(connections[using]):
         return _send(app, group, using)
 
 
 def _send(app: Celery, group: str, using: str) -> Sent:
-    lease = rows.GroupLease(using, group)
-    head = rows.head_of(using, group)
+    lease = rows.GroupLease(using, name_of(app), group)
+    head = rows.head_of(lease)
     if head is None:
         return Sent()
     if not lease.take(head, resting=True):
         return Sent(more=True)
     with _publisher(app) as send_now:
         sent, error = _send_group(send_now, lease, LIMIT, time.monotonic() + BUDGET_SECONDS)
-    more = rows.head_of(using, group) is not None
+    more = rows.head_of(lease) is not None
     return Sent(sent=sent, failed=int(error is not None), more=more)
 
 
@@ -184,7 +187,7 @@ def _take_any(using: str, app: str) -> rows.GroupLease | None:
     """Hold one of the groups that wait; ``None`` if there is none."""
     while candidates := rows.heads(using, app, 16):
         for head, group in candidates:
-            lease = rows.GroupLease(using, group)
+            lease = rows.GroupLease(using, app, group)
             if lease.take(head):
                 return lease
     return None

@@ -12,12 +12,10 @@ A message that cannot be sent stays where it is, its error beside it; later ones
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from celery.canvas import Signature, maybe_signature
 from celery.utils import uuid as new_id
@@ -38,19 +36,18 @@ from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 logger = logging.getLogger(__name__)
 
 
 class _MessageGroup:
-    """What one transaction staged, and whether its sending came to a stop."""
+    """What one transaction staged for one app, and whether its sending came to a stop."""
 
-    __slots__ = ("__weakref__", "blocked", "lease", "named")
+    __slots__ = ("blocked", "lease", "named")
 
-    def __init__(self, using: str, name: str | None) -> None:
+    def __init__(self, using: str, app: str, name: str | None) -> None:
         self.named = name is not None
-        self.lease = rows.GroupLease(using, name or uuid.uuid4().hex)
+        self.lease = rows.GroupLease(using, app, name or uuid.uuid4().hex)
         self.blocked = False
 
 
@@ -87,11 +84,6 @@ class _AfterCommit:
         group.blocked = False
 
 
-#: The last group of each connection.
-_groups: WeakKeyDictionary[BaseDatabaseWrapper, _MessageGroup] = WeakKeyDictionary()
-_groups_lock = threading.Lock()
-
-
 def stage(
     task: AnyTask | Sig,
     args: Any = None,  # to Celery's stubs a tuple and a dict alone
@@ -103,9 +95,10 @@ def stage(
 ) -> str | None:
     """Stage a call of a task, or a whole canvas, in the transaction at work on the database ``using``.
 
-    It is sent if that transaction commits. ``options`` are those of ``apply_async``. Messages of one ``group`` (a name
-    of up to 64 characters; by default, all that this transaction stages) are sent in order. Returns the task id (of a
-    canvas: of its last task, or of its group), ``None`` if the task's own ``apply_async`` chose not to publish.
+    It is sent if that transaction commits. ``options`` are those of ``apply_async``. Messages of one app and
+    ``group`` (a name of up to 64 characters; by default, all that this transaction stages) are sent in order. Returns
+    the task id (of a canvas: of its last task, or of its group), ``None`` if the task's own ``apply_async`` chose not
+    to publish.
 
     Raises:
         IdempotencyError: outside of a transaction, or if the call cannot be serialized, or is too large.
@@ -251,28 +244,27 @@ def _insert_message(
     using: str,
     name: str | None,
 ) -> None:
-    group = _group(using, name)
-    message.task, message.app = payload.task[:MAX_CHARS], name_of(app)
+    group = _group(using, name_of(app), name)
+    message.task, message.app = payload.task[:MAX_CHARS], group.lease.app
     message.group, message.holder = group.lease.group, group.lease.holder
     message.payload = content = dump(app, payload, serializer)
     pk = rows.add(using, message)
     transaction.on_commit(_AfterCommit(app, group, pk, str(message), content), using=using)
 
 
-def _group(using: str, name: str | None) -> _MessageGroup:
-    """Return the group of the transaction at work, or one for this message alone, which looks for older ones itself.
+def _group(using: str, app: str, name: str | None) -> _MessageGroup:
+    """Return what the transaction at work staged for this app, or a group for this message alone.
 
-    Django has what it will call after the commit in a list, which ends with the transaction: a group that is not in
-    it belongs to an earlier one.
+    The latter is for a name, and looks for older messages itself. Django has what it will call after the commit in a
+    list, which ends with the transaction: a group that is in it belongs to no earlier one.
     """
-    if name is not None:
-        return _MessageGroup(using, name)
-    connection = connections[using]
-    with _groups_lock:
-        group = _groups.get(connection)
-        if group is None or not any(
-            isinstance(call := entry[1], _AfterCommit) and call.group is group
-            for entry in reversed(connection.run_on_commit)
-        ):
-            group = _groups[connection] = _MessageGroup(using, None)
-    return group
+    if name is None:
+        for entry in reversed(connections[using].run_on_commit):
+            call = entry[1]
+            if (
+                isinstance(call, _AfterCommit)
+                and not call.group.named
+                and call.group.lease.app == app
+            ):
+                return call.group
+    return _MessageGroup(using, app, name)
