@@ -46,6 +46,8 @@ BUDGET_SECONDS = 25.0
 #: After so many groups in a row that did not reach the broker, a sweep does not try the others.
 MAX_UNREACHED = 3
 
+#: How many groups, and how many messages of one, are looked up at a time.
+_GROUPS = 64
 _BATCH = 200
 
 
@@ -150,14 +152,13 @@ def _sweep(app: Celery, using: str, limit: int) -> Sent:
     if not rows.heads(using, name_of(app), 1):
         return report
     with _publisher(app) as send_now:
-        while report.sent < limit and failures < MAX_UNREACHED and time.monotonic() < until:
-            lease = _take_any(using, name_of(app))
-            if lease is None:
-                break
+        for lease in _leases(using, name_of(app), until):
             sent, error = _send_group(send_now, lease, limit - report.sent, until)
             failures = failures + 1 if is_unreachable(app, error) else 0
             failed = report.failed + (error is not None)
             report = replace(report, sent=report.sent + sent, failed=failed)
+            if report.sent >= limit or failures >= MAX_UNREACHED:
+                break
     if report.sent or report.failed:
         logger.info(
             "idempotency: outbox of %s: %d messages sent, %d groups could not be",
@@ -183,14 +184,34 @@ def upkeep(app: Celery, *, using: str, limit: int) -> dict[str, int]:
     return {"outbox_sent": report.sent, "outbox_failed": report.failed}
 
 
-def _take_any(using: str, app: str) -> rows.GroupLease | None:
-    """Hold one of the groups that wait; ``None`` if there is none."""
-    while candidates := rows.heads(using, app, 16):
-        for head, group in candidates:
+def _leases(using: str, app: str, until: float) -> Iterator[rows.GroupLease]:
+    """Hold one after the other of the groups that wait, until none is left to try, or the time is over.
+
+    One that is not had at once, and is due all the same when they are looked up again, is left to the next sweep: its
+    row is locked, and a try may take as long as the database waits for a lock.
+    """
+    tried: set[int] = set()
+    while True:
+        due = rows.heads(using, app, _GROUPS + len(tried))
+        tried.intersection_update(head for head, _ in due)  # the others were another sweep's
+        untried = [(head, group) for head, group in due if head not in tried]
+        if not untried:
+            break
+        for head, group in untried:
+            if time.monotonic() > until:
+                return
             lease = rows.GroupLease(using, app, group)
             if lease.take(head):
-                return lease
-    return None
+                yield lease
+            else:
+                tried.add(head)
+    if tried:
+        logger.warning(
+            "idempotency: outbox of %s: %d groups could not be taken, and are left to the next sweep: are their rows "
+            "locked, or is the database read-only?",
+            using,
+            len(tried),
+        )
 
 
 def _send_group(
