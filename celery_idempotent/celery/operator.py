@@ -10,7 +10,8 @@
     forget      forget; of a step: amend without a value    forgotten; amended
 
 Every verb gets the token of the record that the operator saw. If another run has claimed the key since, the store
-writes nothing, and the outcome is CHANGED.
+writes nothing, and the outcome is CHANGED. It is DONE if the key is as the operation itself would have left it: the
+store may have done it, and not have been heard (:func:`_as_done`).
 """
 
 from __future__ import annotations
@@ -134,24 +135,52 @@ class Operator:
         reaper.report_record(self.app, self.store, outcome, record, **about)
 
 
+def _as_done(by: Operator, seen: Record, then: State | None, *, crashes: int = 0) -> Record | None:
+    """Return the record as an operation leaves it, although the store says that it did nothing; ``None`` if it is not.
+
+    A store that gets no answer asks again by itself, and then finds its own work::
+
+        store    forget ─ deleted, and the answer is lost ─ forget again: there is none
+                                                            └─ CHANGED: done by nobody, and without a trace
+
+    Somebody else who did the same in that instant is not to be told apart. Then it is told twice, which is better than
+    not at all. ``then`` is the state that the record is left in, ``None`` if it is deleted.
+    """
+    found = by.store.get(seen.identity)
+    if then is None:
+        # A record that was not deleted keeps its beginning, whoever claims it.
+        return seen if found is None or found.created_ms != seen.created_ms else None
+    if found is None:
+        return None
+    as_left = seen.token, then, seen.crashes + crashes
+    return found if (found.token, found.state, found.crashes) == as_left else None
+
+
 def _forget(by: Operator, record: Record) -> Outcome:
     # The state, too: a run that completed a moment ago is not what was seen.
-    if not by.store.forget(record.identity, token=record.token, state=record.state):
+    done = by.store.forget(record.identity, token=record.token, state=record.state)
+    if not done and _as_done(by, record, None) is None:
         return Outcome.CHANGED
     by.report(signals.forgotten, record)
     return Outcome.DONE
 
 
 def _release(by: Operator, record: Record) -> Outcome:
-    if not by.store.release(record.identity, token=record.token):
+    state = State.INTERRUPTED if record.steps else None
+    done = by.store.release(record.identity, token=record.token)
+    if not done and _as_done(by, record, state) is None:
         return Outcome.CHANGED
-    by.report(signals.released, record, state=State.INTERRUPTED if record.steps else None)
+    by.report(signals.released, record, state=state)
     return Outcome.DONE
 
 
 def _requeue(by: Operator, record: Record) -> Outcome:
     # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
     queued = by.store.requeue(record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token)
+    if queued is None:
+        crashes = int(record.state is State.PROCESSING)
+        # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
+        queued = _as_done(by, record, State.QUEUED, crashes=crashes)
     if queued is None:
         return Outcome.CHANGED
     sent = reaper.send_again(

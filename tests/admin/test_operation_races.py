@@ -1,16 +1,29 @@
-"""Between the look of an operation and its write the key may move on: what is there by then is left alone."""
+"""Between the look of an operation and its write the key may move on: what is there by then is left alone.
+
+Unless it is what the operation itself left there, when its first answer was lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
+from celery_idempotent.celery.operations import (
+    Operation,
+    OperationRequest,
+    Outcome,
+    operate,
+    operate_or_raise,
+)
 from celery_idempotent.records import Record, ReserveRequest, SettleRequest, State
 from celery_idempotent.stores import Store
-from tests.support.admin import claim, identity, settle, value
+from celery_idempotent.stores.redis.scripts import script
+from celery_idempotent.stores.redis.store import RedisStore
+from tests.support.admin import claim, identity, make_user, settle, value
+from tests.support.proxy import Proxy
 from tests.support.waiting import wait_for
 
 Serve = Callable[..., Any]
@@ -19,7 +32,7 @@ MESSAGE = b"application/json\nutf-8\n{}"
 
 
 def bring_to(store: Store, state: str) -> Record:
-    """Bring the key into a state, ``"STALE"`` for PROCESSING whose lease ran out."""
+    """Bring the key into a state: ``"STALE"``, PROCESSING whose lease ran out; ``"STEPS"``, PROCESSING with a step."""
     if state == "QUEUED":
         store.reserve(
             ReserveRequest(identity=KEY, task_id="task-1", deadline_ms=60_000, keep_ms=60_000)
@@ -28,6 +41,8 @@ def bring_to(store: Store, state: str) -> Record:
         record = claim(store, KEY, lease_ms=1 if state == "STALE" else 60_000, message=MESSAGE)
         if state == "INTERRUPTED":
             store.interrupt(KEY, token=record.token)
+        elif state == "STEPS":
+            assert store.checkpoint(KEY, token=record.token, name="pay", value=value("17"))
         elif state in ("COMPLETED", "FAILED"):
             settle(store, record, State[state])
         elif state == "STALE":
@@ -107,7 +122,6 @@ def anew(store: Store, _: Record) -> None:
         ("forget", "STALE", claimed),
         ("forget", "STALE", completed),
         ("forget", "INTERRUPTED", claimed),
-        ("forget", "COMPLETED", anew),
         ("release", "QUEUED", claimed),
         ("release", "STALE", claimed),
         ("release", "STALE", completed),
@@ -162,3 +176,119 @@ def test_what_was_requeued_since_it_was_seen_is_not_failed(store: Store, serve: 
     outcome = operate(app, KEY, OperationRequest("fail"), token=seen.token, state=seen.state)
     assert outcome is Outcome.CHANGED
     assert store.get(KEY) == queued
+
+
+#: Operations that a store cannot do twice: what it finds at the second time is its own work.
+ONCE: Any = pytest.mark.parametrize(
+    ("operation", "state"),
+    [
+        ("release", "QUEUED"),
+        ("release", "PROCESSING"),
+        ("release", "STEPS"),
+        ("requeue", "PROCESSING"),
+        ("requeue", "INTERRUPTED"),
+        ("forget", "COMPLETED"),
+        ("forget", "INTERRUPTED"),
+    ],
+)
+
+
+def assert_told_as_done(app: Any, seen: Record, operation: Operation) -> None:
+    """Alice does it, and is told that it is done; so says the admin's log."""
+    from django.contrib.admin.models import LogEntry
+
+    make_user("alice")
+    request = OperationRequest(operation, who="alice", reason="it is stuck", force=True)
+    outcome = operate(app, KEY, request, token=seen.token, state=seen.state)
+    # Nobody can send this message, whatever became of the answer: it is not the app's.
+    wanted = Outcome.UNSENT if operation == "requeue" else Outcome.DONE
+    entries = LogEntry.objects.values_list("user__username", "change_message")
+    done = {"release": "Released", "requeue": "Requeued", "forget": "Forgotten"}[operation]
+    assert [(who, message.startswith(done)) for who, message in entries] == [("alice", True)]
+    assert outcome is wanted
+
+
+def assert_left(store: Store, operation: Operation, state: str) -> None:
+    """The key is as an operation leaves it that was done."""
+    found = store.get(KEY)
+    if operation == "requeue":
+        assert found is not None
+        assert found.state is State.QUEUED
+    elif state == "STEPS":
+        assert found is not None
+        assert found.state is State.INTERRUPTED
+    else:
+        assert found is None
+
+
+@ONCE
+def test_one_that_the_store_sent_twice_is_told_as_done(
+    store: Store,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    operation: Operation,
+    state: str,
+) -> None:
+    """As after the COMMIT of a database whose answer is lost: the verb is done again, and finds its own work."""
+    app = serve(store)
+    seen = bring_to(store, state)
+    verb = getattr(store, operation)
+
+    def twice(*args: Any, **options: Any) -> Any:
+        assert verb(*args, **options)
+        return verb(*args, **options)
+
+    monkeypatch.setattr(store, operation, twice)
+    assert_told_as_done(app, seen, operation)
+    assert_left(store, operation, state)
+    if operation != "requeue":
+        assert "alice " in caplog.text
+
+
+@pytest.fixture
+def proxied(redis_proxy: Proxy, database: None) -> Iterator[RedisStore]:
+    store = RedisStore(redis_proxy.url())
+    yield store
+    store.close()
+
+
+@ONCE
+def test_one_whose_answer_is_lost_on_the_way_is_told_as_done(
+    redis_proxy: Proxy, proxied: RedisStore, serve: Serve, operation: Operation, state: str
+) -> None:
+    app = serve(proxied)
+    verb: Any = getattr(proxied, operation)
+    more = {"deadline_ms": 1} if operation == "requeue" else {}
+    assert not verb(identity("another"), token=1, **more)  # the server knows the script
+    seen = bring_to(proxied, state)
+    redis_proxy.swallow_replies(script(operation).digest)
+    assert_told_as_done(app, seen, operation)
+    assert redis_proxy.swallowed == 1
+    assert_left(proxied, operation, state)
+
+
+def test_code_that_forgets_is_told_that_it_did_and_forgets_no_later_record(
+    store: Store, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """::
+
+    code     forget ─ deleted, and the answer is lost ─────────────── again: another token
+    worker                                              claim ─ COMPLETED
+    """
+    app = serve(store)
+    bring_to(store, "COMPLETED")
+    forget = store.forget
+
+    def late(*args: Any, **options: Any) -> bool:
+        monkeypatch.setattr(store, "forget", forget)
+        assert forget(*args, **options)
+        time.sleep(0.002)  # no record begins in the millisecond in which the one before did
+        settle(store, claim(store, KEY))
+        return bool(forget(*args, **options))
+
+    monkeypatch.setattr(store, "forget", late)
+    assert operate_or_raise(app, KEY, OperationRequest("forget"))
+    found = store.get(KEY)
+    assert found is not None
+    assert found.state is State.COMPLETED
