@@ -24,7 +24,7 @@ from dataclasses import KW_ONLY
 from typing import TYPE_CHECKING, Final, Literal
 
 from celery_idempotent import signals
-from celery_idempotent.celery import reaper
+from celery_idempotent.celery import ending, reaper
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.protocol.calls import worker_name
@@ -200,7 +200,7 @@ def _complete(by: Operator, record: Record) -> Outcome:
         restore=False,
         intervention=by.intervention(),
     )
-    if not reaper.end_record(by.store, end):
+    if not ending.end_record(by.store, end):
         return Outcome.CHANGED
     by.report(signals.settled, record, state=State.COMPLETED)
     return Outcome.DONE
@@ -223,7 +223,7 @@ def _amend(by: Operator, record: Record, step: str) -> Outcome:
 def _fail(by: Operator, record: Record) -> Outcome:
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
     noted = by.intervention()
-    if not reaper.fail_record(by.app, by.store, record, error, intervention=noted):
+    if not ending.fail_record(by.app, by.store, record, error, intervention=noted):
         return Outcome.CHANGED
     by.report(signals.settled, record, state=State.FAILED, error=error)
     return Outcome.DONE

@@ -8,7 +8,8 @@ What becomes of a record whose lease ran out is what its task said when it claim
 
 The store writes the new state first, and then the sweep acts on it. Should it die before it has published a message,
 the record is past its new deadline after a minute, and another sweep publishes it. Two copies do no harm: they have one
-task id, so the second is a redelivery.
+task id, so the second is a redelivery. Nor does a record stay INTERRUPTED that is to be FAILED: another sweep, a minute
+later, settles it.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ import weakref
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of, find_task
+from celery_idempotent.celery.ending import fail_record
+from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
 from celery_idempotent.celery.typed import AnyTask
-from celery_idempotent.errors import IdempotencyError, InvalidOption, ProcessingTimedOut
+from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
-from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
-from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
-from celery_idempotent.serializers import NotStored, Serializer
+from celery_idempotent.records import Record, Selection, State
 from celery_idempotent.settings import milliseconds, real_app
 from celery_idempotent.stores import get_store
 
@@ -55,6 +55,13 @@ REQUEUE_MS = 60_000
 
 #: Why a sweep acts.
 _STALE = "the lease ran out"
+_LEFT = "an earlier sweep, or its message, did not come to it"
+
+#: So many INTERRUPTED records a sweep looks at for those that are to be FAILED.
+_LOOK_AT = 500
+
+#: Where the next look of an app begins: among very many, each gets its turn.
+_places: weakref.WeakKeyDictionary[Celery, str] = weakref.WeakKeyDictionary()
 
 _NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
 
@@ -77,12 +84,13 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     store = get_store(app)
     started = time.monotonic()
     found = store.sweep(limit=limit, requeue_ms=REQUEUE_MS)
-    failed = 0
     for record in found.interrupted:
         report_record(app, store, signals.interrupted, record, state=record.state, reason=_STALE)
-        if record.on_stale == "fail":
-            failed += _time_out(app, store, record)
     requeued = sum(send_again(app, store, record, reason=_STALE) for record in found.requeued)
+    # Last, since each asks the store once more: what it keeps us from is found again after a minute.
+    timed_out = [record for record in found.interrupted if record.on_stale == "fail"]
+    failed = sum(_time_out(app, store, record, _STALE) for record in timed_out)
+    failed += sum(_time_out(app, store, record, _LEFT) for record in _left_behind(app, store))
     pruned = store.prune(limit=limit)
     counts: dict[str, object] = {
         "interrupted": len(found.interrupted),
@@ -92,7 +100,7 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
         "more": found.more,
         "seconds": round(time.monotonic() - started, 4),
     }
-    busy = found.interrupted or found.requeued or pruned
+    busy = found.interrupted or found.requeued or failed or pruned
     Reporter(SWEEP, lambda: sender, lambda: store).report(
         signals.swept,
         None,
@@ -124,8 +132,33 @@ def report_record(
     reporter.report(outcome, *about, store=store, has_writer=False, **details)
 
 
-def _time_out(app: Celery, store: Store, record: Record) -> bool:
-    """Settle a stale record FAILED for good (``idempotency_on_stale="fail"``)."""
+def _left_behind(app: Celery, store: Store) -> list[Record]:
+    """Return INTERRUPTED records that are to be FAILED, and that nobody failed for a minute.
+
+    A store interrupts thousands in one step, and they are settled one after the other::
+
+        sweep     INTERRUPTED: a b c ─ FAILED: a ─╳ it dies, or the store fails
+        sweep     a minute later                       lists b c ─ FAILED: b c
+
+    Within that minute they are left to the sweep that is at work, and to their messages, which may come back.
+    """
+    # An idle sweep is to stay as cheap as it is where no task asks for this.
+    if not any(each.policy.on_stale == "fail" for _, each in idempotent_tasks(app)):
+        return []
+    interrupted = Selection(states=frozenset({State.INTERRUPTED}))
+    place = _places.get(app, "")
+    page = store.list(interrupted, cursor=place, limit=_LOOK_AT, look_at=_LOOK_AT)
+    _places[app] = page.cursor
+    before_ms = page.now_ms - REQUEUE_MS
+    return [
+        record
+        for record in page.records
+        if record.on_stale == "fail" and record.crashes and record.updated_ms <= before_ms
+    ]
+
+
+def _time_out(app: Celery, store: Store, record: Record, reason: str) -> bool:
+    """Settle a record FAILED for good whose worker was lost (``idempotency_on_stale="fail"``)."""
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
     )
@@ -138,68 +171,10 @@ def _time_out(app: Celery, store: Store, record: Record) -> bool:
         record,
         state=State.FAILED,
         error=error,
-        reason=_STALE,
+        reason=reason,
         line=FAILED_WITHOUT_RUN,
     )
     return True
-
-
-def fail_record(
-    app: Celery,
-    store: Store,
-    record: Record,
-    error: IdempotencyError,
-    *,
-    intervention: Intervention | None = None,
-) -> bool:
-    """Settle a record FAILED that no worker runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
-    definition = definition_of(app, record.identity.namespace)
-    keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
-    value = _plain_error(app, error) if definition is None else definition.codec.dump_error(error)
-    return end_record(
-        store,
-        SettleRequest(
-            record=record,
-            state=State.FAILED,
-            value=value,
-            keep_ms=keep_ms,
-            restore=False,
-            intervention=intervention,
-        ),
-    )
-
-
-def end_record(store: Store, end: SettleRequest) -> bool:
-    """Settle a record that no worker runs, as it was seen; ``False`` if it has changed, or has ended otherwise.
-
-    The end is not to be restored: a key that was claimed and released a moment ago has no record, and is not to be
-    settled for what it was before.
-    """
-    # One write, to the record with this token and to no other.
-    if not store.settle(end):
-        return False
-    # Its owner may have settled it first, and then that end state stays.
-    found = store.get(end.record.identity)
-    return found is not None and (found.token, found.state, found.value) == (
-        end.record.token,
-        end.state,
-        end.value,
-    )
-
-
-def _plain_error(app: Celery, error: IdempotencyError) -> Stored | None:
-    """Serialize the error of a record whose task is unknown, or that is a view's, as a result backend would."""
-    accept = tuple(app.conf.result_accept_content or app.conf.accept_content)
-    plain = {
-        "exc_type": type(error).__name__,
-        "exc_module": type(error).__module__,
-        "exc_message": str(error),
-    }
-    try:
-        stored = Serializer("json", accept).dump(plain, max_bytes=None)
-    except InvalidOption:  # not readable by anyone
-        return None
-    return None if isinstance(stored, NotStored) else stored
 
 
 def send_again(
