@@ -151,47 +151,50 @@ class TaskCodec:
 
     def load_error(self, stored: Stored | None) -> Exception:
         """Return the stored exception, to be raised again; whatever else was stored never is."""
+        return self._read_error(stored)[0]
+
+    def _read_error(self, stored: Stored | None) -> tuple[Exception, object]:
+        """Return the same, and what :meth:`dump_error` had serialized."""
         if stored is None:
-            return ResultUnavailable(
+            unstored = ResultUnavailable(
                 f"{self._task} failed for good, and its exception could not be stored: see the log of its worker."
             )
+            return unstored, None
         backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
         written = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
         try:
             error = backend.exception_to_python(written)
         except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception
-            return ResultUnavailable(
+            error = ResultUnavailable(
                 f"{self._task} failed for good, and its stored exception cannot be read ({type(damaged).__name__})."
             )
-        if isinstance(error, Exception):
-            return error
-        return ResultUnavailable(
-            f"{self._task} ended with {type(error).__name__}, which is not raised again."
-        )
+        if not isinstance(error, Exception):
+            error = ResultUnavailable(
+                f"{self._task} ended with {type(error).__name__}, which is not raised again."
+            )
+        return error, written
 
-    def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], str]:
-        """Return the class of a stored exception and its text, also where Celery cannot make the exception again.
+    def describe_error(self, stored: Stored | None) -> tuple[type[BaseException], object]:
+        """Return the class of a stored exception and what its text is made of, also if Celery cannot make it again.
 
         It cannot if the class takes other arguments than it hands to ``super().__init__``: ``load_error`` then returns
         a plain exception, or one of a class of the same name. The class itself is looked for where Celery looks: in the
         modules that this process has imported.
         """
-        error = self.load_error(stored)
-        kind, text = type(error), str(error)
+        error, written = self._read_error(stored)
+        kind = type(error)
         module, name, arguments = kind.__module__, kind.__qualname__, error.args
-        if stored is not None and not isinstance(error, IdempotencyError):
-            written = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
-            if isinstance(written, dict):
-                module, name = str(written.get("exc_module")), str(written.get("exc_type"))
-                arguments = written.get("exc_message", ())
+        if isinstance(written, dict) and not isinstance(error, IdempotencyError):
+            module, name = str(written.get("exc_module")), str(written.get("exc_type"))
+            arguments = written.get("exc_message", ())
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
         if not isinstance(found, type) or not issubclass(found, BaseException) or found is kind:
-            return kind, text
+            return kind, error
         if isinstance(arguments, (list, tuple)):
             arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
-        return found, str(arguments)
+        return found, arguments
 
     def _dump_call(self, signature: Sig) -> Stored | NotStored:
         content = dict(with_dumped_models(self._app, signature))

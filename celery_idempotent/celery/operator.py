@@ -24,7 +24,7 @@ from dataclasses import KW_ONLY
 from typing import TYPE_CHECKING, Final, Literal
 
 from celery_idempotent import signals
-from celery_idempotent.celery import ending, reaper
+from celery_idempotent.celery import reaper, settling
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.protocol.calls import worker_name
@@ -141,14 +141,14 @@ def _as_done(by: Operator, seen: Record, then: State | None, *, crashes: int = 0
     A store that gets no answer asks again by itself, and then finds its own work::
 
         store    forget ─ deleted, and the answer is lost ─ forget again: there is none
-                                                            └─ CHANGED: done by nobody, and without a trace
+                                                            └─ CHANGED: no event, no line, no entry for what was done
 
-    Somebody else who did the same in that instant is not to be told apart. Then it is told twice, which is better than
-    not at all. ``then`` is the state that the record is left in, ``None`` if it is deleted.
+    Another operator may have done the same in that instant. Then both report it, which is better than neither.
+    ``then`` is the state that the record is left in, ``None`` if it is deleted.
     """
     found = by.store.get(seen.identity)
     if then is None:
-        # A record that was not deleted keeps its beginning, whoever claims it.
+        # A record that was not deleted keeps its beginning, also when it is claimed again.
         return seen if found is None or found.created_ms != seen.created_ms else None
     if found is None:
         return None
@@ -200,7 +200,7 @@ def _complete(by: Operator, record: Record) -> Outcome:
         restore=False,
         intervention=by.intervention(),
     )
-    if not ending.end_record(by.store, end):
+    if not settling.end_record(by.store, end):
         return Outcome.CHANGED
     by.report(signals.settled, record, state=State.COMPLETED)
     return Outcome.DONE
@@ -223,7 +223,7 @@ def _amend(by: Operator, record: Record, step: str) -> Outcome:
 def _fail(by: Operator, record: Record) -> Outcome:
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
     noted = by.intervention()
-    if not ending.fail_record(by.app, by.store, record, error, intervention=noted):
+    if not settling.fail_record(by.app, by.store, record, error, intervention=noted):
         return Outcome.CHANGED
     by.report(signals.settled, record, state=State.FAILED, error=error)
     return Outcome.DONE

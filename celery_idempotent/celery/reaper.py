@@ -23,8 +23,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
-from celery_idempotent.celery.ending import fail_record
 from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
+from celery_idempotent.celery.settling import fail_record
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import counters
@@ -133,7 +133,7 @@ def report_record(
 
 
 def _left_behind(app: Celery, store: Store) -> list[Record]:
-    """Return INTERRUPTED records that are to be FAILED, and that nobody failed for a minute.
+    """Return INTERRUPTED records that are to be FAILED, and were left so for a minute.
 
     A store interrupts thousands in one step, and they are settled one after the other::
 

@@ -53,7 +53,7 @@ def replay(
         raise delivery.Replaced(signature, _due(task, record, age_ms), free)
     if record.value is not None and not record.replaced:
         value = definition.codec.load_value(record.value)
-    elif own and not record.replaced and _nobody_asks(task, request):
+    elif own and not record.replaced and _is_unused(task, request):
         return None
     else:
         value = _from_backend(task, request, record, age_ms)
@@ -61,7 +61,7 @@ def replay(
     return value
 
 
-def _nobody_asks(task: IdempotentTask, request: Context) -> bool:
+def _is_unused(task: IdempotentTask, request: Context) -> bool:
     """Is the result of this message neither stored nor handed on?"""
     unstored = request.ignore_result or isinstance(task.backend, DisabledBackend)
     return bool(unstored) and not delivery.has_to_send(request)

@@ -76,7 +76,7 @@ class PendingSettle:
     def lose(self) -> None:
         """Do nothing: after the COMMIT the settle is tried all the same.
 
-        It succeeds if nobody claimed the key meanwhile, and reports the lost lease if somebody did.
+        It succeeds if there is no newer claim of the key, and reports the lost lease if there is.
         """
 
     @property

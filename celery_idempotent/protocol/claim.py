@@ -44,7 +44,7 @@ class Phase(Enum):
                           ├─ the store is away: nothing is written, and the lease frees the key ────────▶ ENDED
                           └─ the store refused a renewal or a step ─▶ LOST ─▶ from there each of the ways above
 
-    LOST may still become SETTLED: a sweep, say, interrupted the claim, and nobody claimed the key after that.
+    LOST may still become SETTLED: a sweep, say, interrupted the claim, and the key was not claimed after that.
     """
 
     RUNNING = "the body is at work, and the heartbeat renews the lease"
@@ -56,7 +56,7 @@ class Phase(Enum):
 
 
 #: In one of these phases the body may still be at work. One that was RELEASED by a rollback of the caller's transaction
-#: is over; but that claim is not the current one any more, and nobody asks.
+#: is over; but that claim is not the current one any more, and is not asked.
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
 #: In one of these phases the end state is written or given up. The phase is assigned first, and the signal that says so

@@ -165,7 +165,7 @@ class Endings:
             found = [claim.store.get(record.identity) for record in ours]
         except STORE_ERRORS:
             return False
-        # A record that is gone was released or forgotten: nobody holds the key now.
+        # A record that is gone was released or forgotten: the key is free.
         pairs = zip(found, ours, strict=True)
         if all(stored is None or stored.token == claimed.token for stored, claimed in pairs):
             return False

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 #: A reserved record that was claimed and is given back, because the old identity is taken, gets this deadline.
 _REQUEUE_MS = 60_000
 
-#: A call that waits for another operation under its old key is told to ask again after this time.
+#: A call that waits for another operation under its old key asks again after this time.
 _ASK_AGAIN_MS = 1000
 
 

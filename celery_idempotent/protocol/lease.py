@@ -9,7 +9,7 @@ With a lease of 60 seconds::
 
 A store that does not answer says nothing about the claim, so the renewal is repeated. A store that refuses does: a
 newer claim has the key, a sweep or an operator took it, or the record is gone. The claim becomes LOST. Its run goes on,
-because a thread cannot be stopped from outside; its result is stored only if nobody claimed the key meanwhile.
+because a thread cannot be stopped from outside; its result is stored only if there is no newer claim.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Heartbeat:
     references only, and does not renew a claim whose run is gone. The thread is not in ``threading.enumerate()``, where
     test suites look for threads that a test left behind: it ends by itself.
 
-    The thread sleeps on a lock, its bell, and whoever wakes it releases that. Where gevent or eventlet has patched
+    The thread sleeps on a lock, its bell, and to wake it is to release that. Where gevent or eventlet has patched
     ``threading`` the thread is a greenlet, which renews while the runs let it: its bell must then be a lock of theirs,
     or it would wait with the whole process. So the bell is made with the thread, however early this module was
     imported; and under the other lock nothing is done that could switch greenlets.

@@ -329,6 +329,21 @@ class CardError(Exception):
         self.code = code
 
 
+class WithoutTextError(Exception):
+    """Has no text, as an error in its ``__str__`` makes it."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_a_permanent_error_without_a_text_is_permanent_all_the_same(charge: Any) -> None:
+    charge.idempotency_permanent_errors = (WithoutTextError,)
+    queue(charge)
+    end(charge, error=WithoutTextError())
+    told = json.loads(queue(charge).content)
+    assert (told["retryable"], told["error"]) == (False, {"type": "WithoutTextError"})
+
+
 @pytest.mark.parametrize("permanent", [(CardError,), (Exception,)], ids=["itself", "its base"])
 def test_a_permanent_error_that_cannot_be_made_again_is_permanent_all_the_same(
     charge: Any, permanent: tuple[type[Exception], ...]
@@ -342,11 +357,15 @@ def test_a_permanent_error_that_cannot_be_made_again_is_permanent_all_the_same(
     assert told["error"] == {"type": "CardError", "message": "declined"}
 
 
-def test_what_is_sent_after_the_commit_is_the_call_as_it_was(charge: Any, app: Celery) -> None:
+@pytest.mark.parametrize("mode", ["enforce", "observe", "off"])
+def test_what_is_sent_after_the_commit_is_the_call_as_it_was(
+    charge: Any, app: Celery, mode: str
+) -> None:
     from django.db import transaction
 
     from celery_idempotent.django.http import enqueue
 
+    charge.idempotency_mode = mode
     messages(app)
     with transaction.atomic():
         order = {"amount": 1}

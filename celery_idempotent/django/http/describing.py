@@ -110,9 +110,8 @@ def _error_of(
     if definition is not None:
         try:
             error, text = definition.codec.describe_error(record.value)
-        except Exception as unreadable:  # noqa: BLE001  ours, or an exception of the project's own that has no text
-            own = isinstance(unreadable, errors.IdempotencyError)
-            error, text = (type(unreadable), str(unreadable)) if own else (Exception, "")
+        except errors.IdempotencyError as unreadable:
+            error, text = type(unreadable), unreadable
         return error, error.__name__, _sendable(text)
     # A view's: all that is kept of it is what its caller may know.
     found: object = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
+from celery_idempotent.celery.entering import copied
 from celery_idempotent.celery.publishing import stamp_call
 from celery_idempotent.celery.reserving import lost_after_ms
 from celery_idempotent.celery.typed import Options
@@ -111,6 +112,11 @@ class QueuedRequest:
         stamp_call(self.definition, self.args, self.kwargs, options)
         again = self.task.signature(tuple(self.args), dict(self.kwargs), options=options)
         return self.definition.codec.dump_message(again)
+
+    def as_now(self) -> QueuedRequest:
+        """Return the same with copies of the arguments: the view may change them before the COMMIT."""
+        args, kwargs = copied(self.args, self.kwargs) or (self.args, self.kwargs)
+        return replace(self, args=args, kwargs=kwargs)
 
     def send(self, task_id: str) -> None:
         """Publish the message now."""

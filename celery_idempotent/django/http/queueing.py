@@ -75,9 +75,6 @@ def enqueue(
     try:
         in_transaction = transaction.get_connection(using).in_atomic_block
         kwargs = kwargs or {}
-        if in_transaction:
-            # What is sent after the COMMIT is the call as it is now.
-            args, kwargs = copied(args, kwargs) or (args, kwargs)
         queued = read_request(
             request,
             task,
@@ -89,6 +86,8 @@ def enqueue(
             options=options,
         )
         if not isinstance(queued, QueuedRequest):
+            if in_transaction:
+                args, kwargs = copied(args, kwargs) or (args, kwargs)
             send = partial(cast("IdempotentTask", task).apply_async, args, kwargs, **queued)
             return _send_unguarded(send, using=using, in_transaction=in_transaction)
         found = _reserve_or_find(queued, in_transaction=in_transaction)

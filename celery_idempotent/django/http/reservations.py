@@ -126,7 +126,7 @@ def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool
 def _stage_message(queued: QueuedRequest, record: Record) -> None:
     if queued.outbox_alias is not None:
         queued.stage(record.task_id, queued.outbox_alias)
-    first_on_commit(transaction.get_connection(queued.using), _AtCommit(queued, record))
+    first_on_commit(transaction.get_connection(queued.using), _AtCommit(queued.as_now(), record))
 
 
 class _AtCommit:

@@ -85,7 +85,7 @@ class GroupLease:
         self._mine().update(holder="", due_ms=NowMs())
 
     def all(self) -> QuerySet[OutboxMessage]:
-        """Return all messages of the group, whoever holds it.
+        """Return all messages of the group, held or not.
 
         Two apps may use one name, and have two groups then: what is for one broker does not go to the other, nor wait
         for it.
@@ -126,7 +126,7 @@ def has_earlier(lease: GroupLease, pk: int) -> bool:
 
 
 def head_of(lease: GroupLease) -> int | None:
-    """Return the oldest message of the group, whoever holds it."""
+    """Return the oldest message of the group, held or not."""
     return lease.all().order_by("pk").values_list("pk", flat=True).first()
 
 
