@@ -55,7 +55,7 @@ class Store(ABC):
     answers as it did the first time. Every write after the claim carries the record's token and does nothing for any
     other. Expected outcomes are return values; every verb may raise :exc:`~celery_idempotent.errors.StoreUnavailable`
     (trying again may help) or :exc:`~celery_idempotent.errors.StoreMisconfigured` (it will not). All times are
-    milliseconds. ``celery_idempotent.testing.StoreContract`` holds a store to all of this.
+    milliseconds. ``tests/contract`` holds a store to all of this.
     """
 
     #: Can a run be part of its transactions? Then it has `transaction`, `committed` and `abandon`.

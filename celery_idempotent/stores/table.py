@@ -6,7 +6,7 @@ says what it answers and what is stored then. Example: a claim that finds a PROC
 it answers ``held``, writes nothing, and adds the caller to the refusals.
 
 :mod:`celery_idempotent.stores.machine` executes the table for the stores that decide in Python,
-``celery_idempotent.testing.StoreContract`` asks every store about each of its cells, Redis with its scripts included,
+``tests/contract`` asks every store about each of its cells, Redis with its scripts included,
 and docs/life-of-a-record.md prints it.
 """
 

@@ -1,8 +1,6 @@
-"""What tests of idempotent tasks and of stores need; the contract of stores uses pytest."""
+"""What tests of idempotent tasks need."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from celery_idempotent.testing.clock import FakeClock
 from celery_idempotent.testing.crashes import CrashReport, KilledAt, crash_matrix, lose_worker
@@ -21,9 +19,6 @@ from celery_idempotent.testing.isolation import (
     isolated_records,
 )
 
-if TYPE_CHECKING:
-    from celery_idempotent.testing.contract import StoreContract
-
 __all__ = [
     "CrashReport",
     "Delivery",
@@ -31,7 +26,6 @@ __all__ = [
     "IsolatedRecords",
     "KilledAt",
     "Message",
-    "StoreContract",
     "assert_ran_once",
     "crash_matrix",
     "deliver",
@@ -42,16 +36,3 @@ __all__ = [
     "isolated_records",
     "lose_worker",
 ]
-
-
-def __getattr__(name: str) -> object:
-    # Not before it is asked for: an application's tests may do without pytest.
-    if name != "StoreContract":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest
-
-    # Before the import, so that a failing contract shows what it compared.
-    pytest.register_assert_rewrite("celery_idempotent.testing.contract")
-    from celery_idempotent.testing.contract import StoreContract
-
-    return StoreContract

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_idempotent.testing import FakeClock, StoreContract
+from celery_idempotent.testing import FakeClock
+from tests.contract import StoreContract
 from tests.docs.test_docs import REFERENCE, blocks
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from celery_idempotent.stores import Store
-from celery_idempotent.testing import StoreContract
+from tests.contract import StoreContract
 
 pytest.importorskip("django")
 

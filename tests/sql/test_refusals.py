@@ -21,7 +21,7 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
 )
-from celery_idempotent.testing.contract.base import FINGERPRINT, OTHER_FINGERPRINT, VALUE
+from tests.contract.base import FINGERPRINT, OTHER_FINGERPRINT, VALUE
 from tests.sql.databases import execute, rows, shift
 from tests.support.waiting import wait_for
 

@@ -36,7 +36,8 @@ from celery_idempotent.stores.hybrid.cache import Cached, RedisCache, Ticket
 from celery_idempotent.stores.hybrid.store import HybridStore
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
-from celery_idempotent.testing import FakeClock, StoreContract
+from celery_idempotent.testing import FakeClock
+from tests.contract import StoreContract
 from tests.stores.hybrids import BadLink, Counted, CountingLink, DatedLink, RedisTruth
 from tests.stores.shifted import FixedLink, Shift
 

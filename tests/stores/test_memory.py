@@ -13,7 +13,8 @@ import pytest
 from celery_idempotent.records import Claimed, ClaimRequest, Identity
 from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.testing import FakeClock, StoreContract
+from celery_idempotent.testing import FakeClock
+from tests.contract import StoreContract
 from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
 
 KEY = Identity(namespace="charge", key="order-17")

@@ -11,7 +11,7 @@ import redis
 
 from celery_idempotent.records import ClaimRequest, Identity, ReserveRequest, SettleRequest, State
 from celery_idempotent.stores.redis.store import RedisStore
-from celery_idempotent.testing import StoreContract
+from tests.contract import StoreContract
 from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift

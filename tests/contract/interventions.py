@@ -17,7 +17,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import (
+from tests.contract.base import (
     END_STATES,
     KEY,
     OTHER_FINGERPRINT,

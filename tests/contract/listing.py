@@ -9,7 +9,7 @@ import pytest
 
 from celery_idempotent.records import Identity, Record, Selection, State
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import (
+from tests.contract.base import (
     END_STATE_BY_NAME,
     EVERY,
     KEY,

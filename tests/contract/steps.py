@@ -8,7 +8,7 @@ import pytest
 
 from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import KEY, MESSAGE, Advance, ContractBase, all_at_once
+from tests.contract.base import KEY, MESSAGE, Advance, ContractBase, all_at_once
 
 
 def result(text: str) -> Stored:

@@ -6,7 +6,7 @@ import dataclasses
 
 from celery_idempotent.records import Held
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import (
+from tests.contract.base import (
     KEY,
     MESSAGE,
     TASK_ID,

@@ -10,7 +10,7 @@ import pytest
 
 from celery_idempotent.records import Claimed, EndState, Held, Identity, Reserved, Selection, State
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import (
+from tests.contract.base import (
     KEY,
     MESSAGE,
     NAMES,

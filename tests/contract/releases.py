@@ -8,7 +8,7 @@ import pytest
 
 from celery_idempotent.records import Held, State
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import KEY, MESSAGE, Advance, ContractBase
+from tests.contract.base import KEY, MESSAGE, Advance, ContractBase
 
 
 class ReleaseContract(ContractBase):

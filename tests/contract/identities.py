@@ -6,7 +6,7 @@ import pytest
 
 from celery_idempotent.records import Identity, Settled, Stored
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import KEY, Advance, ContractBase
+from tests.contract.base import KEY, Advance, ContractBase
 
 #: Each would meet another one if names were made by joining.
 CONFUSABLE = [

@@ -8,7 +8,7 @@ import pytest
 
 from celery_idempotent.records import Held, Renewal
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import KEY, Advance, ContractBase
+from tests.contract.base import KEY, Advance, ContractBase
 
 
 class RenewalContract(ContractBase):

@@ -23,7 +23,7 @@ from celery_idempotent.records import Intervention, Record, State, Stored
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.machine import Fields
 from celery_idempotent.stores.table import TABLE, Rule
-from celery_idempotent.testing.contract.base import (
+from tests.contract.base import (
     END_STATE_BY_NAME,
     FINGERPRINT,
     KEY,

@@ -6,7 +6,7 @@ import pytest
 
 from celery_idempotent.records import Claimed, EndState, Held, Mismatched, Record, Settled, State
 from celery_idempotent.stores.base import Store
-from celery_idempotent.testing.contract.base import (
+from tests.contract.base import (
     FINGERPRINT,
     KEY,
     MESSAGE,

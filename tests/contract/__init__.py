@@ -1,0 +1,71 @@
+"""What every store must do, as tests, which a store passes unchanged."""
+
+from __future__ import annotations
+
+import pytest
+
+# Each part asserts, and pytest explains only what it rewrote.
+pytest.register_assert_rewrite(
+    "tests.contract.cells",
+    "tests.contract.claims",
+    "tests.contract.endings",
+    "tests.contract.identities",
+    "tests.contract.interventions",
+    "tests.contract.listing",
+    "tests.contract.messages",
+    "tests.contract.refusals",
+    "tests.contract.releases",
+    "tests.contract.renewals",
+    "tests.contract.requeues",
+    "tests.contract.reservations",
+    "tests.contract.steps",
+    "tests.contract.upkeep",
+)
+
+from tests.contract.cells import CellContract  # noqa: E402
+from tests.contract.claims import ClaimContract  # noqa: E402
+from tests.contract.endings import EndingContract  # noqa: E402
+from tests.contract.identities import IdentityContract  # noqa: E402
+from tests.contract.interventions import InterventionContract  # noqa: E402
+from tests.contract.listing import ListingContract  # noqa: E402
+from tests.contract.messages import MessageContract  # noqa: E402
+from tests.contract.refusals import RefusalContract  # noqa: E402
+from tests.contract.releases import ReleaseContract  # noqa: E402
+from tests.contract.renewals import RenewalContract  # noqa: E402
+from tests.contract.requeues import RequeueContract  # noqa: E402
+from tests.contract.reservations import ReservationContract  # noqa: E402
+from tests.contract.steps import StepContract  # noqa: E402
+from tests.contract.upkeep import UpkeepContract  # noqa: E402
+
+__all__ = ["StoreContract"]
+
+
+class StoreContract(
+    CellContract,
+    ClaimContract,
+    RenewalContract,
+    EndingContract,
+    ReleaseContract,
+    ReservationContract,
+    StepContract,
+    RequeueContract,
+    MessageContract,
+    RefusalContract,
+    InterventionContract,
+    UpkeepContract,
+    ListingContract,
+    IdentityContract,
+):
+    """Holds a store to the contract.
+
+    Subclass it with a fixture ``store``, a store without any record. Time has to pass, too: give a
+    fixture ``advance``, which returns a function of milliseconds, if the store's clock can be
+    moved; else these tests sleep, and ``lease_ms`` and ``keep_ms`` should be short::
+
+        class TestMyStore(StoreContract):
+            lease_ms = keep_ms = 300
+
+            @pytest.fixture
+            def store(self):
+                return MyStore()
+    """
