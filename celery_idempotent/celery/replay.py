@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore
 
-from celery_idempotent.celery import delivery, republish, sentry
+from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Record
@@ -40,9 +40,6 @@ def replay(
         delivery.drop_callbacks(request)
     if record.state.is_failure:
         error = definition.codec.load_error(record.value)
-        if not own:
-            # A redelivery comes of a process that may have died before it reported anything.
-            sentry.reported_before(error)
         _expect(task, request, record, age_ms)
         raise error
     if record.replaced and own:

@@ -14,7 +14,6 @@ from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
 from celery_idempotent import backoff
-from celery_idempotent.celery import sentry
 from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.typed import Options, Sig
@@ -102,7 +101,6 @@ def conflict(
     _publish_again(task, request, again, delay)
     if not duplicate:
         raise Ignore(str(error))
-    sentry.still_on_its_way(request)
     raise Retry(str(error), exc=error, when=delay, sig=again)  # type: ignore[arg-type]
 
 

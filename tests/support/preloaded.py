@@ -62,7 +62,7 @@ _CELERY = (
 _PACKAGE = tuple(
     f"celery_idempotent.{name}"
     for name in (
-        *("celery.task", "celery.installation", "celery.reaper", "celery.sentry"),
+        *("celery.task", "celery.installation", "celery.reaper"),
         *("celery.canvas", "celery.request", "celery.sending", "protocol.background"),
         *("celery.checks.worker", "celery.checks.broker", "celery.checks.servers"),
         *("stores.redis.store", "stores.memory"),

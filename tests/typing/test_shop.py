@@ -15,7 +15,7 @@ from tests.typing import shop
 
 MISTAKES = """
 from celery import Celery
-from celery_idempotent import IdempotentTask, checks, get_store, metrics, operations, testing, worker_events
+from celery_idempotent import IdempotentTask, checks, get_store, metrics, operations, testing
 
 app = Celery("typed shop", task_cls=IdempotentTask)
 
@@ -35,7 +35,6 @@ lease: int = charge.idempotency_policy.lease_ms
 charge.idempotency_policy.lease  # wrong: reportAttributeAccessIssue
 now: int = get_store(app).now_ms()
 metrics.install(app)
-worker_events.install(app)
 checks.check(app)
 with testing.isolated_records(app) as store:
     operations.find_task_id(app, store, "id")

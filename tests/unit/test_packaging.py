@@ -223,7 +223,6 @@ LATER = (
     "celery_idempotent.stores.redis",
     "celery_idempotent.testing",
     "celery_idempotent.tracing",
-    "celery_idempotent.worker_events",
 )
 
 
