@@ -1,4 +1,4 @@
-"""For Django projects: the task class that also has ``delay_on_commit`` and ``apply_async_on_commit``."""
+"""For Django projects: the task class with ``delay_on_commit``, and the scope of a user's keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore
 
 from celery_idempotent.celery.task import IdempotentTask as _IdempotentTask
+from celery_idempotent.django.scopes import user_scope
 from celery_idempotent.django.transactions import alias_in_use, transactions_around
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 else:
     DjangoBase = DjangoTask
 
-__all__ = ["IdempotentTask"]
+__all__ = ["IdempotentTask", "user_scope"]
 
 
 class IdempotentTask(_IdempotentTask, DjangoBase):

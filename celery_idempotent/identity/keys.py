@@ -191,6 +191,11 @@ class KeyRules:
         )
         self._default_forms = {n: default_form(d) for n, d in parameters.defaults.items()}
 
+    @property
+    def lacks_scope(self) -> bool:
+        """Does a rule make the key, and none its scope?"""
+        return self._key is not None and self._scope is None
+
     def described(self) -> tuple[str, Described, Described]:
         """Return what is written about the namespace, the key and the scope."""
         return self.namespace, described(self._key), described(self._scope)

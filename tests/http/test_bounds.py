@@ -121,7 +121,7 @@ class Desk:
 
     def finish(self, key: str) -> None:
         """Do what a worker does."""
-        from celery_idempotent.django.http import user_scope
+        from celery_idempotent.django import user_scope
 
         scope = canonical(user_scope(CALLER), what="scope", task=TASK)
         settle(self.store, claim(self.store, identity(key, scope=scope), fingerprint=None))

@@ -297,6 +297,37 @@ def test_a_record_without_a_response_is_told_as_that(options: dict[str, Any]) ->
     assert written(note) == 0
 
 
+# Tenants -------------------------------------------------------------------------------------------------------------
+
+
+def test_users_of_two_tenants_with_one_primary_key_are_two_callers(
+    factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """django-tenants has users per tenant, who are numbered from 1 in each schema."""
+    from django.contrib.auth.models import User
+    from django.db import connection, connections
+    from django.http import HttpResponse
+
+    from celery_idempotent.django.http import idempotent_view
+
+    sold: list[str] = []
+
+    @idempotent_view(app=f"{__name__}.app")
+    def sell(request: Any) -> HttpResponse:
+        sold.append(connection.schema_name)  # type: ignore[attr-defined]
+        return HttpResponse(sold[-1], status=201)
+
+    key = new_key()
+    for number, tenant in enumerate(("a", "b", "a", "b")):
+        monkeypatch.setattr(type(connections["default"]), "schema_name", tenant, raising=False)
+        request = factory.post("/", HTTP_IDEMPOTENCY_KEY=key)
+        request.user = User(pk=1)
+        answer = sell(request)
+        assert (answer.status_code, answer.content.decode()) == (201, tenant)
+        assert answer.get("Idempotent-Replayed") == ("true" if number > 1 else None)
+    assert sold == ["a", "b"]
+
+
 # Checks --------------------------------------------------------------------------------------------------------------
 
 

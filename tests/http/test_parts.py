@@ -577,7 +577,7 @@ def test_a_user_without_a_number_is_nobody(factory: Any) -> None:
 
     from django.contrib.auth.models import User
 
-    from celery_idempotent.django.http import user_scope
+    from celery_idempotent.django import user_scope
     from celery_idempotent.django.http.keys import caller_scope
     from celery_idempotent.django.http.options import http_options
     from celery_idempotent.django.http.problems import RequestRefused
@@ -597,7 +597,7 @@ def test_a_model_that_extends_the_users_is_the_same_user() -> None:
     from django.contrib.auth.models import User
     from django.test.utils import isolate_apps
 
-    from celery_idempotent.django.http import user_scope
+    from celery_idempotent.django import user_scope
 
     with isolate_apps("django.contrib.auth"):
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import kombu
@@ -130,6 +131,28 @@ def test_a_missing_sweep_is_found_unless_the_schedule_has_one_of_its_own() -> No
     own = {"sweep": {"task": SWEEP, "schedule": 60}}
     app = app_with(idempotency_sweep_interval=None, beat_schedule=own)
     assert ids(check_settings(app)) == []
+
+
+def _order(tenant: str, order: int) -> None:
+    pass
+
+
+def test_tasks_whose_keys_tenants_would_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = app_with()
+    rules: list[tuple[str, dict[str, Any]]] = [
+        ("shared", {"idempotency_key": "order"}),
+        ("scoped", {"idempotency_key": "order", "idempotency_scope": "tenant"}),
+        ("by_task_id", {}),
+    ]
+    for name, options in rules:
+        task = app.task(name=name, base=IdempotentTask, shared=False, **options)
+        task(_order)
+    assert "W024" not in ids(check_settings(app))
+    monkeypatch.setitem(sys.modules, "django_tenants", ModuleType("django_tenants"))
+    (found,) = (each for each in check_settings(app) if each.id == "W024")
+    assert "shared" in found.problem
+    assert "scoped" not in found.problem
+    assert "by_task_id" not in found.problem
 
 
 @pytest.mark.parametrize(

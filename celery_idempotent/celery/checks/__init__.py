@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.checks import broker, formats, servers
+from celery_idempotent.celery.checks import broker, formats, servers, tenants
 from celery_idempotent.celery.checks.finding import Finding, Tasks
 from celery_idempotent.celery.registry import load_tasks
 from celery_idempotent.errors import IdempotencyError, InvalidOption
@@ -35,6 +35,7 @@ _OF_SETTINGS = (
     formats.known,
     formats.accepted,
     formats.pickled,
+    tenants.unscoped,
 )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from celery_idempotent.django.http.decorators import idempotent_view, keyed_view
 from celery_idempotent.django.http.guards import object_permissions
-from celery_idempotent.django.http.keys import user_scope
 from celery_idempotent.django.http.problems import problem
 from celery_idempotent.django.http.queueing import aenqueue, enqueue
 from celery_idempotent.django.http.status import status_url
@@ -23,5 +22,4 @@ __all__ = [
     "object_permissions",
     "problem",
     "status_url",
-    "user_scope",
 ]

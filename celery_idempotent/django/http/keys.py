@@ -8,13 +8,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import uuid
-from typing import TYPE_CHECKING, Any, Final
-
-from django.contrib.auth import get_user_model
-from django.core.exceptions import ImproperlyConfigured
+from typing import TYPE_CHECKING, Final
 
 from celery_idempotent.django.http.problems import RequestRefused
+from celery_idempotent.django.scopes import tenant_scope, user_scope
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.identity.keys import canonical, excess
@@ -111,47 +108,6 @@ def _invalid(why: str) -> RequestRefused:
     return RequestRefused("idempotency_key_invalid", why)
 
 
-def user_scope(user: object) -> tuple[object, ...]:
-    """Return the scope of a user's keys, for ``apply_async(..., idempotency_scope=user_scope(user))``.
-
-    It says that it is a user's: the scopes that a project gives its tasks for reasons of its own (``tenant 5``) never
-    equal that of user 5, and are out of reach of the status resource. One that is no user of ``AUTH_USER_MODEL`` (a
-    customer, a machine) has their class in it, so that customer 5 is not user 5.
-
-    Raises:
-        InvalidKey: if the user has no primary key, as one that was never saved.
-    """
-    kind: tuple[str, ...] = ()
-    model = _user_model()
-    if model is not None and isinstance(user, model):
-        # Of a model that extends the users' the number of the user counts.
-        pk = getattr(user, model._meta.pk.attname)  # noqa: SLF001  Django's name for what is public
-    else:
-        kind, pk = (_kind(user),), getattr(user, "pk", None)
-    if pk is None or pk == "":
-        raise InvalidKey(
-            "This user has no primary key: one scope for all such users would hand one the answers of another. "
-            "Save it, or give a scope."
-        )
-    usable = isinstance(pk, (int, str, uuid.UUID)) and not isinstance(pk, bool)
-    return ("user", *kind, pk if usable else str(pk))
-
-
-def _user_model() -> Any:
-    try:
-        return get_user_model()
-    except ImproperlyConfigured:  # the project does without django.contrib.auth
-        return None
-
-
-def _kind(user: object) -> str:
-    options = getattr(user, "_meta", None)
-    if options is not None:
-        return str(options.concrete_model._meta.label_lower)  # noqa: SLF001  as above
-    cls = user.__class__  # not type(): the user of a request is a lazy object
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
     """Return the scope of the caller's keys.
 
@@ -175,7 +131,7 @@ def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
     raise _caller_unknown("Log in, or send credentials.")
 
 
-def _session_scope(request: HttpRequest) -> tuple[str, str]:
+def _session_scope(request: HttpRequest) -> tuple[str, ...]:
     session = getattr(request, "session", None)
     if session is None:
         raise _caller_unknown("There is no session to know the caller by.")
@@ -186,7 +142,7 @@ def _session_scope(request: HttpRequest) -> tuple[str, str]:
     if not key or not session.exists(key):
         raise _caller_unknown("There is no session to know the caller by.")
     # A digest: who reads records must not be able to take over sessions.
-    return ("session", hashlib.sha256(key.encode()).hexdigest())
+    return (*tenant_scope(), "session", hashlib.sha256(key.encode()).hexdigest())
 
 
 def _caller_unknown(detail: str) -> RequestRefused:
