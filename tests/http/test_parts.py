@@ -129,13 +129,15 @@ def test_a_class_that_is_no_view_is_refused() -> None:
         ('"a b"', "a b"),
         ('"a";x', "a"),
         (r'"a";x=1; y="z;\"";z=?1;t=tok/en;b=:YQ==:', "a"),
+        ('"a";g=@1659578233;h=@-1', "a"),
+        (r'"a";g=%"This is f\u%c3%bcr"; h=%"";i=1', "a"),
         ("8e03978e-40d5-43e8-bc93-6894a57f9324", "8e03978e-40d5-43e8-bc93-6894a57f9324"),
         ("a:b/c?d=e&f", "a:b/c?d=e&f"),
         ("k" * 255, "k" * 255),
         ("1" * 253, "1" * 253),
     ],
 )
-def test_a_key_is_a_string_of_rfc_8941_or_bare(factory: Any, value: str, key: str) -> None:
+def test_a_key_is_a_string_of_rfc_9651_or_bare(factory: Any, value: str, key: str) -> None:
     from celery_idempotent.django.http.keys import read_key
 
     assert read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value), strict=False) == key
@@ -149,6 +151,11 @@ def test_a_key_is_a_string_of_rfc_8941_or_bare(factory: Any, value: str, key: st
         '"a";X=1',
         '"a";x=',
         '"a";x="',
+        '"a";x=@1.5',
+        '"a";x=@',
+        '"a";x=%"%"',
+        '"a";x=%"%C3"',
+        '"a";x=%""x"',
         "a\tb",
         "\x7f",
         "é",

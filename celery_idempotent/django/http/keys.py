@@ -1,6 +1,6 @@
 """The key of a request, read from its ``Idempotency-Key`` header, and its scope: always the caller.
 
-The header is a string of RFC 8941, or a bare value. No caller sees a record of another.
+The header is a string of RFC 9651, or a bare value. No caller sees a record of another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_HEADER_CHARS: Final = 1024
 _META: Final = "HTTP_IDEMPOTENCY_KEY"
 _KEY = r"[a-z*][a-z0-9_.*-]*"
 _QUOTED = r'"((?:[ !#-\[\]-~]|\\["\\])*)"'
-#: A number, a string, a token, bytes, or a boolean: what a parameter may be.
+#: A number, a string, a token, bytes, a boolean, a date or a display string: what a parameter may be.
 _ITEM = "|".join(
     (
         r"-?[0-9]{1,15}(?:\.[0-9]{1,3})?",
@@ -38,9 +38,11 @@ _ITEM = "|".join(
         r"[A-Za-z*][!#$%&'*+.^_`|~0-9A-Za-z:/-]*",
         r":[A-Za-z0-9+/=]*:",
         r"\?[01]",
+        r"@-?[0-9]{1,15}",
+        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',
     )
 )
-#: Parameters mean nothing here, and RFC 8941 wants them ignored.
+#: Parameters mean nothing here, and RFC 9651 wants them ignored.
 _STRING: Final = re.compile(rf"{_QUOTED}(?:; *{_KEY}(?:=(?:{_ITEM}))?)*", re.ASCII)
 #: Visible ASCII but what begins, separates or escapes something in a structured field: servers join a header that was
 #: sent twice with a comma.
@@ -92,11 +94,11 @@ def _key_of(value: str, *, strict: bool) -> str:
         found = _STRING.fullmatch(value)
         if found is None:
             raise _invalid(
-                'It is no string of RFC 8941, such as "8e03978e-40d5": one string in double quotes.'
+                'It is no string of RFC 9651, such as "8e03978e-40d5": one string in double quotes.'
             )
         return re.sub(r"\\(.)", r"\1", found[1])
     if strict:
-        raise _invalid('It is to be a string of RFC 8941, in double quotes: "8e03978e-40d5".')
+        raise _invalid('It is to be a string of RFC 9651, in double quotes: "8e03978e-40d5".')
     if "," in value:
         raise _invalid("It was sent more than once, or has a comma outside of double quotes.")
     if not _BARE.fullmatch(value):

@@ -142,7 +142,7 @@ def _header(options: HttpOptions) -> OpenApiParameter:
         required=options.required,
         description=(
             "A value that is new for each intention, such as a UUID, and the same for each attempt at it: a string of "
-            'RFC 8941 in double quotes, `"8e03978e-40d5"`'
+            'RFC 9651 in double quotes, `"8e03978e-40d5"`'
             + ("." if options.strict else ", or the bare value.")
         ),
     )
