@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, field, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records.frozen import sealed
@@ -32,6 +32,11 @@ Mode = Literal["enforce", "observe", "off"]
 #: Views with ``@idempotent_view``, and those with ``@keyed_view``.
 ViewKind = Literal["idempotent", "keyed"]
 ViewKinds = tuple[ViewKind, ...]
+
+#: Options that were removed, as users write them: those of tasks with their prefix. A sentence says what replaces each.
+REMOVED: Final[Mapping[str, str]] = {
+    "headers": "All headers are stored but those that belong to one answer.",
+}
 
 T = TypeVar("T")
 
@@ -158,7 +163,9 @@ def read_options(
 def unknown_option(
     name: str, known: Collection[str], *, where: str, prefix: str = ""
 ) -> InvalidOption:
-    """Return the error for a name that is no option, with the option that was probably meant."""
+    """Return the error for a name that is no option, with what replaces it, or the option that was probably meant."""
+    if replacement := REMOVED.get(prefix + name):
+        return InvalidOption(f"{prefix}{name} of {where} was removed. {replacement}")
     from difflib import get_close_matches  # seldom needed, and slow to import
 
     close = get_close_matches(name, known, n=1)

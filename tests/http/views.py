@@ -56,7 +56,7 @@ guarded = idempotent_view(scope=caller)
 def plain(request: Any) -> HttpResponse:
     response = JsonResponse({"run": ran(request), "nonce": os.urandom(8).hex()}, status=201)
     response["Location"] = "/things/1/"
-    response["X-Secret"] = "for the first caller alone"
+    response["X-Request-ID"] = "of the first request"
     response["Date"] = "Thu, 01 Jan 1970 00:00:00 GMT"
     response.set_cookie("session", "never to be repeated")
     return response

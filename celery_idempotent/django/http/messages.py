@@ -16,13 +16,12 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.http import FileResponse, HttpResponse, HttpResponseBase
 
-from celery_idempotent.django.http.options import KEPT_ATTRIBUTES, KEPT_HEADERS, HttpOptions
+from celery_idempotent.django.http.options import KEPT_ATTRIBUTES, NEVER_KEPT, HttpOptions
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import Stored
@@ -43,6 +42,9 @@ _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
 _ATTRIBUTES: Final = "Idempotent-Attributes"
 #: In the record only: the view is asked who may see it.
 _AUTHORIZED: Final = "Idempotent-Authorized-By-View"
+_NOT_FROM_VIEW: Final = NEVER_KEPT | {
+    each.lower() for each in (REPLAYED, _NOT_KEPT, _ATTRIBUTES, _AUTHORIZED)
+}
 _MAX_HEAD: Final = 32 * 1024
 
 
@@ -126,8 +128,11 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
         lines.append(f"{_NOT_KEPT}: {why}")
     if options.authorize is not None:
         lines.append(f"{_AUTHORIZED}: yes")
-    kept = _kept_headers(options.headers)
-    lines += [f"{key}: {value}" for key, value in response.headers.items() if key.lower() in kept]
+    lines += [
+        f"{key}: {value}"
+        for key, value in response.headers.items()
+        if key.lower() not in _NOT_FROM_VIEW
+    ]
     head = "\r\n".join(lines).encode("latin-1", "replace")
     if len(head) > _MAX_HEAD:
         raise ValueError(f"the headers of the response of {name} have more than {_MAX_HEAD} bytes")
@@ -136,11 +141,6 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
         content_encoding="binary",
         body=head + b"\r\n\r\n" + body,
     )
-
-
-@cache
-def _kept_headers(more: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(header.lower() for header in (*KEPT_HEADERS, *more))
 
 
 def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str, object]:

@@ -43,44 +43,25 @@ if TYPE_CHECKING:
 #: The one setting: a dict with any of the options of :class:`HttpOptions`.
 HTTP_SETTING: Final = "IDEMPOTENCY_HTTP"
 
-#: Headers of a response that are kept for its replays; ``headers`` adds to them.
-KEPT_HEADERS: Final = (
-    "Cache-Control",
-    "Content-Disposition",
-    "Content-Encoding",
-    "Content-Language",
-    "Content-Location",
-    "Content-Type",
-    "ETag",
-    "Expires",
-    "Last-Modified",
-    "Link",
-    "Location",
-    "Pragma",
-    "Retry-After",
-    "Vary",
-    # They protect the page: a replay is to be as safe as the first answer.
-    "Clear-Site-Data",
-    "Content-Security-Policy",
-    "Content-Security-Policy-Report-Only",
-    "Cross-Origin-Embedder-Policy",
-    "Cross-Origin-Embedder-Policy-Report-Only",
-    "Cross-Origin-Opener-Policy",
-    "Cross-Origin-Opener-Policy-Report-Only",
-    "Cross-Origin-Resource-Policy",
-    "Origin-Agent-Cluster",
-    "Permissions-Policy",
-    "Referrer-Policy",
-    "Report-To",
-    "Reporting-Endpoints",
-    "Strict-Transport-Security",
-    "WWW-Authenticate",
-    "X-Content-Type-Options",
-    "X-Download-Options",
-    "X-Frame-Options",
-    "X-Permitted-Cross-Domain-Policies",
-    "X-Robots-Tag",
-    "X-XSS-Protection",
+#: Headers of a response that a replay does not have, lower case. All others are stored with it.
+NEVER_KEPT: Final = frozenset(
+    (
+        # They belong to one answer or one caller's login:
+        *("age", "authentication-info", "date", "set-cookie", "www-authenticate"),
+        # to one connection (RFC 9110, 7.6.1):
+        *("connection", "content-length", "keep-alive", "proxy-authenticate", "proxy-connection"),
+        *("proxy-authentication-info", "te", "trailer", "transfer-encoding", "upgrade", "via"),
+        # and to one trace.
+        *("b3", "server-timing", "traceparent", "tracestate", "traceresponse", "uber-trace-id"),
+        *(
+            "x-amzn-trace-id",
+            "x-b3-sampled",
+            "x-b3-spanid",
+            "x-b3-traceid",
+            "x-cloud-trace-context",
+        ),
+        *("x-correlation-id", "x-request-id"),
+    )
 )
 #: Attributes of a response that are kept for its replays; ``attributes`` adds to them. Decorators of Django and of
 #: django-csp set them, and their middleware reads them.
@@ -96,11 +77,6 @@ KEPT_ATTRIBUTES: Final = (
     "_csp_update",
     "_csp_update_ro",
 )
-#: Headers that belong to one answer, or to one connection.
-NEVER_KEPT: Final = frozenset(
-    ("connection", "content-length", "date", "set-cookie", "transfer-encoding")
-)
-
 #: Takes the request: Django's ``HttpRequest`` or, in a view of Django REST framework, that framework's ``Request``.
 RequestFunction = Callable[..., object]
 
@@ -167,10 +143,6 @@ _checks = _sequence_of(
     "must be functions of the request, none of them a coroutine",
     convert=_imported,
 )
-_headers = _sequence_of(
-    lambda item: isinstance(item, str) and item.lower() not in NEVER_KEPT,
-    f"must be names of headers, but none of {', '.join(sorted(NEVER_KEPT))}",
-)
 _attribute_names = _sequence_of(
     lambda item: (
         isinstance(item, str) and item.isidentifier() and not hasattr(HttpResponse(), item)
@@ -214,7 +186,6 @@ class HttpOptions(SharedOptions):
     on_conflict: OnConflict = option("refuse", one_of(OnConflict))
     on_pending: OnPending = option("accept", one_of(OnPending), views=_KEYED)
     retry_after: float = option(1, _seconds, views=_BOTH)
-    headers: tuple[str, ...] = option((), _headers)
     attributes: tuple[str, ...] = option((), _attribute_names)
     unstored: tuple[int, ...] = option(
         (400, 401, 403, 405, 406, 408, 411, 413, 415, 425, 429), _statuses
