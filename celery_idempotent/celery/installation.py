@@ -71,7 +71,6 @@ def _connect_receivers() -> None:
         (signals.worker_process_shutdown, receivers.write_counters),
         (signals.worker_shutdown, receivers.end_heartbeat),
         (signals.after_task_publish, sending.note_published),
-        (signals.beat_init, reaper.repair_beat_row),
     ):
         uid = f"celery_idempotent.{receiver.__name__}"
         signal.connect(receiver, weak=False, dispatch_uid=uid)

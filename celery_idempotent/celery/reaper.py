@@ -15,8 +15,6 @@ later, settles it.
 from __future__ import annotations
 
 import logging
-import math
-import sys
 import threading
 import time
 import weakref
@@ -31,12 +29,11 @@ from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
 from celery_idempotent.records import Record, Selection, State
-from celery_idempotent.settings import milliseconds, real_app
+from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.beat import Service
     from celery.utils.dispatch import Signal
     from typing_extensions import Unpack
 
@@ -65,8 +62,6 @@ _places: weakref.WeakKeyDictionary[Celery, str] = weakref.WeakKeyDictionary()
 
 _NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
 
-#: What we write into a row that we disable; one that people disabled stays so.
-_DISABLED = "Disabled because idempotency_sweep_interval is None."
 
 _swept_apps: weakref.WeakSet[Celery] = weakref.WeakSet()
 _installing = threading.Lock()
@@ -282,30 +277,3 @@ def _register(app: Celery, interval: float | None) -> None:
         # Before 5.7, Celery looks for the name with its namespace in all settings first.
         conf = app.conf
         conf[conf._to_keys("beat_schedule")[0]] = schedule  # noqa: SLF001  the only way to know it
-
-
-def repair_beat_row(sender: Service, **_: object) -> None:
-    """Bring django-celery-beat's row of the sweep in line with the app's settings.
-
-    Beat copies our entry to a row when it starts, without ``expires``, and never deletes that row.
-    """
-    module = sys.modules.get("django_celery_beat.schedulers")
-    scheduler = sender.scheduler
-    app = real_app(sender.app)
-    if module is None or not isinstance(scheduler, module.DatabaseScheduler):
-        return
-    if app not in _swept_apps:
-        return
-    rows = scheduler.Model.objects.filter(name=SWEEP, task=SWEEP)
-    entry = app.conf.beat_schedule.get(SWEEP)
-    if entry is None:
-        changed = rows.filter(enabled=True).update(enabled=False, description=_DISABLED)
-    else:
-        changed = rows.filter(enabled=False, description=_DISABLED).update(
-            enabled=True, description=""
-        )
-        seconds = (entry.get("options") or {}).get("expires")
-        if isinstance(seconds, (int, float)):
-            changed += rows.filter(expire_seconds=None).update(expire_seconds=math.ceil(seconds))
-    if changed:
-        scheduler.Changes.update_changed()
