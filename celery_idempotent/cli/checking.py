@@ -73,7 +73,7 @@ def check_command(
     """Check how the app, its store, its broker and its workers are set up.
 
     Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
-    answer. What you accept: idempotency_silenced_checks.
+    answer.
 
     With --health nothing is said about settings: does the store answer, did a sweep end within three intervals, does no
     message wait in the outbox for over a minute?

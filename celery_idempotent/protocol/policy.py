@@ -48,7 +48,6 @@ SETTINGS: Final = (
     "check_at_start",
     "replica_timeout",
     "replicas",
-    "silenced_checks",
     "store",
     "sweep_interval",
 )

@@ -52,7 +52,6 @@ SHOWN_BY = {
     "scope": "tests/policies/test_effects.py::TestScope",
     "serializer": "tests/faults/test_pools_and_results.py::"
     "test_a_stored_pickle_is_not_read_by_an_app_that_accepts_json_only",
-    "silenced_checks": "tests/worker/test_setup.py::test_silenced_findings_are_not_said",
     "store": "tests/policies/test_modes.py::test_it_is_protected_again_once_the_store_is_back",
     "store_result": "tests/policies/test_effects.py::TestStoreResult",
     "sweep_interval": "tests/worker/test_crashes.py::"

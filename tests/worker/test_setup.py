@@ -112,14 +112,6 @@ def test_sweeps_that_nobody_takes_do_not_pile_up_in_rabbitmq(open_site: Callable
             channel.queue_delete(queue)
 
 
-def test_silenced_findings_are_not_said(
-    open_evicting: Callable[..., Any], evicting: Server
-) -> None:
-    worker = open_evicting(evicting, idempotency_silenced_checks=["W002", "W008"]).worker()
-    wait_for(lambda: findings(worker), what="the finding after the silenced ones")
-    assert findings(worker) == [("WARNING", "W009")]
-
-
 def test_nothing_is_said_where_nobody_wants_it(
     open_evicting: Callable[..., Any], evicting: Server, key: str
 ) -> None:
@@ -206,7 +198,6 @@ class TestRefusals:
             ({"idempotency_store": "redis://h:port/1"}, "URL cannot be read"),
             ({"idempotency_store": "django://"}, "DATABASES, but settings are not configured"),
             ({"idempotency_replicas": -1}, "idempotency_replicas must be 0 or a positive"),
-            ({"idempotency_silenced_checks": "W009"}, "must be a list of ids"),
             ({"idempotency_check_at_start": False, "idempotency_store": "no"}, "is not a URL"),
             ({"idempotency_lease": -1}, "idempotency_lease of task"),
             ({"idempotency_sweep_interval": 0}, "must be at least 0.1 seconds"),

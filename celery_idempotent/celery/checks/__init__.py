@@ -9,7 +9,6 @@ Each finding has an id that never changes, the problem, and a hint what to set. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.checks import broker, formats, servers, tenants
@@ -62,7 +61,6 @@ def check_settings(app: AnyCelery) -> list[Finding]:
         ]
     try:
         tasks = _tasks(app)
-        silenced = _silenced(app)
     except InvalidOption as error:
         return [_bad_option(error)]
     if not tasks:
@@ -72,13 +70,13 @@ def check_settings(app: AnyCelery) -> list[Finding]:
         unbounded = list(servers.unbounded_waits(store))  # reads the settings of a database
     except IdempotencyError as error:
         hint = "Set idempotency_store to a URL or a store; a worker does not start like this."
-        return _not_silenced([Finding(id="E001", problem=str(error), hint=hint)], silenced)
+        return [Finding(id="E001", problem=str(error), hint=hint)]
     found: list[Finding] = []
     for each in _OF_SETTINGS:
         found.extend(each(app, tasks))
     found.extend(servers.in_memory(store))
     found.extend(unbounded)
-    return _not_silenced(found, silenced)
+    return found
 
 
 def check_store(app: AnyCelery) -> list[Finding]:
@@ -87,11 +85,11 @@ def check_store(app: AnyCelery) -> list[Finding]:
         load_tasks(app)
         if not _tasks(app):
             return []
-        store, silenced = get_store(app), _silenced(app)
+        store = get_store(app)
         list(servers.unbounded_waits(store))
     except Exception:  # noqa: BLE001  # reported as E001, E013 or E021
         return []
-    return _not_silenced(servers.answers(store), silenced)
+    return list(servers.answers(store))
 
 
 def check_workers(app: AnyCelery) -> list[Finding]:
@@ -102,7 +100,7 @@ def check_workers(app: AnyCelery) -> list[Finding]:
             return []
         if "W022" in {each.id for each in broker.sweep_queue(app, {})}:
             return []  # reported already
-        return _not_silenced(broker.consumers(app), _silenced(app))
+        return list(broker.consumers(app))
     except Exception:  # noqa: BLE001  # reported as E013 or E021
         return []
 
@@ -122,7 +120,6 @@ def check_or_raise(app: Celery) -> None:
     tasks = _tasks(app)
     if not tasks:
         return
-    _silenced(app)
     store = get_store(app)
     list(servers.unbounded_waits(store))
     for name, (_, definition) in tasks.items():
@@ -145,19 +142,3 @@ def _tasks(app: Celery) -> Tasks:
         if definition is not None:
             found[str(name)] = (task, definition)
     return found
-
-
-def _silenced(app: Celery) -> Collection[str]:
-    """Return the ids of the findings that the project does not want to see.
-
-    Raises:
-        InvalidOption: if the setting holds anything else.
-    """
-    given = app.conf.get("idempotency_silenced_checks") or ()
-    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
-        raise InvalidOption("idempotency_silenced_checks must be a list of ids, such as ['W009'].")
-    return frozenset(given)
-
-
-def _not_silenced(found: Iterable[Finding], silenced: Collection[str]) -> list[Finding]:
-    return [each for each in found if each.id not in silenced]
