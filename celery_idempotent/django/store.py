@@ -268,13 +268,8 @@ class DjangoStore(cas.DecidingStore):
         self.lines.close()
 
 
-def open_django(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> DjangoStore:  # noqa: ARG001
+def open_django(url: str) -> DjangoStore:
     """Open ``django://`` or ``django://alias``."""
-    if replicas:
-        raise InvalidOption(
-            "idempotency_replicas is for Redis: a database waits for its replicas by its own"
-            " settings (synchronous_commit, semi-synchronous replication)."
-        )
     alias = url.partition("://")[2]
     if any(character in alias for character in "/?#@"):
         raise InvalidOption(

@@ -46,8 +46,6 @@ KEY_OPTIONS: Final = (
 #: Settings of the app that are no attribute of a task.
 SETTINGS: Final = (
     "check_at_start",
-    "replica_timeout",
-    "replicas",
     "store",
     "sweep_interval",
 )

@@ -61,8 +61,6 @@ _WHAT_TO_SET = (
 #: The settings that a store is made of; without the first, of the app's result backend or its broker.
 _SETTINGS = (
     "idempotency_store",
-    "idempotency_replicas",
-    "idempotency_replica_timeout",
     "result_backend",
     "broker_url",
 )
@@ -73,15 +71,15 @@ _stores: weakref.WeakKeyDictionary[Celery, tuple[Snapshot, Store]] = weakref.Wea
 _memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
 
-def open_store(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
+def open_store(url: str) -> Store:
     """Return a store for ``url``; nothing connects before its first verb.
 
-    ``replicas`` is for a Redis, see :class:`~celery_idempotent.stores.redis.store.RedisStore`. Raises
+    Raises
     :exc:`~celery_idempotent.errors.InvalidOption` for a scheme that is not known or a URL that
     cannot be read.
     """
     scheme = url.partition("://")[0] if "://" in url else ""
-    return _opener(scheme)(url, replicas=replicas, replica_timeout_ms=replica_timeout_ms)
+    return _opener(scheme)(url)
 
 
 def _opener(scheme: str) -> Callable[..., Store]:
@@ -100,15 +98,10 @@ def _opener(scheme: str) -> Callable[..., Store]:
     return opener
 
 
-def _hybrid(url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
+def _hybrid(url: str) -> Store:
     """Open ``hybrid+redis://…?truth=…``, a cache before another store."""
     from celery_idempotent.stores import opening
 
-    if replicas:
-        raise InvalidOption(
-            "idempotency_replicas has no effect on a hybrid store: what a Redis replica lacks, the"
-            " database knows"
-        )
     cache, truth = opening.hybrid(url)
     store: Store = _resolve("celery_idempotent.stores.hybrid.store:HybridStore", None)(
         cache, open_store(truth)
@@ -120,8 +113,6 @@ def get_store(app: AnyCelery) -> Store:
     """Return the app's store.
 
     It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.
-    With ``idempotency_replicas``, a claim and a settle wait for so many replicas, up to
-    ``idempotency_replica_timeout`` (seconds or timedelta, 1 s).
 
     The same app always gets the same store, also in a child that it forked, until it is set to
     another; two apps never share one. An app that has none gets the memory of this process where
@@ -184,22 +175,13 @@ def _in_memory(app: Celery) -> Store:
 
 def _store_of(app: Celery) -> Store | None:
     """Return a new store as the app's settings want it, ``None`` if they say nothing of one."""
-    from celery_idempotent.stores import opening
-
-    setting, replication = app.conf.get("idempotency_store"), opening.replication(app)
+    setting = app.conf.get("idempotency_store")
     if setting is None:
-        found: Store | None = _resolve("celery_idempotent.stores.opening:from_app", "redis")(
-            app, **replication
-        )
+        found: Store | None = _resolve("celery_idempotent.stores.opening:from_app", "redis")(app)
         return found
     if isinstance(setting, str):
-        return open_store(setting, **replication)
+        return open_store(setting)
     if isinstance(setting, Store):
-        if replication:
-            raise InvalidOption(
-                "idempotency_replicas has no effect on a store that is given as an object:"
-                " make the store with replicas=…"
-            )
         return setting
     raise InvalidOption(
         f"idempotency_store is a {type(setting).__name__}:"

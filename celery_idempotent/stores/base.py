@@ -304,7 +304,7 @@ class Store(ABC):
         return {}
 
     def facts(self) -> Sequence[ServerFacts]:
-        """Return what concerns the records in how each server is set up: version, eviction, persistence, replicas."""
+        """Return what concerns the records in how each server is set up: version, eviction, persistence."""
         return ()
 
     def missing_bounds(self) -> Sequence[str]:

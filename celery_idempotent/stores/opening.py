@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores.base import Store
 
 if TYPE_CHECKING:
@@ -23,20 +22,18 @@ if TYPE_CHECKING:
     from celery_idempotent.stores.hybrid.cache import RedisCache
 
 
-def memory(_url: str, *, replicas: int = 0, replica_timeout_ms: int = 0) -> Store:  # noqa: ARG001
-    """Open ``memory://``, which has no replicas to wait for."""
+def memory(_url: str) -> Store:
+    """Open ``memory://``."""
     from celery_idempotent.stores.memory import MemoryStore
 
-    if replicas:
-        raise InvalidOption("idempotency_replicas needs a store with replicas: memory:// has none.")
     return MemoryStore()
 
 
-def redis(url: str, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store:
+def redis(url: str) -> Store:
     """Open any URL that :class:`~celery_idempotent.stores.redis.store.RedisStore` reads."""
     from celery_idempotent.stores.redis.store import RedisStore
 
-    return RedisStore(url, replicas=replicas, replica_timeout_ms=replica_timeout_ms)
+    return RedisStore(url)
 
 
 def hybrid(url: str) -> tuple[RedisCache, str]:
@@ -59,26 +56,7 @@ def hybrid(url: str) -> tuple[RedisCache, str]:
     return RedisCache(address + ("?" + rest if rest else "")), truth
 
 
-def replication(app: Celery) -> dict[str, int]:
-    """Return how many replicas the app wants a store to wait for, and how long.
-
-    Raises:
-        InvalidOption: for a bad value, saying what is allowed.
-    """
-    replicas = app.conf.get("idempotency_replicas", 0)
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
-        raise InvalidOption("idempotency_replicas must be 0 or a positive whole number.")
-    try:
-        timeout_ms = milliseconds(app.conf.get("idempotency_replica_timeout", 1))
-    except ValueError as error:
-        raise InvalidOption(f"idempotency_replica_timeout {error}.") from None
-    if not timeout_ms:
-        # To Redis that would be for ever.
-        raise InvalidOption("idempotency_replica_timeout must be more than 0 seconds.")
-    return {"replicas": replicas, "replica_timeout_ms": timeout_ms} if replicas else {}
-
-
-def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) -> Store | None:
+def from_app(app: Celery) -> Store | None:
     """Open the Redis of the app's result backend, or else of its broker; ``None`` if neither is one.
 
     The ``global_keyprefix`` that keeps apps on one server apart starts our keys as well.
@@ -99,13 +77,7 @@ def from_app(app: Celery, *, replicas: int = 0, replica_timeout_ms: int = 1000) 
             ours = "rediss" + ours.removeprefix("redis")
         keyprefix = transport.get("global_keyprefix")
         prefix = f"{keyprefix}idem" if keyprefix else None
-        return RedisStore(
-            ours,
-            prefix=prefix,
-            options=options,
-            replicas=replicas,
-            replica_timeout_ms=replica_timeout_ms,
-        )
+        return RedisStore(ours, prefix=prefix, options=options)
     return None
 
 

@@ -45,8 +45,6 @@ SHOWN_BY = {
     "on_store_error": "tests/policies/test_modes.py::TestOpen",
     "permanent_errors": "tests/worker/test_retry.py",
     "publish_once": "tests/policies/test_publish_once.py",
-    "replica_timeout": "tests/policies/test_effects.py::TestReplicas",
-    "replicas": "tests/policies/test_effects.py::TestReplicas",
     "require_key": "tests/policies/test_effects.py::TestRequireKey",
     "retention": "tests/policies/test_effects.py::TestRetention",
     "scope": "tests/policies/test_effects.py::TestScope",

@@ -16,10 +16,9 @@ from celery.backends.base import Backend
 
 from celery_idempotent import errors
 from celery_idempotent.checks import check_store
-from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import ClaimRequest, Identity, Selection, SettleRequest, State
 from celery_idempotent.stores import get_store, open_store
-from celery_idempotent.stores.redis.store import RedisStore
 from tests.docs import recipes_app
 from tests.stores.servers import Server, cluster, redis_binary, running
 from tests.stores.test_redis_servers import use
@@ -119,17 +118,6 @@ class TestFurtherRights:
         refused(lambda: use(open_store(url)))
         server.client.execute_command("ACL", "SETUSER", "idem", "+select")
         use(open_store(url))
-
-    def test_waiting_for_replicas_needs_wait(self, server: Server):
-        allow(server, "worker").close()
-        url = f"redis://idem:password@127.0.0.1:{server.port}/0"
-        store = RedisStore(url, replicas=1, replica_timeout_ms=50)
-        refused(lambda: use(store))
-        server.client.execute_command("ACL", "SETUSER", "idem", "+wait")
-        server.client.flushall()  # what was claimed, and could not be waited for
-        with pytest.raises(StoreUnavailable, match="replica"):
-            use(store)
-        store.close()
 
     def test_the_checks_need_info(self, server: Server):
         allow(server, "worker").close()

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from celery_idempotent import get_store
 from celery_idempotent.errors import FingerprintMismatch, KeyMissing, ResultUnavailable
-from celery_idempotent.identity.keys import canonical
-from celery_idempotent.records import Identity, State
+from celery_idempotent.records import State
 from tests.policies.app import Refused
 from tests.policies.conftest import PATIENCE, Site
-from tests.stores.servers import redis_binary, running
 from tests.support.sites import SHARED_WORKERS, Gate
 from tests.support.waiting import wait_for
 
@@ -191,30 +187,6 @@ class TestFusedResult:
                 if result.id in words and "SETEX" in words and "SUCCESS" in words:
                     break
         assert said["client_type"] == by
-
-
-class TestReplicas:
-    def test_nothing_runs_that_too_few_replicas_know_of(self, open_site, key: str, tmp_path: Path):
-        with running(redis_binary(), tmp_path) as master:
-            site = open_site(
-                "redis",
-                idempotency_store=master.url,
-                idempotency_replicas=1,
-                idempotency_replica_timeout=0.3,
-                idempotency_conflict_backoff_max=0.5,
-            )
-            worker = site.worker()
-            result = site.publish("work", key)
-            site.noted("store_failed", task_id=result.id)
-            assert site.ledger.count("start", key) == 0
-            of_it = ("--replicaof", "127.0.0.1", master.port)
-            with running(redis_binary(), tmp_path, *of_it) as replica:
-                assert result.get(timeout=PATIENCE), worker.tail()
-                assert site.ledger.count("start", key) == 1
-                identity = Identity(namespace="work", key=canonical(key, task="work"))
-                store: Any = get_store(site.app)
-                name = store._keys.locate(identity)[1]
-                assert replica.client.get(name)[:1] == b"C"
 
 
 class TestAtomic:

@@ -891,10 +891,6 @@ class TestOpening:
             with pytest.raises(StoreMisconfigured):
                 RedisCache("redis://h", prefix=prefix)
 
-    def test_replicas_are_refused(self, open_store):
-        with pytest.raises(InvalidOption, match="idempotency_replicas"):
-            open_store("hybrid+redis://h?truth=memory://", replicas=1)
-
     def test_a_store_that_does_not_say_for_how_long_it_keeps_a_record_is_no_truth(self, redis_url):
         with pytest.raises(InvalidOption, match="retained"):
             HybridStore(RedisCache(redis_url), RedisStore(redis_url))

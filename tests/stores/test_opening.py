@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -199,55 +198,6 @@ class TestApps:
     )
     def test_the_apps_tls_settings_hold(self, settings):
         assert connection(get_store(new_app(**settings))).cert_reqs == ssl.CERT_NONE
-
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {"idempotency_store": "redis://h"},
-            {"result_backend": "redis://h"},
-            {"broker_url": "redis://h", "result_backend": "rpc://"},
-        ],
-    )
-    @pytest.mark.parametrize(
-        ("timeout", "timeout_ms"),
-        [({}, 1000), (0.25, 250), (timedelta(seconds=2), 2000), (0.0001, 1)],
-    )
-    def test_a_store_waits_for_the_replicas_of_the_settings(self, settings, timeout, timeout_ms):
-        more = {"idempotency_replica_timeout": timeout} if timeout else {}
-        store = get_store(new_app(**settings, **more, idempotency_replicas=2))
-        assert (store.replicas, store._replica_timeout_ms) == (2, timeout_ms)
-        assert get_store(new_app(**settings, **more)).replicas == 0
-
-    def test_the_settings_may_come_through_djangos_namespace(self):
-        app = Celery("django", set_as_current=False)
-        settings = {"CELERY_IDEMPOTENCY_STORE": "redis://h", "CELERY_IDEMPOTENCY_REPLICAS": 1}
-        app.config_from_object(settings, namespace="CELERY")
-        assert get_store(app).replicas == 1
-
-    @pytest.mark.parametrize(
-        ("settings", "hint"),
-        [
-            ({"idempotency_replicas": -1}, "idempotency_replicas must be 0 or a positive"),
-            ({"idempotency_replicas": "1"}, "idempotency_replicas must be 0 or a positive"),
-            ({"idempotency_replicas": True}, "idempotency_replicas must be 0 or a positive"),
-            ({"idempotency_replica_timeout": 0}, "idempotency_replica_timeout must be more than 0"),
-            ({"idempotency_replica_timeout": -1}, "idempotency_replica_timeout must be a time"),
-            ({"idempotency_replica_timeout": "1"}, "idempotency_replica_timeout must be seconds"),
-        ],
-    )
-    def test_a_bad_number_or_time_is_told_what_is_allowed(self, settings, hint):
-        with pytest.raises(InvalidOption, match=hint):
-            get_store(new_app(idempotency_store="redis://h", **settings))
-
-    @pytest.mark.parametrize("store", ["memory://", MemoryStore()], ids=["url", "object"])
-    def test_replicas_of_a_store_that_would_not_wait_are_refused(self, store):
-        with pytest.raises(InvalidOption, match="idempotency_replicas"):
-            get_store(new_app(idempotency_store=store, idempotency_replicas=1))
-
-    def test_replicas_of_a_cluster_are_refused(self):
-        app = new_app(idempotency_store="redis+cluster://h", idempotency_replicas=1)
-        with pytest.raises(StoreMisconfigured, match="Cluster"):
-            get_store(app)
 
     def test_an_app_always_gets_the_same_store(self):
         app = new_app(idempotency_store="memory://")

@@ -123,10 +123,10 @@ def test_what_is_no_store_is_refused(app: Celery) -> None:
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package with stores of its own."""
     (tmp_path / "shelf.py").write_text(
-        "def open_shelf(url, *, replicas=0, replica_timeout_ms=0):\n"
+        "def open_shelf(url):\n"
         "    from celery_idempotent.stores.memory import MemoryStore\n"
         "    store = MemoryStore()\n"
-        "    store.url, store.waits_for = url, (replicas, replica_timeout_ms)\n"
+        "    store.url = url\n"
         "    return store\n"
     )
     about = tmp_path / "shelf-1.0.dist-info"
@@ -141,9 +141,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 def test_an_installed_package_brings_a_scheme_of_its_own(app: Celery) -> None:
     app.conf.idempotency_store = "shelf://books/2"
-    app.conf.idempotency_replicas = 2
     store: Any = get_store(app)
-    assert (store.url, store.waits_for) == ("shelf://books/2", (2, 1000))
+    assert store.url == "shelf://books/2"
 
 
 @pytest.mark.usefixtures("installed")

@@ -120,9 +120,6 @@ class TestWhatIsOneDatabase:
         pool = pool_of("redis://h", redis_backend_credential_provider=provider)
         assert not RedisStore("redis://h").stores_results_of(pool)
 
-    def test_not_where_replicas_are_waited_for(self, pool_of: Callable[..., redis.ConnectionPool]):
-        assert not RedisStore("redis://h", replicas=1).stores_results_of(pool_of("redis://h"))
-
     def test_not_by_a_store_that_settles_in_its_own_way(
         self, pool_of: Callable[..., redis.ConnectionPool]
     ):

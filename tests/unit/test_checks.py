@@ -28,9 +28,7 @@ from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.facts import ServerFacts
 from tests.support.admin import make_app
 
-GOOD = ServerFacts(
-    kind="Redis", version="7.2.1", eviction="noeviction", persistent=True, replicas=0
-)
+GOOD = ServerFacts(kind="Redis", version="7.2.1", eviction="noeviction", persistent=True)
 REDIS = "redis://127.0.0.1:1/0"
 
 
@@ -469,15 +467,10 @@ def test_a_store_that_does_not_answer_is_an_error() -> None:
         ({"eviction": "volatile-ttl"}, ["W008"]),
         ({"persistent": False}, ["W009"]),
         ({"persistent": None}, []),
-        ({"replicas": 2}, ["W010"]),
     ],
 )
 def test_what_a_server_says_is_judged(change: dict[str, Any], found: list[str]) -> None:
     assert ids(check_store(app_with(Told(replace(GOOD, **change))))) == found
-
-
-def test_replicas_that_claims_wait_for_are_well() -> None:
-    assert ids(check_store(app_with(Told(replace(GOOD, replicas=2, awaited=1))))) == []
 
 
 def test_a_finding_about_all_servers_of_a_cluster_comes_once() -> None:

@@ -197,7 +197,6 @@ class TestRefusals:
             ({"idempotency_store": "nonsense://x"}, "starts with 'nonsense': use one of"),
             ({"idempotency_store": "redis://h:port/1"}, "URL cannot be read"),
             ({"idempotency_store": "django://"}, "DATABASES, but settings are not configured"),
-            ({"idempotency_replicas": -1}, "idempotency_replicas must be 0 or a positive"),
             ({"idempotency_check_at_start": False, "idempotency_store": "no"}, "is not a URL"),
             ({"idempotency_lease": -1}, "idempotency_lease of task"),
             ({"idempotency_sweep_interval": 0}, "must be at least 0.1 seconds"),

@@ -121,10 +121,3 @@ def _check_server(server: ServerFacts) -> Iterator[Finding]:
             problem=f"{name} writes nothing to disk: after a restart, everything that was completed runs again.",
             hint="Set appendonly yes, with appendfsync everysec or always.",
         )
-    if server.replicas and not server.awaited:
-        yield Finding(
-            id="W010",
-            problem=f"{name} has {server.replicas} replica(s), and no claim waits for them: a failover may forget the"
-            " last claims and results.",
-            hint="Set idempotency_replicas to how many replicas a claim waits for.",
-        )

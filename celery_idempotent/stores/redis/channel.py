@@ -195,11 +195,8 @@ def exchange(link: Link, commands: Sequence[Command]) -> list[Reply]:
             return answers
         unknown = [n for n, a in enumerate(answers) if isinstance(a, exceptions.NoScriptError)]
         if unknown:
-            # The WAIT after such a script had nothing to wait for, so it is repeated as well.
-            waits = [n for n, c in enumerate(commands) if c.words[0] == b"WAIT"]
-            again = sorted(unknown + waits)
-            repeated = link.exchange([commands[n].with_source() for n in again])
-            for n, answer in zip(again, repeated, strict=True):
+            repeated = link.exchange([commands[n].with_source() for n in unknown])
+            for n, answer in zip(unknown, repeated, strict=True):
                 answers[n] = answer
     except (exceptions.RedisError, OSError) as error:
         raise trouble(error, link.where) from error
@@ -218,8 +215,6 @@ def passing(answer: object) -> str:
             return word
     if not isinstance(answer, exceptions.ResponseError):
         return ""
-    if "WAIT cannot be used with replica" in str(answer):
-        return "READONLY"
     found = _PASSING.search(str(answer))
     return found[1] if found else ""
 

@@ -17,7 +17,7 @@ from celery_idempotent.stores.redis.scripts import Command, Reply, plain
 
 @frozen(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """One server, with its ``replicas``, and for how many of them a claim and a settle wait (``awaited``).
+    """One server, and how it is set up.
 
     ``persistent`` is ``None`` where the server does not say whether it saves snapshots.
     """
@@ -26,8 +26,6 @@ class ServerFacts:
     version: str
     eviction: str
     persistent: bool | None
-    replicas: int
-    awaited: int = 0
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -38,17 +36,14 @@ class ServerFacts:
 class Servers:
     """What every part of a Redis store works with: the way to its servers, and the names of its keys there."""
 
-    #: For so many replicas a claim and a settle wait.
-    replicas: int = 0
-
     def __init__(self, link: Link, keys: Keyspace) -> None:
         self._link = link
         self._keys = keys
 
     def facts(self) -> Sequence[ServerFacts]:
-        """Ask each server what concerns its records: version, eviction, persistence, replicas."""
+        """Ask each server what concerns its records: version, eviction, persistence."""
         nodes = self._link.nodes()
-        return [_facts_of(self._link, node, awaited=self.replicas) for node in nodes]
+        return [_facts_of(self._link, node) for node in nodes]
 
     def now_ms(self) -> int:
         """Return the time by the clock of one server."""
@@ -75,7 +70,7 @@ def now_ms(link: Link, bucket: int = 0) -> int:
     return int(seconds) * 1000 + int(micros) // 1000
 
 
-def _facts_of(link: Link, node: int, *, awaited: int) -> ServerFacts:
+def _facts_of(link: Link, node: int) -> ServerFacts:
     """Read what a server says of itself in INFO.
 
     Valkey says ``redis_version:7.2.4`` as well, for clients that know no Valkey: its own version is in another line.
@@ -99,8 +94,6 @@ def _facts_of(link: Link, node: int, *, awaited: int) -> ServerFacts:
         version=version,
         eviction=said.get("maxmemory_policy", "unknown"),
         persistent=persistent,
-        replicas=int(said.get("connected_slaves", "0")),
-        awaited=awaited,
     )
 
 

@@ -1,18 +1,18 @@
-"""The verb settle in Redis, alone or together with the task's result, and how a write waits for replicas."""
+"""The verb settle in Redis, alone or together with the task's result."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, ResultWrite, SettledWith, SettleRequest
 from celery_idempotent.stores.interventions import pack_intervention
-from celery_idempotent.stores.redis.channel import Server, exchange
+from celery_idempotent.stores.redis.channel import Server
 from celery_idempotent.stores.redis.endpoint import endpoint_of
 from celery_idempotent.stores.redis.facts import Servers
 from celery_idempotent.stores.redis.packed import pack_settled, pack_state, unreadable
-from celery_idempotent.stores.redis.scripts import Command, Reply, plain, script
+from celery_idempotent.stores.redis.scripts import script
 
 if TYPE_CHECKING:
     from redis import ConnectionPool
@@ -30,7 +30,6 @@ _SETTLED_WITH = {
 class Settling(Servers):
     """The verb that ends a claim."""
 
-    _replica_timeout_ms = 0
     #: Until the server refuses it.
     _takes_results = True
 
@@ -43,7 +42,7 @@ class Settling(Servers):
         link = self._link
         # Who overrides settle() does something in it that a settle with the result would leave out.
         overridden = type(self).settle is not Settling.settle or "settle" in vars(self)
-        if overridden or self.replicas or not isinstance(link, Server):
+        if overridden or not isinstance(link, Server):
             return False
         return link.endpoint is not None and link.endpoint == endpoint_of(pool)
 
@@ -81,18 +80,14 @@ class Settling(Servers):
             keys.append(result.key)
             payload, expiry = result.payload, _expiry(result)
         arguments = [pack_settled(request), b"%d" % max(request.keep_ms, 1), payload, expiry]
-        if self.replicas or not request.restore or request.intervention is not None:
+        if not request.restore or request.intervention is not None:
             arguments += (
                 b"" if request.restore else pack_state(request.record.state),
                 pack_intervention(request.intervention),
-                b"1" if self.replicas else b"",
             )
-        word: bytes
-        word, replicated = self._ask_replicated(script("settle").call(bucket, keys, *arguments))
+        word: bytes = self._ask(script("settle").call(bucket, keys, *arguments))
         if word == b"unreadable":
             raise unreadable(identity)
-        if word == b"settled" and not replicated:
-            raise self._not_replicated("settle", identity)
         return word
 
     def _names(self, identity: Identity) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
@@ -100,21 +95,6 @@ class Settling(Servers):
         bucket, name = self._keys.locate(identity)
         leases, failures, interrupted, token = self._keys.indexes(bucket)
         return bucket, name, leases, failures, token, interrupted
-
-    def _ask_replicated(self, command: Command) -> tuple[Reply, bool]:
-        """Return the answer, and whether as many replicas as we want have what was written."""
-        if not self.replicas:
-            return self._ask(command), True
-        wanted, timeout = b"%d" % self.replicas, b"%d" % self._replica_timeout_ms
-        wait = plain(command.bucket, b"WAIT", wanted, timeout)
-        answer, acknowledged = exchange(self._link, (command, wait))
-        return answer, acknowledged >= self.replicas
-
-    def _not_replicated(self, verb: str, identity: Identity) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self._link.where}: fewer than {self.replicas} replicas acknowledged the {verb} of"
-            f" {identity} within {self._replica_timeout_ms} ms"
-        )
 
 
 def _expiry(result: ResultWrite) -> bytes:

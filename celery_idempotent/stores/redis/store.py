@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 
-from celery_idempotent.errors import InvalidOption, StoreMisconfigured
+from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
     Answer,
     Claimed,
@@ -27,7 +27,6 @@ from celery_idempotent.records import (
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.interventions import pack_intervention
 from celery_idempotent.stores.redis.browse import Browsing
-from celery_idempotent.stores.redis.cluster import Cluster
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import (
     pack_claim,
@@ -43,7 +42,7 @@ from celery_idempotent.stores.redis.packed import (
 from celery_idempotent.stores.redis.scripts import VERBS, Reply, plain, script
 from celery_idempotent.stores.redis.settling import Settling
 from celery_idempotent.stores.redis.upkeep import Upkeep
-from celery_idempotent.stores.redis.url import DEFAULT_SOCKET_TIMEOUT, link_and_prefix
+from celery_idempotent.stores.redis.url import link_and_prefix
 from celery_idempotent.stores.values import pack_text, pack_value
 
 
@@ -55,10 +54,6 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
     and ``options`` (arguments of redis-py's connections) may also be given apart. Nothing connects
     before the first verb. Safe to share between threads and greenlets and to take along over a
     fork.
-
-    With ``replicas``, a claim and a settle wait up to ``replica_timeout_ms`` for so many replicas
-    to have them; :exc:`~celery_idempotent.errors.StoreUnavailable` if they have not: the claim is
-    undone, the settle stays, to be repeated. Not in a Cluster.
     """
 
     supports_counting = True
@@ -69,24 +64,9 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         *,
         prefix: str | None = None,
         options: Mapping[str, object] | None = None,
-        replicas: int = 0,
-        replica_timeout_ms: int = 1000,
     ) -> None:
-        if replicas < 0 or replica_timeout_ms <= 0:
-            raise InvalidOption("replicas takes a number from 0, replica_timeout_ms one from 1.")
-        options = options or {}
-        if replicas:
-            # The answer to a WAIT comes that much later.
-            timeout = DEFAULT_SOCKET_TIMEOUT + replica_timeout_ms / 1000
-            options = {"socket_timeout": timeout, **options}
-        link, named = link_and_prefix(url, options)
+        link, named = link_and_prefix(url, options or {})
         super().__init__(link, Keyspace(named if prefix is None else prefix))
-        self.replicas, self._replica_timeout_ms = replicas, replica_timeout_ms
-        if replicas and isinstance(self._link, Cluster):
-            raise StoreMisconfigured(
-                f"{self._link.where}: waiting for replicas is not supported in a Redis Cluster:"
-                " use Sentinel, or set idempotency_replicas to 0"
-            )
         for verb in VERBS:
             script(verb)  # read now: a process may be forked while a thread reads one
 
@@ -106,7 +86,7 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         brought, flags = pack_claim(request)
         unanswered = (b"".join(request.unanswered),) if request.unanswered else ()
         bucket, *keys = self._names(identity)
-        (word, *rest), replicated = self._ask_replicated(
+        word, *rest = self._ask(
             script("claim").call(
                 bucket,
                 keys,
@@ -121,9 +101,6 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
             record = (
                 unpack_new(request, rest[0]) if word == b"new" else unpack_record(identity, rest[0])
             )
-            if not replicated:
-                self._release(identity, record.token, requeue_ms=lease_ms, keep_crashes=True)
-                raise self._not_replicated("claim", identity)
             return Claimed(record)
         return self._refusal(identity, word, rest)
 
@@ -198,7 +175,8 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
 
     def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
         """Give the key back."""
-        return self._release(identity, token, requeue_ms=requeue_ms)
+        deadline = b"" if requeue_ms is None else b"%d" % requeue_ms
+        return bool(self._ask_about("release", identity, pack_token(token), deadline) != b"lost")
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
@@ -250,14 +228,6 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
             case b"mismatched":
                 return Mismatched(record)
         raise StoreMisconfigured(f"{self._link.where} answered with {word!r}")
-
-    def _release(
-        self, identity: Identity, token: int, *, requeue_ms: int | None, keep_crashes: bool = False
-    ) -> bool:
-        deadline = b"" if requeue_ms is None else b"%d" % requeue_ms
-        crashes = b"1" if keep_crashes else b""
-        word = self._ask_about("release", identity, pack_token(token), deadline, crashes)
-        return bool(word != b"lost")
 
     def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
         """Run the script of a verb that needs the record, the leases and what is interrupted."""

@@ -2,7 +2,6 @@
 --
 -- KEYS     1 record · 2 leases · 3 interrupted
 -- ARGV     1 token, 7 bytes · 2 ms until the retry of a record counts as lost, or ''
---          3 '1' to keep a record with crashes, as one with steps is, else ''
 -- returns  'released'
 --          'requeued': it was reserved or has a message, and is QUEUED until its retry is there
 --          'interrupted': it stays
@@ -14,7 +13,7 @@ if state ~= 'P' and state ~= 'Q' or old:sub(3, 9) ~= ARGV[1] then return 'lost' 
 -- ZREM comes first, so that a server without memory left gives back what it let in.
 redis.call('ZREM', KEYS[2], KEYS[1])
 
-local stays, at = ARGV[3] == '1' and old:byte(22) > 0, extension(old)
+local stays, at = false, extension(old)
 local awaited = bit.band(old:byte(2), 16) ~= 0 or old:sub(at, at) == 'M'
 local requeued = ARGV[2] ~= '' and awaited
 while not requeued and not stays and at <= #old do

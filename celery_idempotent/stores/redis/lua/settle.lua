@@ -6,7 +6,6 @@
 -- and, where one of them is not '':
 --          5 letter of the state that it must be in, unless it has ended; '' for any, also where the record is gone.
 --            With 'F' one that failed ends anew · 6 what the operator did who says so, packed
---          7 '1' to write a settled record again, so that a WAIT waits for it
 -- returns  'settled' (now, or before with this token: then the first value stays)
 --          'stored': settled, and the result is there
 --          'lost' | 'none' (it is gone) | 'unreadable'
@@ -23,10 +22,6 @@ if old then
   if old:sub(3, 9) ~= new:sub(3, 9) then return 'lost' end
   local anew = state == 'F' and wanted == 'F'
   if ended and not anew then
-    if ARGV[7] == '1' then
-      redis.call('ZREM', KEYS[2], KEYS[1])
-      redis.call('SET', KEYS[1], old, 'KEEPTTL')
-    end
     return KEYS[5] and store_result(KEYS[5], ARGV[3], ARGV[4]) or 'settled'
   end
   if wanted ~= '' and state ~= wanted then return 'lost' end
