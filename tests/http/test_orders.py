@@ -357,6 +357,35 @@ def test_a_permanent_error_that_cannot_be_made_again_is_permanent_all_the_same(
     assert told["error"] == {"type": "CardError", "message": "declined"}
 
 
+def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -> None:
+    charge.idempotency_permanent_errors = (CardError, WithoutTextError)
+    statuses: dict[type[Exception], int] = {CardError: 402}
+    queue(charge, error_status=statuses)
+    end(charge, error=CardError("declined", "card"))
+    answer = queue(charge, error_status=statuses)
+    told = json.loads(answer.content)
+    assert (answer.status_code, told["status"], told["retryable"]) == (402, 402, False)
+    assert (told["code"], told["detail"]) == ("task_failed", "declined")
+    assert answer["Idempotent-Replayed"] == "true"
+    assert queue(charge, error_status={WithoutTextError: 402}).status_code == 500
+    assert queue(charge).status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        ({KeyError: 402}, "KeyError is not in idempotency_permanent_errors"),
+        ({CardError: 200}, "400 to 599"),
+    ],
+)
+def test_a_status_that_would_never_be_sent_is_refused(
+    charge: Any, statuses: dict[type[Exception], int], said: str
+) -> None:
+    charge.idempotency_permanent_errors = (CardError,)
+    with pytest.raises(InvalidOption, match=said):
+        queue(charge, error_status=statuses)
+
+
 @pytest.mark.parametrize("mode", ["enforce", "observe", "off"])
 def test_what_is_sent_after_the_commit_is_the_call_as_it_was(
     charge: Any, app: Celery, mode: str

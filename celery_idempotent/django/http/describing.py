@@ -44,8 +44,9 @@ _SERIALIZER: Final = Serializer()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why an operation failed, as far as its caller may know."""
+    """Why an operation failed, as far as its caller may know; ``kind`` is the class of the error, if that is known."""
 
+    kind: type[BaseException] | None
     code: str
     detail: str
     retryable: bool
@@ -99,7 +100,7 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
         described["message"] = message
     detail = message if shown and message else "The operation failed."
     retryable = error is not None and not permanent and not own
-    return Failure(code=code, detail=detail, retryable=retryable, error=described)
+    return Failure(kind=error, code=code, detail=detail, retryable=retryable, error=described)
 
 
 def _error_of(

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.protocol.telling import Details
 
+ErrorStatus = Mapping[type[BaseException], int]
+
 #: Options of ``apply_async`` that ``enqueue()`` sets itself: its caller may not.
 _SET_BY_ENQUEUE = ("task_id", "idempotency_key", "idempotency_scope")
 
@@ -46,6 +48,7 @@ class QueuedRequest:
     """A request that ``task`` is to carry out.
 
     ``publish_options`` are those of ``apply_async``; ``url``: where the client finds the status, if anywhere.
+    ``error_status``: the HTTP status of the answer about a task that failed with one of these exceptions.
     """
 
     task: IdempotentTask
@@ -59,6 +62,7 @@ class QueuedRequest:
     options: HttpOptions
     using: str | None
     url: str | None
+    error_status: ErrorStatus
 
     @property
     def store(self) -> Store:
@@ -139,6 +143,7 @@ def read_request(
     *,
     scope: object,
     using: str | None,
+    error_status: ErrorStatus,
     publish_options: Options,
     options: HttpOptions,
 ) -> QueuedRequest | Options:
@@ -147,7 +152,7 @@ def read_request(
     Raises:
         RequestRefused: if its key or its caller is not known, or its body is not whole.
         InvalidKey: if an argument has no canonical form.
-        InvalidOption: for an option of the message that ``enqueue()`` sets itself.
+        InvalidOption: for an option of the message that ``enqueue()`` sets itself, or a bad ``error_status``.
     """
     if chosen := [name for name in _SET_BY_ENQUEUE if name in publish_options]:
         raise InvalidOption(
@@ -158,6 +163,7 @@ def read_request(
     definition = task.idempotency_definition()
     if definition is None:
         return publish_options
+    _check_statuses(error_status, definition)
     # A Request of Django REST framework wraps Django's.
     plain = getattr(request, "_request", request)
     try:
@@ -191,8 +197,24 @@ def read_request(
         identified=definition.identifier.identify(args, kwargs, task_id="", key=key, scope=scope),
         options=options,
         using=using,
+        error_status=error_status,
         url=_url(request, task, identity, key),
     )
+
+
+def _check_statuses(error_status: ErrorStatus, definition: Definition) -> None:
+    permanent = definition.policy.permanent_errors
+    for error, status in error_status.items():
+        # A repetition runs the task anew after any other error.
+        if not issubclass(error, permanent):
+            raise InvalidOption(
+                f"error_status of enqueue(): {error.__name__} is not in idempotency_permanent_errors of task "
+                f"{definition.identifier.task_name}, so that no answer about it is stored. Add it there."
+            )
+        if status not in range(400, 600):
+            raise InvalidOption(
+                f"error_status of enqueue() must be statuses from 400 to 599; {error.__name__} has {status!r}."
+            )
 
 
 def _url(request: HttpRequest, task: IdempotentTask, identity: Identity, key: str) -> str | None:

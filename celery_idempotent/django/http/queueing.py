@@ -32,7 +32,7 @@ from celery_idempotent.django.http import reservations
 from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.orders import QueuedRequest, read_request
+from celery_idempotent.django.http.orders import ErrorStatus, QueuedRequest, read_request
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
@@ -52,6 +52,7 @@ def enqueue(
     *,
     scope: object = None,
     using: str | None = None,
+    error_status: ErrorStatus | None = None,
     **publish_options: object,
 ) -> HttpResponse:
     """Let ``task`` do the work of ``request``, once for each ``Idempotency-Key``, and return the answer.
@@ -63,11 +64,14 @@ def enqueue(
         kwargs: for the task.
         scope: whose key it is: a value, or a function of the request; by default the caller.
         using: the database whose COMMIT the message waits for, inside a transaction; ``"default"`` if not given.
+        error_status: HTTP statuses by exception, for failures that belong to the task's interface, such as
+            ``{CardDeclined: 402}``; each in ``idempotency_permanent_errors``. Other failures are 500, or 504.
         publish_options: options of ``apply_async``.
 
     Raises:
         InvalidKey: if an argument has no canonical form (``idempotency_fingerprint`` says which of them count).
-        InvalidOption: for an option of ``apply_async`` that is set here, ``task_id`` for instance.
+        InvalidOption: for an option of ``apply_async`` that is set here, ``task_id`` for instance, or a bad
+            ``error_status``.
         SynchronousOnlyOperation: in a coroutine, which has :func:`aenqueue`.
     """
     _refuse_event_loop()
@@ -82,6 +86,7 @@ def enqueue(
             kwargs,
             scope=scope,
             using=using,
+            error_status=error_status or {},
             publish_options=publish_options,
             options=options,
         )
@@ -189,6 +194,7 @@ def _answer(
             answer = problem(
                 failure.code,
                 failure.detail,
+                status=_status_of(failure.kind, queued.error_status),
                 retryable=False,
                 docs_url=queued.options.docs_url,
                 state=record.state.value,
@@ -199,6 +205,13 @@ def _answer(
         case Held(record, _) | Settled(record, _):
             queued.report(signals.replayed, record)
             return _status_response(queued, record, replayed=True)
+
+
+def _status_of(kind: type[BaseException] | None, error_status: ErrorStatus) -> int | None:
+    """Return the status that the view gives this failure; ``None``: the usual one."""
+    return next(
+        (error_status[each] for each in getattr(kind, "__mro__", ()) if each in error_status), None
+    )
 
 
 def _waits_for_commit(queued: QueuedRequest, record: Record) -> bool:
