@@ -177,6 +177,33 @@ def test_a_lost_answer_is_asked_for_again(
     complaints.clear()
 
 
+def test_an_answer_that_asks_for_patience_is_followed_by_a_repetition(
+    open_as: OpenAs, site: Site, complaints: list[str]
+) -> None:
+    page = open_as("alice", "/pay/")
+    refused: list[str] = []
+
+    def refuse_once(route: Any) -> None:
+        if route.request.method != "POST" or refused:
+            route.continue_()
+            return
+        refused.append(route.request.headers["idempotency-key"])
+        route.fulfill(
+            status=503,
+            headers={"Retry-After": "1"},
+            json={"title": "It cannot be checked", "code": "store_unavailable", "retryable": True},
+        )
+
+    page.route("**/payments/", refuse_once)
+    press(page)
+    expect_answer(page, 1, "503 It cannot be checked", repeated="no")
+    expect_answer(page, 2, "202", repeated="no")
+    expect_paid(page, site)
+    assert refused == [f'"{key_of(page)}"']
+    assert [each for each in complaints if "503" not in each] == []
+    complaints.clear()
+
+
 def test_the_whole_server_may_be_away(open_as: OpenAs, site: Site, complaints: list[str]) -> None:
     page = open_as("alice", "/pay/")
     page.context.set_offline(True)

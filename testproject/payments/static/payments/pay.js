@@ -71,7 +71,15 @@
     return { answer, told };
   };
 
-  const press = async () => {
+  // A client repeats what the server calls retryable, with the same key, after the pause that the server asks for.
+  const MAX_REPEATS = 5;
+  const repeatLater = (answer, told, key, repeats) => {
+    const seconds = Number(answer.headers.get("Retry-After"));
+    if (!told.retryable || !seconds || repeats >= MAX_REPEATS) return;
+    setTimeout(() => key === $("key").value && press(repeats + 1), seconds * 1000);
+  };
+
+  const press = async (repeats = 0) => {
     const row = make("tr", make("td", String(++presses), "number"));
     const add = (...cells) => row.append(...cells.map((content) => make("td", content)));
     const waiting = make("td", "…");
@@ -100,6 +108,7 @@
       add([`${answer.status} ${short}`, make("small", why === short ? "" : why)],
         answer.headers.get("Idempotent-Replayed") === "true" ? "yes" : "no", where ? link : "–");
       if (where && key === $("key").value) status = where;
+      repeatLater(answer, told, key, repeats);
       if (told.code === "not_authenticated") loggedOut();
       else if (told.code === "permission_denied") trouble("There was another login since this page was loaded. Reload the page.");
       else trouble();
