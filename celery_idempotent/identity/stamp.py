@@ -19,8 +19,8 @@ from celery_idempotent.identity.identified import MAPPINGS, Identified
 KEY_HEADER = "idempotency_key"
 SCOPE_HEADER = "idempotency_scope"
 
-#: A client asks for the outcome by the key (an HTTP status page does), so a final failure is stored as FAILED instead
-#: of releasing the key. Retries carry it along.
+#: A client asks for the outcome by the key (the HTTP status resource does), so a final failure is stored as FAILED
+#: instead of releasing the key. Retries carry it along.
 KEEP_FAILURE_HEADER = "idempotency_keep_failure"
 
 #: All that this library notes about a message: its task id, its canonical key, scope and fingerprint, computed once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ pytest.importorskip("playwright")
 
 from playwright.sync_api import expect
 
-from tests.browser.conftest import log_in
+from tests.browser.conftest import log_in, look_at
 from tests.http.sites import Site, new_key
+from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -112,7 +114,7 @@ def test_the_way_back_and_a_reload_keep_the_payment(open_as: OpenAs, site: Site)
     press(page)
     expect_paid(page, site)
     page.get_by_role("link", name="Status").click()
-    expect(page.get_by_role("heading", name="Done")).to_be_visible()
+    expect(page.locator("body")).to_contain_text('"COMPLETED"')
     for again in (page.go_back, page.reload):
         again()
         assert key_of(page) == key
@@ -138,7 +140,7 @@ def test_a_new_key_pays_again(open_as: OpenAs, site: Site) -> None:
     assert site.payments(first) == 1
 
 
-@pytest.mark.wide  # tests/http/test_ietf.py, and what the page says: test_status_pages.py
+@pytest.mark.wide  # tests/http/test_ietf.py
 def test_another_amount_with_the_same_key_is_refused(open_as: OpenAs, site: Site) -> None:
     page = open_as("alice", "/pay/")
     press(page)
@@ -217,7 +219,7 @@ def test_the_whole_server_may_be_away(open_as: OpenAs, site: Site, complaints: l
     complaints.clear()
 
 
-@pytest.mark.wide  # tests/http/test_ietf.py, and what a page says: test_status_pages.py
+@pytest.mark.wide  # tests/http/test_ietf.py
 def test_a_payment_waits_for_a_worker(open_as: OpenAs, site: Site) -> None:
     page = open_as("alice", "/pay/")
     site.worker.kill()
@@ -373,3 +375,44 @@ def test_the_keyboard_is_enough(open_as: OpenAs, site: Site) -> None:
     page.keyboard.press("Enter")
     expect(answers(page)).to_have_count(3)
     expect_paid(page, site)
+
+
+# Every page -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(
+    open_as: OpenAs, site: Site
+) -> None:
+    page = open_as("alice", "/pay/")
+    look_at(page, "pay, nothing yet")
+    page.get_by_label("Recipient").fill("acct_closed")
+    page.get_by_role("button", name="Pay", exact=True).dblclick()
+    expect(page.locator("#state")).to_contain_text("FAILED", timeout=PAID_MS)
+    page.get_by_label("Amount").fill("250")
+    page.get_by_role("button", name="Pay", exact=True).click()
+    expect(page.locator("#answers")).to_contain_text("422")
+    expect(page.locator("#count")).to_have_text("0")
+    look_at(page, "pay, with answers")
+
+    page = open_as(None, "/login/")
+    look_at(page, "login")
+    page.get_by_label("Name").fill("alice")
+    page.get_by_label("Password").fill("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_be_visible()
+    look_at(page, "login, refused")
+
+    page.goto("/")
+    look_at(page, "start")
+    delivery = str(uuid.uuid4())
+    for _ in range(2):
+        site.ask(
+            *("POST", "/webhooks/github/", {"action": "opened"}),
+            user=None,
+            X_GitHub_Event="pull_request_review_comment",
+            X_GitHub_Delivery=delivery,
+        )
+    wait_for(lambda: b"too many" in site.ask("GET", "/", user=None).body, 30, "the deliveries")
+    page.reload()
+    expect(page.get_by_role("region", name="Counters per event")).to_be_visible()
+    look_at(page, "start, with a ledger")

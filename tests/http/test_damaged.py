@@ -113,7 +113,7 @@ def settle(namespace: str, state: State, value: Stored) -> str:
 
 
 def answers(namespace: str, key: str) -> dict[str, Any]:
-    """Ask for the key in every way: as a program and as a person, by its status and by sending it again."""
+    """Ask for the key by its status, and by sending it again."""
     from django.http import HttpResponse
     from django.test import RequestFactory
 
@@ -124,7 +124,6 @@ def answers(namespace: str, key: str) -> dict[str, Any]:
     again = factory.post("/", HTTP_IDEMPOTENCY_KEY=key)
     return {
         "status": status(factory.get("/"), namespace, key),
-        "page": status(factory.get("/", HTTP_ACCEPT="text/html"), namespace, key),
         "again": enqueue(again, task)
         if namespace == "damaged.task"
         else idempotent_view(lambda _: HttpResponse("never"))(again),

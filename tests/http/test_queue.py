@@ -277,22 +277,11 @@ def test_the_status_has_an_etag_while_it_stays_the_same(site: Site) -> None:
     assert "private" in done.headers["Cache-Control"]
 
 
-def test_the_status_is_a_page_for_people(site: Site) -> None:
-    with site.bank("closed"):
-        first = site.pay(key='"<b>&"')
-        page = site.status(first, Accept="text/html,application/xhtml+xml")
-        assert page.headers["Content-Type"].startswith("text/html")
-        assert b"<noscript><meta" in page.body
-        assert b"<b>" not in page.body
-        assert page.headers["ETag"] != site.status(first).headers["ETag"]
-        for file in ("status.css", "status.js"):
-            assert file.encode() in page.body
-            served = site.ask("GET", f"/static/celery_idempotent/http/{file}")
-            assert served.status == 200
-    site.settled(first)
-    done = site.status(first, Accept="text/html")
-    assert b"<h1 data-live>Done</h1>" in done.body
-    assert b"acct_1" in done.body
+def test_a_browser_gets_json_as_well(site: Site) -> None:
+    first = site.pay(key=new_key())
+    status = site.status(first, Accept="text/html,*/*;q=0.8")
+    assert status.headers["Content-Type"] == "application/json"
+    assert status.json["key"] == first.json["key"]
 
 
 @pytest.mark.parametrize("key", ["a/b", "..", ".", "a b?c#d%2F", "~1~0", "17", '\\"', "a%00b", "/"])

@@ -1,4 +1,4 @@
-"""The status resource: where an operation is, for programs and for people, and only for its caller."""
+"""The status resource: where an operation is, as JSON, and only for its caller."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import hashlib
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-from django.conf import settings
 from django.core.serializers.json import DjangoJSONEncoder
-from django.http import HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect, QueryDict
-from django.shortcuts import render, resolve_url
-from django.urls import NoReverseMatch, Resolver404, resolve, reverse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.urls import NoReverseMatch, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
@@ -21,7 +19,7 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.describing import describe
 from celery_idempotent.django.http.keys import caller_scope, http_identity
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.problems import CONDITIONS, RequestRefused
+from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.views import least_shown
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.identity.identified import Identified
@@ -33,72 +31,7 @@ if TYPE_CHECKING:
     from celery_idempotent.records import Identity, Record
 
 
-def for_people(request: HttpRequest) -> bool:
-    """Does the client prefer a page? One that accepts anything gets JSON."""
-    accepted = request.headers.get("Accept", "")
-    return "text/html" in accepted and "application/json" not in accepted
-
-
-def status_page(request: HttpRequest, described: dict[str, object], *, every: int) -> HttpResponse:
-    """Show what the resource says; the page asks again each ``every`` seconds until it is settled."""
-    result = described.get("result")
-    shown = "" if result is None else _laid_out(result)
-    context = {
-        "told": described,
-        "result": shown,
-        "every": every,
-        "settled": described["settled"],
-    }
-    return render(request, "celery_idempotent/http/status.html", context)
-
-
-def _laid_out(result: object) -> str:
-    try:
-        return json.dumps(result, cls=DjangoJSONEncoder, indent=2)
-    except RecursionError:  # json is less patient with what is laid out
-        return json.dumps(result, cls=DjangoJSONEncoder)
-
-
-def refusal_page(
-    request: HttpRequest, refusal: RequestRefused, docs_url: str | None
-) -> HttpResponse:
-    """Say the same as the problem that a program gets, with its status and headers."""
-    problem = refusal.response(docs_url)
-    status, title, retryable = CONDITIONS[refusal.code]
-    context = {
-        "title": title,
-        "detail": refusal.detail,
-        "retryable": retryable,
-        "every": problem.get("Retry-After", "0"),
-        "settled": True,
-    }
-    page = render(request, "celery_idempotent/http/refusal.html", context, status=status)
-    for name, value in problem.items():
-        if name != "Content-Type":
-            page[name] = value
-    return page
-
-
-def login_redirect(request: HttpRequest) -> HttpResponse | None:
-    """Return the way to the project's login and back; ``None`` if it has none, or it would not help."""
-    user = getattr(request, "user", None)
-    if user is not None and user.is_authenticated:
-        return None
-    try:
-        login = urlsplit(resolve_url(settings.LOGIN_URL))
-        if not login.netloc:
-            resolve(login.path)
-    except (NoReverseMatch, Resolver404):
-        return None
-    query = QueryDict(login.query, mutable=True)
-    query["next"] = request.get_full_path()
-    # Django's own redirect_to_login() comes with the models of django.contrib.auth, which may not be installed.
-    answer = HttpResponseRedirect(login._replace(query=query.urlencode(safe="/")).geturl())
-    answer["Cache-Control"] = "no-store"
-    return answer
-
-
-_VARY = ("Accept", "Authorization", "Cookie")
+_VARY = ("Authorization", "Cookie")
 
 
 def status_url(namespace: str, key: str) -> str | None:
@@ -135,40 +68,23 @@ def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     """Answer a request for a status; ``request`` may be one of Django REST framework, with its own user."""
     options = http_options()
     options = replace(options, show_errors=least_shown(options.show_errors))
-    plain: HttpRequest = getattr(request, "_request", request)
-    people = for_people(plain)
     try:
         described = _look_up(request, _text(namespace), _text(key), options)
     except RequestRefused as refusal:
-        response = _refuse(plain, refusal, options, people=people)
+        response = refusal.response(options.docs_url)
         patch_vary_headers(response, _VARY)
         return response
     body = json.dumps(described, cls=DjangoJSONEncoder)
-    digest = hashlib.sha256(f"{people} {body}".encode()).hexdigest()[:32]
-    if people:
-        response = status_page(plain, described, every=max(round(options.retry_after), 1))
-    else:
-        response = HttpResponse(body, content_type="application/json")
-    response["ETag"] = f'"{digest}"'
+    response = HttpResponse(body, content_type="application/json")
+    response["ETag"] = f'"{hashlib.sha256(body.encode()).hexdigest()[:32]}"'
     response["Cache-Control"] = "private, no-cache"
     patch_vary_headers(response, _VARY)
     if not described["settled"]:
         response["Retry-After"] = str(max(round(options.retry_after), 1))
+    plain: HttpRequest = getattr(request, "_request", request)
     found = get_conditional_response(plain, etag=response["ETag"], response=response)
     assert found is not None, "there was a response"
     return found
-
-
-def _refuse(
-    request: HttpRequest, refusal: RequestRefused, options: HttpOptions, *, people: bool
-) -> HttpResponse:
-    if not people:
-        return refusal.response(options.docs_url)
-    # A scope of the project's own is not known by a login.
-    unknown = refusal.code == "caller_unknown" and options.scope is None
-    return (login_redirect(request) if unknown else None) or refusal_page(
-        request, refusal, options.docs_url
-    )
 
 
 def _found(app: Celery, identity: Identity) -> Record | None:
