@@ -146,7 +146,6 @@ def _tell(port: int, directory: Path) -> None:
   {base}/               the webhook ledger, empty until a webhook comes in
   {base}/payments/      the API (POST {{"amount": 100, "currency": "EUR", "recipient": "acct_1"}})
   {base}/payments/now/  the same, done in the request
-  {base}/openapi/       its OpenAPI document
   {base}/admin/         the admin
 
   Log in as alice (password alice), bob (bob) or admin (admin). With curl:

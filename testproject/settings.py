@@ -43,7 +43,6 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.staticfiles",
     "rest_framework",
-    "drf_spectacular",
     "celery_idempotent.django",
     "testproject.webhooks",
     "testproject.payments",
@@ -153,7 +152,5 @@ REST_FRAMEWORK = {
     "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
-    "DEFAULT_SCHEMA_CLASS": "celery_idempotent.django.http.openapi.AutoSchema",
     "EXCEPTION_HANDLER": "testproject.payments.api.problems",
 }
-SPECTACULAR_SETTINGS = {"TITLE": "Payments", "VERSION": "1"}

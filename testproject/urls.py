@@ -5,7 +5,6 @@ from __future__ import annotations
 from django.contrib import admin
 from django.contrib.auth.views import LoginView, LogoutView
 from django.urls import include, path
-from drf_spectacular.views import SpectacularAPIView
 
 __all__ = ["urlpatterns"]
 
@@ -13,7 +12,6 @@ urlpatterns = [
     path("", include("testproject.webhooks.urls")),
     path("", include("testproject.payments.urls")),
     path("idempotency/", include("celery_idempotent.django.http.urls")),
-    path("openapi/", SpectacularAPIView.as_view(), name="openapi"),
     path("login/", LoginView.as_view(), name="login"),
     path("logout/", LogoutView.as_view(), name="logout"),
     path("admin/", admin.site.urls),

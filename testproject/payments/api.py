@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
-from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.exceptions import APIException, ValidationError
 from rest_framework.response import Response
@@ -84,13 +83,11 @@ def problems(error: Exception, context: dict[str, Any]) -> HttpResponse | Respon
 class Payments(APIView):
     """Payments by a worker."""
 
-    @extend_schema(responses={200: PaymentMade(many=True)}, operation_id="payments_list")
     def get(self, request: Request) -> Response:
         """List the caller's last payments."""
         made = Payment.objects.filter(payer=request.user.pk)[:50]
         return Response(PaymentMade(made, many=True).data)
 
-    @extend_schema(request=Order, responses={}, operation_id="payments_create")
     def post(self, request: Request) -> HttpResponse:
         """Let a worker pay: 202 and where to ask for its status."""
         return enqueue(request, pay, kwargs={"payer": request.user.pk, **order_of(request)})
@@ -100,9 +97,6 @@ class Payments(APIView):
 class PayNow(APIView):
     """Payments in the request."""
 
-    @extend_schema(
-        request=Order, responses={201: PaymentMade, 402: Any}, operation_id="payments_now_create"
-    )
     def post(self, request: Request) -> HttpResponse:
         """Pay now: 201 and the payment."""
         try:

@@ -295,7 +295,7 @@ from celery_idempotent.django import http, store
 EXTRAS = {
     "": "from celery_idempotent import *; import celery_idempotent.cli.listing",
     "django": DJANGO,
-    "rest": f"{DJANGO}import celery_idempotent.django.http.openapi, rest_framework",
+    "rest": f"{DJANGO}import celery_idempotent.django.http.rest, rest_framework",
     "hiredis": "from redis.utils import HIREDIS_AVAILABLE; assert HIREDIS_AVAILABLE",
     "prometheus": "import celery_idempotent.metrics",
     "opentelemetry": "import celery_idempotent.tracing",
