@@ -86,7 +86,7 @@ def publish(
     identified = stamp_call(definition, args, kwargs, options, run_claim)
     _give_ids_to_callbacks(task, options)
     # A key that is only the task id belongs to this message alone: there is nothing to reserve.
-    reserve = may_reserve and identified is not None and not identified.by_task_id
+    reserve = may_reserve and identified is not None and not identified.identity.by_task_id
     if intercept is not None:
         call = DeferredCall(args=args, kwargs=kwargs, options=options, reserve=reserve)
         return intercept(task, call)

@@ -14,6 +14,7 @@ from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu has it
 
 from celery_idempotent import backoff
+from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.typed import Options, Sig
@@ -210,6 +211,7 @@ def _again(
         retries=request.retries,
         add_to_parent=False,
         **as_published(request),
+        **exchanges.way_back(task.app, request),
         **options,
     )
     return count, delay, again
@@ -265,6 +267,10 @@ def _publish_again(
         Reject: if the broker gives it out again.
         StaysError: after a pause, if it is to ask again here.
     """
+    if exchanges.is_broadcast(request) and _broker(task).transport.driver_type == "redis":
+        # Redis broadcasts with PUBLISH: nothing can be put into the queue of one worker.
+        time.sleep(min(delay, _LONGEST_STAY))
+        raise StaysError
     try:
         again.apply_async()
         return

@@ -22,6 +22,7 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
+from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.delivery import has_to_send
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity import stamp
@@ -185,11 +186,15 @@ class Request(CeleryRequest):
     _loss_handled = False
 
     def __init__(self, message: Any, *args: Any, **options: Any) -> None:
-        """Tell the process that runs the task how the message is written: some transports do not."""
+        """Tell the process that runs the task how the message is written, and the queue it came from."""
         super().__init__(message, *args, **options)
         request: dict[str, object] = self._request_dict  # type: ignore[attr-defined]  # Celery has it
-        content_type = getattr(message, "content_type", None)
-        request["properties"] = {**as_mapping(request["properties"]), "content_type": content_type}
+        request["properties"] = {
+            **as_mapping(request["properties"]),
+            # Some transports leave it out.
+            "content_type": getattr(message, "content_type", None),
+            **exchanges.origin(self.app, self.delivery_info),
+        }
 
     def on_failure(
         self, exc_info: ExceptionInfo, send_failed_event: bool = True, return_ok: bool = False

@@ -21,7 +21,7 @@ from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Ignore, Reject, Retry
 from celery.utils import uuid
 
-from celery_idempotent.celery import delivery, republish
+from celery_idempotent.celery import delivery, exchanges, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.replay import replay
 from celery_idempotent.celery.storing import RequestResult
@@ -56,6 +56,9 @@ def run_once(  # noqa: RET503  a conflict always raises
     Raises:
         StaysError: if the protocol is to be asked again at once.
     """
+    if call.identity.by_task_id and exchanges.is_broadcast(request):
+        # Each worker has the message under this task id, and each is to run it.
+        return definition.runner.unguarded(call, body)
     match definition.runner.execute(call, body):
         case Ran(value):
             return value

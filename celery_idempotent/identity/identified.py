@@ -31,11 +31,6 @@ class Identified:
     fingerprint: bytes | None = None
     old: Identified | None = None
 
-    @property
-    def by_task_id(self) -> bool:
-        """Whether the key is only the task id, which no other call shares."""
-        return self.identity.key.startswith("@")
-
     #: The items of a stamp that these are written to.
     WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint", "next"})
 

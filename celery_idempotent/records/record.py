@@ -64,6 +64,11 @@ class Identity:
     scope: str = ""
     key: str
 
+    @property
+    def by_task_id(self) -> bool:
+        """Whether the key is only the task id, which no other call shares."""
+        return self.key.startswith("@")
+
     def __str__(self) -> str:
         scope = f" in scope {self.scope}" if self.scope else ""
         return f"{self.namespace} key {self.key}{scope}"

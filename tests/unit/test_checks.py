@@ -17,7 +17,8 @@ from typing import Any
 import kombu
 import pytest
 from celery import Celery
-from kombu import Queue
+from kombu import Exchange, Queue
+from kombu.common import Broadcast
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import redelivery
@@ -284,6 +285,36 @@ def test_sweeps_for_a_queue_that_the_app_does_not_have_are_found(
         # To have looked for it does not make a worker consume it.
         assert queue not in app.amqp.queues
     assert ids(check_workers(app)) == []
+
+
+def numbered(n: int) -> int:
+    return n
+
+
+@pytest.mark.parametrize(
+    "route", [{"queue": "all"}, {"queue": "bcast"}, {"exchange": "all"}, {"exchange": "odd"}]
+)
+def test_tasks_that_are_routed_to_a_fanout_exchange_are_found(route: dict[str, str]) -> None:
+    queues = [
+        Queue("celery"),
+        Broadcast("all", queue="bcast"),
+        Queue("odd", Exchange("odd", "topic"), "#"),
+    ]
+    app = app_with(task_queues=queues, task_routes={"every*": route})
+    for name, options in {
+        "every": {},
+        "every.keyed": {"idempotency_key": "n"},
+        "other": {},
+    }.items():
+        app.task(base=IdempotentTask, shared=False, name=name, **options)(numbered)
+    found = [each for each in check_settings(app) if each.id == "W023"]
+    if route == {"exchange": "odd"}:
+        assert not found
+        return
+    unkeyed, keyed = found
+    assert unkeyed.problem.endswith("nothing is guarded: every.")
+    assert keyed.problem.endswith("wait for its result: every.keyed.")
+    assert not [each for each in check_settings(app_with()) if each.id == "W023"]
 
 
 def test_a_broker_that_does_not_answer_is_no_finding_and_soon_given_up() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from kombu import Exchange, Queue, binding
 
 from celery_idempotent import IdempotentTask
+from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.republish import UNANSWERED, longest_wait_ms, unanswered
 
 
@@ -60,3 +62,32 @@ def test_what_is_no_list_of_attempts_counts_for_nothing(said, attempts):
     found = unanswered({UNANSWERED: said})
     assert len(found) == attempts
     assert all(len(each) == 8 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key", "queue"),
+    [
+        ("orders", "order", "all"),
+        ("orders", "order.new.paid", "all"),
+        ("orders", "b.paid", "paid"),
+        ("orders", "paid", None),
+        ("orders", "a.b.paid", None),
+        ("celery_delayed_27", "0." * 25 + "1.0.1.order.x", "all"),
+        ("direct", "k", "straight"),
+        ("direct", "other", None),
+        ("headers", "whatever", "heads"),
+        ("elsewhere", "order.new", None),
+    ],
+)
+def test_the_queue_of_a_delivery_is_found_by_its_routing_key(exchange, key, queue):
+    app = task().app
+    topic = Exchange("orders", "topic")
+    app.conf.task_queues = [
+        Queue("all", topic, "order.#"),
+        Queue("paid", [binding(topic, "*.paid"), binding(Exchange("direct"), "none")]),
+        Queue("straight", Exchange("direct"), "k"),
+        Queue("heads", Exchange("headers", "headers")),
+    ]
+    found = exchanges.origin(app, {"exchange": exchange, "routing_key": key})
+    assert found.get("idempotency_queue") == queue
+    assert not found.get("idempotency_broadcast")

@@ -27,6 +27,7 @@ __all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store"
 
 _OF_SETTINGS = (
     broker.acks_late,
+    broker.broadcast,
     broker.scheduled_sweep,
     broker.sweep_queue,
     broker.visibility,

@@ -108,6 +108,40 @@ def sweep_queue(app: Celery, _tasks: Tasks) -> Iterator[Finding]:
         )
 
 
+def broadcast(app: Celery, tasks: Tasks) -> Iterator[Finding]:
+    """Find tasks that are routed to a fanout exchange, which gives each message to all of its queues."""
+    queues: Any = app.amqp.queues
+    fanouts = {name for name, queue in queues.items() if _is_fanout(queue)}
+    fanouts |= {queues[name].exchange.name for name in fanouts}
+    fanouts |= {alias for alias, queue in queues.aliases.items() if queue.name in fanouts}
+    if not fanouts:
+        return
+    found: dict[bool, list[str]] = {}
+    for name, (task, definition) in tasks.items():
+        options = {each: getattr(task, each, None) for each in ("queue", "exchange")}
+        route = _route(app, {each: value for each, value in options.items() if value}, name)
+        if {route.get("exchange"), route.get("queue")} & fanouts:
+            found.setdefault(definition.keyed, []).append(name)
+    if unguarded := found.get(False):
+        yield Finding(
+            id="W023",
+            problem="Published to a fanout exchange, without a key: each worker runs each message, and nothing is"
+            f" guarded: {named(unguarded)}.",
+            hint="Set idempotency_mode='off' if that is meant, or route the task to a queue with a direct exchange.",
+        )
+    if guarded := found.get(True):
+        yield Finding(
+            id="W023",
+            problem="Published to a fanout exchange, with a key: one worker runs each message, and all others wait for"
+            f" its result: {named(guarded)}.",
+            hint="Route the task to a queue with a direct exchange, or if each worker shall run it, leave out the key.",
+        )
+
+
+def _is_fanout(queue: Any) -> bool:
+    return queue.exchange is not None and queue.exchange.type == "fanout"
+
+
 def consumers(app: Celery) -> list[Finding]:
     """Ask the workers that are up whether any of them consumes the queue that sweeps are sent to."""
     queue = _queue_of_sweeps(app)
@@ -148,15 +182,19 @@ def _queue_of_sweeps(app: Celery) -> str | None:
     options = next((about for _, task, about in _entries(app) if task == SWEEP), None)
     if options is None or {"exchange", "routing_key"} & set(options):
         return None
+    route = _route(app, options, SWEEP)
+    return None if "exchange" in route else route.get("queue")
+
+
+def _route(app: Celery, options: Mapping[str, object], name: str) -> dict[str, str]:
+    """Return the names of the queue and the exchange that a call is sent to, as far as settings say them."""
     try:
         router: Any = Router(app.amqp.routes, _AnyQueue(), create_missing=True, app=app)
-        route = router.route(dict(options), SWEEP, task_type=app.tasks.get(SWEEP))
+        route = router.route(dict(options), name, task_type=app.tasks.get(name))
     except Exception:  # noqa: BLE001  # the project's own routers may raise what they like
-        return None
-    if "exchange" in route:
-        return None
-    queue = route.get("queue")
-    return str(getattr(queue, "name", queue))
+        return {}
+    found = {each: route[each] for each in ("queue", "exchange") if route.get(each)}
+    return {each: str(getattr(value, "name", value)) for each, value in found.items()}
 
 
 def _longest_retry(task: Task[..., object]) -> float:
