@@ -5,7 +5,7 @@
     IdempotencyError
     ├── InvalidOption         an ``idempotency_*`` option is unknown or has a bad value, or a task cannot be guarded
     ├── InvalidKey            a key or scope cannot be used
-    │   └── KeyMissing        the task requires a key and the call gave none
+    │   └── KeyMissing        an argument that the key is read from is missing or None
     ├── FingerprintMismatch   the key belongs to a call with other arguments
     ├── InProgress            another worker holds the key
     ├── LeaseLost             the claim is no longer ours
@@ -61,7 +61,7 @@ class InvalidKey(IdempotencyError):
 
 
 class KeyMissing(InvalidKey):
-    """This task requires an idempotency key, and the call gave none."""
+    """An argument that the task's idempotency key is read from is missing or None."""
 
 
 class FingerprintMismatch(IdempotencyError):

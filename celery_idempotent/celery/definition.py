@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from celery import Task
 
 from celery_idempotent.celery.codec import TaskCodec
-from celery_idempotent.celery.models import dump_of
+from celery_idempotent.celery.models import validation_of
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
 from celery_idempotent.identity.identified import Identified
@@ -115,7 +115,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
     behind = task.__mro__[task.__mro__.index(base) + 1 :]
     return Definition(
         policy=policy,
-        identifier=Identifier(name, _signature_of(task), as_sent=dump_of(task), **about),
+        identifier=Identifier(name, _signature_of(task), validate=validation_of(task), **about),
         codec=codec,
         runner=Runner(
             name,

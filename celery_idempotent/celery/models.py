@@ -1,23 +1,70 @@
-"""Pydantic models among the arguments of a call, which Celery 5.7 dumps where the task has ``pydantic=True``.
+"""Pydantic models among the arguments of a task with ``pydantic=True``.
 
-Celery does so when it sends the message. What is made of a call before that has to have the same::
+Celery validates what a message carries before the body gets it, and since 5.7 it dumps the models of a call when it
+sends the message. A key is made of the validated model, on both sides of the broker::
 
-    task.delay(Order(id=17)) ─ fingerprint of {"id": 17} ─ stored for later: {"id": 17} ─ sent: {"id": 17}
+    task.delay(Order(id=7)) ─┐                              ┌─ key 7, before the message is sent
+    task.delay({"id": 7})    ├─ {"id": 7} or {"id": "7"} ───┤
+    task.delay({"id": "7"}) ─┘                              └─ Order(id=7) ─ key 7, where the message has no stamp
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any
+
+import celery.app.base
+from celery import Celery
 
 from celery_idempotent.celery.typed import AnyTask
-from celery_idempotent.identity.keys import AsSent
+from celery_idempotent.identity.keys import Validate
 from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
 
-if TYPE_CHECKING:
-    from celery import Celery
+
+def validation_of(task: type[AnyTask]) -> Validate | None:
+    """Return what validates the models among the arguments of a task, ``None`` if Celery validates nothing for it."""
+    run = inspect.getattr_static(task, "run")
+    run = getattr(run, "__func__", run)
+    # The only function of this module that a task runs as is the wrapper that validates.
+    if getattr(run, "__globals__", None) is not vars(celery.app.base):
+        return None
+    hints = _hints(inspect.unwrap(run))
+    models = {name: model for name, hint in hints.items() if (model := _model_of(hint))}
+
+    def validate(given: Mapping[str, object]) -> Mapping[str, object]:
+        try:
+            return {
+                name: value
+                if value is None or name not in models
+                else models[name].model_validate(value)
+                for name, value in given.items()
+            }
+        except Exception:  # noqa: BLE001  a validator of the model's own may raise anything
+            return given  # the task will raise it
+
+    return validate if models else None
 
 
-def dump_of(task: AnyTask | type[AnyTask] | None) -> AsSent | None:
+def _hints(body: Callable[..., object]) -> dict[str, Any]:
+    """Return the annotations of a body as Celery reads them."""
+    try:
+        return typing.get_type_hints(body)
+    except (NameError, AttributeError, TypeError):
+        return {name: each.annotation for name, each in inspect.signature(body).parameters.items()}
+
+
+def _model_of(hint: Any) -> Any:
+    """Return the model of an annotation ``Order`` or ``Order | None``; ``None`` for any other."""
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        kinds = [each for each in typing.get_args(hint) if each is not type(None)]
+        hint = kinds[0] if len(kinds) == 1 else None
+    return hint if isinstance(hint, type) and hasattr(hint, "model_validate") else None
+
+
+def _dump_of(task: AnyTask | None) -> Any:
     """Return what dumps the models that a task is called with, ``None`` if they are sent as they are."""
     return getattr(task, "_dump_pydantic_arguments", None)
 
@@ -26,7 +73,7 @@ def with_dumped_models(app: Celery, signature: AnySignature) -> AnySignature:
     """Return a call, or a copy of a canvas, with the arguments that its messages will carry."""
 
     def change(task: AnySignature, _: Place) -> AnySignature:
-        dump = dump_of(app.tasks.get(str(task.get("task"))))
+        dump = _dump_of(app.tasks.get(str(task.get("task"))))
         if dump is None:
             return task
         args, kwargs = dump(task.get("args"), task.get("kwargs"))

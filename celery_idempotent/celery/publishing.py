@@ -133,9 +133,6 @@ def stamp_call(
         if scope is None:
             scope = options.get(stamp.SCOPE_HEADER, in_headers.get(stamp.RAW_SCOPE))
         if key is None and scope is None and not definition.keyed:
-            if definition.identifier.require_key:
-                # For its error only: it raises KeyMissing, or logs that in observe mode.
-                definition.identify(args, kwargs, task_id=task_id or "")
             return None
         task_id = options["task_id"] = task_id or uuid()
         identified = definition.identify(

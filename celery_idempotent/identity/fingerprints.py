@@ -17,9 +17,9 @@ import dataclasses
 import enum
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import chain, repeat
+from itertools import repeat
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
@@ -28,9 +28,8 @@ from kombu.utils.json import JSONEncoder
 from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import FINGERPRINT_BYTES
 
-#: A value that is nested deeper has no form. Half of Python's default recursion limit: JSON is read by recursion, and
-#: the worker has frames of its own below.
-MAX_DEPTH: Final = 500
+#: A value that is nested deeper has no form: forms are written by recursion, below the frames of the caller.
+MAX_DEPTH: Final = 200
 
 #: Writes a text as JSON does, in ASCII.
 quote = encode_basestring_ascii
@@ -59,9 +58,6 @@ _WRITERS: Final[dict[type, Callable[[Any], str]]] = {
     Written: str,
 }
 
-#: The parts of a value, each with the text that goes before it, and the text at the end.
-_Parts = tuple[Iterator[tuple[str, object]], str]
-
 
 def form(value: object) -> str:
     """Return the canonical form of an argument: ASCII, and equal before and after the broker.
@@ -70,52 +66,37 @@ def form(value: object) -> str:
     the publisher has ``charge((1, 2))``, the worker reads ``charge([1, 2])``, and both have one fingerprint. Types that
     kombu's JSON encodes, registered ones included, go through its encoding.
 
-    Written with a stack instead of recursion, so that the time grows with the size of the value alone.
+    The time grows with the size of the value alone: clients choose what is nested in what.
 
     Raises:
         NoFormError: if it has none, or is nested deeper than :data:`MAX_DEPTH`.
     """
+    return _write(value, MAX_DEPTH)
+
+
+def _write(value: object, depth: int) -> str:
+    """Return the form of a value that may be nested as many times as ``depth`` says."""
     writer = _WRITERS.get(type(value))
     if writer is not None:
         return writer(value)
-    pieces: list[str] = []
-    unfinished = [_parts_of(value)]
-    while unfinished:
-        parts, end = unfinished[-1]
-        for before, item in parts:
-            pieces.append(before)
-            writer = _WRITERS.get(type(item))
-            if writer is not None:
-                pieces.append(writer(item))
-                continue
-            if len(unfinished) == MAX_DEPTH:
-                raise NoFormError(f"it contains itself, or is nested deeper than {MAX_DEPTH}")
-            unfinished.append(_parts_of(item))
-            break
-        else:
-            pieces.append(end)
-            unfinished.pop()
-    return "".join(pieces)
-
-
-def _parts_of(value: object) -> _Parts:
+    if not depth:
+        raise NoFormError(f"it contains itself, or is nested deeper than {MAX_DEPTH}")
+    depth -= 1
     if isinstance(value, dict):
+        if not value:
+            return "{}"
         forms = {quote(k) if type(k) is str else _key_form(k): v for k, v in value.items()}
-        parts = [(f",{key}:", forms[key]) for key in sorted(forms)]
-        if not parts:
-            return iter(()), "{}"
-        (first, item) = parts[0]
-        parts[0] = ("{" + first[1:], item)
-        return iter(parts), "}"
+        return "{" + ",".join([f"{key}:{_write(forms[key], depth)}" for key in sorted(forms)]) + "}"
     if isinstance(value, (list, tuple)):
-        return zip(chain(("[",), repeat(",")), value, strict=False), "]" if value else "[]"
+        return "[" + ",".join(map(_write, value, repeat(depth))) + "]" if value else "[]"
     for plain in (str, int, float):
         if isinstance(value, plain):  # of a subclass JSON writes the plain value
-            return iter(()), _WRITERS[plain](value)
+            return _WRITERS[plain](value)
     try:
-        return iter((("", _kombu_reduce(value)),)), ""
+        reduced = _kombu_reduce(value)
     except TypeError:
-        return _native_parts(value)
+        return _write_native(value, depth)
+    return _write(reduced, depth)
 
 
 def _key_form(key: object) -> str:
@@ -127,11 +108,11 @@ def _key_form(key: object) -> str:
     return form(key)
 
 
-def _native_parts(value: object) -> _Parts:
-    """Return the parts of a value that JSON cannot carry, but pickle can."""
+def _write_native(value: object, depth: int) -> str:
+    """Return the form of a value that JSON cannot carry, but pickle can."""
     content: object
     if isinstance(value, (set, frozenset)):
-        return iter(()), f"<set {','.join(sorted([form(item) for item in value]))}>"
+        return f"<set {','.join(sorted(map(_write, value, repeat(depth))))}>"
     if isinstance(value, timedelta):
         content = [value.days, value.seconds, value.microseconds]
     elif isinstance(value, enum.Enum):
@@ -139,10 +120,13 @@ def _native_parts(value: object) -> _Parts:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif callable(dump := getattr(type(value), "model_dump", None)):  # pydantic
-        content = dump(value)
+        try:
+            content = dump(value, mode="json")
+        except Exception as error:
+            raise NoFormError(f"a model {type_name(value)} cannot be dumped") from error
     else:
         raise NoFormError(f"a value of type {type_name(value)} has no canonical form")
-    return iter(((f"<{quote(type(value).__qualname__)} ", content),)), ">"
+    return f"<{quote(type(value).__qualname__)} {_write(content, depth)}>"
 
 
 def fingerprint_of(text: str) -> bytes:

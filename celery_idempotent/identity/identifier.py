@@ -38,8 +38,6 @@ class Identifier(KeyRules):
         self,
         task_name: str,
         signature: inspect.Signature,
-        *,
-        require_key: bool = False,
         **options: Any,
     ) -> None:
         changed = {
@@ -51,7 +49,7 @@ class Identifier(KeyRules):
         if changed:
             of_old = {**options, **changed}
             self.old_rules = KeyRules(task_name, signature, **of_old, suffix="_before")
-        super().__init__(task_name, signature, **options, require_key=require_key)
+        super().__init__(task_name, signature, **options)
 
     def identify(
         self,

@@ -124,8 +124,8 @@ def task_id_key(task_id: str, nesting: int = 0) -> str:
 _Args: TypeAlias = Sequence[object] | None
 _Kwargs: TypeAlias = Mapping[str, object] | None
 
-#: Makes of the arguments of a call what its message carries.
-AsSent: TypeAlias = Callable[[_Args, _Kwargs], tuple[_Args, _Kwargs]]
+#: Makes of the arguments of a call, by parameter, what the task's body gets: models instead of their dumps.
+Validate: TypeAlias = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 
 class _AboutId(TypedDict):
@@ -143,9 +143,9 @@ class About(_AboutId, total=False):
 class KeyRules:
     """One set of rules by which a task's calls have their keys, scopes and fingerprints, compiled once.
 
-    ``signature`` is the task's, without ``self``. ``as_sent`` makes of arguments what their message carries, if that
-    is something else. The other keyword arguments are the values of the options ``idempotency_key`` and so on, or with
-    the suffix ``_before`` those of ``idempotency_key_before`` and so on.
+    ``signature`` is the task's, without ``self``. ``validate`` is applied to the arguments before the body gets them.
+    The other keyword arguments are the values of the options ``idempotency_key`` and so on, or with the suffix
+    ``_before`` those of ``idempotency_key_before`` and so on.
 
     Raises:
         InvalidOption: if one of them cannot be used with this task.
@@ -160,15 +160,13 @@ class KeyRules:
         scope: object = None,
         namespace: str | None = None,
         fingerprint: object = arguments.ALL_ARGUMENTS,
-        require_key: bool = False,
-        as_sent: AsSent | None = None,
+        validate: Validate | None = None,
         suffix: str = "",
     ) -> None:
         # Options are read once, here: a call then only asks compiled rules, and a bad option stops the worker at start.
         self.task_name = task_name
         self.namespace = task_name if namespace is None else namespace
-        self.require_key = require_key
-        self._as_sent = as_sent
+        self._validate = validate
         self.parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
@@ -205,7 +203,7 @@ class KeyRules:
 
         A call without a key has no fingerprint.
         """
-        fingerprint = self._fingerprint if self._key is not None or self.require_key else None
+        fingerprint = self._fingerprint if self._key is not None else None
         rules = [self._key, self._scope, fingerprint]
         return described(fingerprint), described_parameters(
             self.parameters, rules, self._default_forms
@@ -234,28 +232,37 @@ class KeyRules:
         Arguments that do not fit the task's signature give no key: the task will raise TypeError.
 
         Raises:
-            KeyMissing: if the task requires a key and there is none.
+            KeyMissing: if an argument that the rule for the key names is missing or None.
             InvalidKey: if key or scope cannot be used, or an argument has no canonical form.
         """
         bound = self.parameters.bind(args, kwargs)
+        if bound is not None and self._validate is not None:
+            bound = arguments.Bound(self.parameters, self._validate(bound.given))
         rule = self._key
         if scope is None and bound is not None and self._scope is not None:
             scope = self._scope.read(bound)
         if key is None and bound is not None and rule is not None:
             if isinstance(rule, arguments.AllArguments):
-                sent = self._sent(bound, args, kwargs)
-                every = fingerprint_of(self._all(sent, "idempotency_key")).hex()
+                every = fingerprint_of(self._all(bound, "idempotency_key")).hex()
                 return Identified(self._identity(f"*{every}", scope))
             key = rule.read(bound)
+            if key is None and not isinstance(rule, arguments.CallRule):
+                raise self._missing(rule, bound)
         if key is not None:
             identity = self._identity(canonical(key, task=self.task_name), scope)
             return Identified(identity, self._fingerprint_of(bound, args, kwargs))
-        if self.require_key and bound is not None:
-            raise KeyMissing(
-                f"Task {self.task_name} requires an idempotency key, and this call gives none: "
-                "pass idempotency_key, or the arguments that the task's idempotency_key reads."
-            )
         return Identified(self._identity(task_id_key(task_id, nesting), scope))
+
+    def _missing(
+        self, rule: arguments.PathRule | arguments.NamesRule, bound: arguments.Bound
+    ) -> KeyMissing:
+        paths = rule.paths if isinstance(rule, arguments.NamesRule) else (rule,)
+        names = ", ".join(path.text for path in paths if path.read(bound) is None)
+        return KeyMissing(
+            f"The idempotency key of task {self.task_name} is read from {names}, which this call leaves out or passes "
+            "as None: pass it, or idempotency_key with the call. A function as the task's idempotency_key may return "
+            "None: then the call is guarded by its task id."
+        )
 
     def by_task_id(self, task_id: str) -> Identified:
         """Return the identity of a call whose key or scope cannot be used, and which runs nevertheless."""
@@ -276,29 +283,19 @@ class KeyRules:
             return None
         if bound is None:  # never equal to the fingerprint of a call that fits the signature
             return fingerprint_of(self._one("*args, **kwargs", [[*(args or ())], kwargs], what))
-        sent = self._sent(bound, args, kwargs)
         match rule:
             case arguments.AllArguments():
-                return fingerprint_of(self._all(sent, what))
+                return fingerprint_of(self._all(bound, what))
             case arguments.CallRule():
                 value = rule.read(bound)
                 if value is None:
                     return None
                 return fingerprint_of(self._one("(the result)", value, what))
             case arguments.PathRule():
-                return fingerprint_of(self._one(rule.text, rule.read(sent), what))
+                return fingerprint_of(self._one(rule.text, rule.read(bound), what))
             case arguments.NamesRule(paths):
-                forms = {path.text: self._one(path.text, path.read(sent), what) for path in paths}
+                forms = {path.text: self._one(path.text, path.read(bound), what) for path in paths}
                 return fingerprint_of(form(forms))
-
-    def _sent(self, bound: arguments.Bound, args: _Args, kwargs: _Kwargs) -> arguments.Bound:
-        """Return the arguments as the message carries them: of a pydantic model what it is dumped as.
-
-        So a call by a model, one by the same as a dict, and the message of either have one fingerprint.
-        """
-        if self._as_sent is None:
-            return bound
-        return self.parameters.bind(*self._as_sent(args, kwargs)) or bound
 
     def _all(self, bound: arguments.Bound, what: str) -> str:
         """Return the form of the arguments, without those equal to their default.

@@ -14,7 +14,6 @@ __all__ = ["make_payment", "pay"]
 
 @app.task(
     base=IdempotentTask,
-    idempotency_require_key=True,
     idempotency_permanent_errors=(bank.PaymentRefused,),
     ignore_result=True,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from celery_idempotent.errors import FingerprintMismatch, KeyMissing, ResultUnav
 from celery_idempotent.records import State
 from tests.policies.app import Refused
 from tests.policies.conftest import PATIENCE, Site
-from tests.support.sites import SHARED_WORKERS, Gate
+from tests.support.sites import Gate
 from tests.support.waiting import wait_for
 
 
@@ -78,19 +77,15 @@ class TestFingerprint:
         assert on_redis.ledger.count("start", key) == 1
 
 
-class TestRequireKey:
-    def test_a_call_without_a_key_is_not_published(self, on_redis: Site, key: str):
-        task: Any = on_redis.app.tasks["requiring"]
-        with pytest.raises(KeyMissing, match="requiring"):
-            task.delay(key)
-        first = task.apply_async((key,), idempotency_key=key).get(timeout=PATIENCE)
-        again = task.apply_async((key,), idempotency_key=key)
-        assert again.get(timeout=PATIENCE) == first
-        assert on_redis.ledger.count("start", key) == 1
+class TestMissingKeys:
+    def test_a_call_whose_rule_finds_nothing_is_not_published(self, on_redis: Site, key: str):
+        with pytest.raises(KeyMissing, match="by_number"):
+            on_redis.app.tasks["by_number"].delay(key)
+        assert on_redis.ledger.count("start", key) == 0
 
-    def test_a_message_without_a_key_does_not_run(self, on_redis: Site, key: str):
+    def test_a_message_whose_rule_finds_nothing_does_not_run(self, on_redis: Site, key: str):
         with pytest.raises(KeyMissing):
-            on_redis.app.send_task("requiring", (key,)).get(timeout=PATIENCE)
+            on_redis.app.send_task("by_number", (key,)).get(timeout=PATIENCE)
         assert on_redis.ledger.count("start", key) == 0
 
 
@@ -140,20 +135,6 @@ class TestFailureRetention:
         task: Any = on_redis.app.tasks["forgiving"]
         policy = task.idempotency_policy
         assert (policy.settled_keep_ms, policy.failed_keep_ms) == (86_400_000, 1000)
-
-
-class TestConflictBackoffMax:
-    def test_a_duplicate_comes_back_as_often(self, on_redis: Site, key: str, gate: Gate):
-        on_redis.publish("brisk", key, gate.path)
-        on_redis.noted("start", key)
-        duplicate = on_redis.publish("brisk", key, gate.path)
-        wait_for(lambda: on_redis.received(duplicate.id) >= 6, PATIENCE, "six rounds")
-        gate.open()
-        duplicate.get(timeout=PATIENCE)
-        log = "".join(each.log for each in SHARED_WORKERS)
-        pauses = re.findall(rf"{duplicate.id}\] found .* with a countdown of ([\d.]+) s", log)
-        assert len(pauses) >= 5
-        assert max(map(float, pauses)) <= 0.2
 
 
 class TestStoreResult:

@@ -560,8 +560,6 @@ class TestRefusals:
         with lite.atomic():
             with pytest.raises(TypeError):
                 lite.add("note", ())
-            note: Any = lite.app.tasks["note"]
-            note.idempotency_definition().identifier.require_key = True
             with pytest.raises(KeyMissing):
                 lite.add("note", (None,))
         assert lite.pending() == []

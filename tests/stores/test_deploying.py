@@ -316,9 +316,9 @@ class TestAKeyOfItsOwn:
     @pytest.mark.parametrize("first", ["before", "after"])
     def test_that_each_call_has_to_give_outlives_a_new_name(self, version, first):
         """Nothing computes it: the arguments have no rule."""
-        before = version(idempotency_require_key=True)
+        before = version()
         renamed = {"name": "pay", "idempotency_namespace_before": "charge"}
-        after = version(idempotency_require_key=True, **renamed)
+        after = version(**renamed)
         one, other = publishers(before, after, first)
         sent = one.publish("o-1", idempotency_key="mine")
         one.run(sent)

@@ -167,7 +167,7 @@ class TestSignatures:
         def charge(order: str) -> Any:
             return bank.charge(order)
 
-        charged = task(charge, idempotency_key=None, idempotency_require_key=True, bind=False)
+        charged = task(charge, idempotency_key=None, bind=False)
         call = charged.s("o-1").set(idempotency_key="click-1")
         with assert_ran_once(charged):
             first, second = deliver_twice(call)
@@ -180,7 +180,7 @@ class TestSignatures:
         def charge(self: Any, order: str) -> Any:
             return bank.charge(order, key=self.idempotency.derived_key("charge"))
 
-        charged = task(charge, idempotency_key=None, idempotency_require_key=True)
+        charged = task(charge, idempotency_key=None)
         report = crash_matrix(
             charged,
             arguments=lambda name: charged.s(name).set(idempotency_key=name),
