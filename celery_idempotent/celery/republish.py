@@ -34,10 +34,15 @@ logger = logging.getLogger(__name__)
 
 #: In a stamp: how often a message was republished, and why, so that the user's ``max_retries`` is not consumed.
 CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
+#: In a stamp: the token of the holder that it met, whose conflicts are counted.
+HOLDER = "holder"
 #: In a stamp: all attempts to claim that no store answered, in hexadecimal: the store may hold one of them, without
 #: a run.
 UNANSWERED = "unanswered"
 _MOST_UNANSWERED = 8
+
+#: The longest countdown for each of them, in seconds: a holder ends sooner than an outage of the store or the broker.
+_LONGEST = {CONFLICTS: 10.0, STORE_FAILURES: 60.0, UNDELIVERED: 60.0}
 
 #: Stands for the visibility timeout of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
@@ -89,7 +94,7 @@ def conflict(
         _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
     options: Options = {"expires": None} if same else {}
-    count, delay, again = _again(task, request, CONFLICTS, left, options, {})
+    count, delay, again = _again(task, request, CONFLICTS, left, options, {HOLDER: record.token})
     logger.info(
         "idempotency: %s[%s] found %s %s (conflict %d), and is republished with a countdown of %.1f s",
         task.name,
@@ -187,18 +192,17 @@ def _again(
 ) -> tuple[int, float, Sig]:
     """Return how often this message was republished, in how many seconds it is due, and itself.
 
-    The countdown stays well under the visibility timeout: while it lasts, the broker counts the
-    message as delivered and not acknowledged.
+    The count starts anew with another holder. The countdown stays well under the visibility timeout: while it lasts,
+    the message is delivered and not acknowledged.
     """
     headers = as_mapping(request.headers)
-    before = read_stamp(headers, request.id).get(counter, 0)
+    said = read_stamp(headers, request.id)
+    is_same_holder = known.get(HOLDER) in (None, said.get(HOLDER))
+    before = said.get(counter, 0) if is_same_holder else 0
     count = before + 1 if isinstance(before, int) else 1
     # Should it not be published, this delivery asks again, with this stamp.
     request.headers = with_stamp(headers, str(request.id), more={**known, counter: count})
-    limits = [
-        task.idempotency_policy.conflict_backoff_max_ms / 1000,
-        _unacknowledged(task),
-    ]
+    limits = [_LONGEST[counter], _unacknowledged(task)]
     if left is not None:
         limits.append(max(left, 0.1))
     delay = backoff.seconds(count, first=1.0, longest=min(limits))
@@ -218,12 +222,14 @@ def _again(
 
 
 def as_published(request: Context) -> Options:
-    """Return the options with which a message goes out as it came in: its headers, and how its body is written."""
-    headers = as_mapping(request.headers)
+    """Return the options with which a message goes out as it came in, beside those that Celery keeps."""
+    headers, properties = as_mapping(request.headers), as_mapping(request.properties)
     options: Options = {
         "headers": {k: v for k, v in headers.items() if not _OF_THE_BROKER.fullmatch(k)}
     }
-    content_type = as_mapping(request.properties).get("content_type")
+    if delivery_mode := properties.get("delivery_mode"):
+        options["delivery_mode"] = delivery_mode
+    content_type = properties.get("content_type")
     if content_type in registry.type_to_name:
         options["serializer"] = registry.type_to_name[content_type]
     if compression := getattr(request, "compression", None):

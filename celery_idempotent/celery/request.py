@@ -193,7 +193,7 @@ class Request(CeleryRequest):
             **as_mapping(request["properties"]),
             # Some transports leave it out.
             "content_type": getattr(message, "content_type", None),
-            **exchanges.origin(self.app, self.delivery_info),
+            **exchanges.origin(self.task.app, self.delivery_info),
         }
 
     def on_failure(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from celery.utils.functional import maybe_list
+
 from celery_idempotent.celery import (
     installation,
     publishing,
@@ -19,7 +21,12 @@ from celery_idempotent.celery.definition import Definition, define, is_celerys_o
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
 from celery_idempotent.celery.record_methods import RecordMethods
 from celery_idempotent.celery.typed import Result, Sig
-from celery_idempotent.errors import IdempotencyError, InvalidOption
+from celery_idempotent.errors import (
+    FingerprintMismatch,
+    IdempotencyError,
+    InProgress,
+    InvalidOption,
+)
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
@@ -69,6 +76,10 @@ class IdempotentTask(RecordMethods):
         for attribute in cls._open:
             ours = not off and not is_explicit(app, f"task_{attribute}")
             setattr(cls, attribute, True if ours else None)  # None: Celery's bind does
+        if not off:
+            # Expected: Celery logs them at INFO, without a traceback.
+            known = dict.fromkeys([*maybe_list(cls.throws), FingerprintMismatch, InProgress])
+            cls.throws = tuple(known)
         app = real_app(app)
         bound: Celery = super().bind(app)
         if not is_celerys_own(cls):

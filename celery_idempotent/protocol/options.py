@@ -35,6 +35,8 @@ ViewKinds = tuple[ViewKind, ...]
 
 #: Options that were removed, as users write them: those of tasks with their prefix. A sentence says what replaces each.
 REMOVED: Final[Mapping[str, str]] = {
+    "idempotency_conflict_backoff_max": "A copy comes back after 10 seconds at the most.",
+    "idempotency_require_key": "A task that states an idempotency_key needs a key.",
     "headers": "All headers are stored but those that belong to one answer.",
 }
 

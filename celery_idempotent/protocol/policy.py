@@ -37,7 +37,6 @@ KEY_OPTIONS: Final = (
     "scope",
     "namespace",
     "fingerprint",
-    "require_key",
     "key_before",
     "scope_before",
     "namespace_before",
@@ -86,7 +85,6 @@ class Policy(SharedOptions):
 
     failure_retention_ms: int | None = option(None, optional(duration()))
     on_conflict: ConflictPolicy = option("retry", one_of(ConflictPolicy))
-    conflict_backoff_max_ms: int = option(60_000, duration(at_least_ms=100))
     permanent_errors: tuple[type[Exception], ...] = option((), _exceptions)
     store_result: bool = option(True, flag)
     max_result_bytes: int = option(1024 * 1024, whole_number)

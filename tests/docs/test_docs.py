@@ -285,7 +285,6 @@ def test_the_reference_tells_the_defaults_that_the_code_has() -> None:
     told = {name.removeprefix("idempotency_"): default for name, default, _ in generated.options()}
     assert told["lease"] == f"{policy.lease_ms // 1000} s"
     assert told["retention"] == f"{policy.retention_ms // 3_600_000} h"
-    assert told["conflict_backoff_max"] == f"{policy.conflict_backoff_max_ms // 1000} s"
     assert told["max_crashes"] == str(policy.max_crashes)
     assert told["on_conflict"] == f'`"{policy.on_conflict}"`'
     assert told["max_result_bytes"] == f"{policy.max_result_bytes // 2**20} MiB"

@@ -25,7 +25,6 @@ SHOWN_BY = {
     "atomic": "tests/policies/test_effects.py::TestAtomic",
     "check_at_start": "tests/worker/test_setup.py::test_nothing_is_said_where_nobody_wants_it",
     "compression": "tests/policies/test_values.py::TestCompression",
-    "conflict_backoff_max": "tests/policies/test_effects.py::TestConflictBackoffMax",
     "failure_retention": "tests/policies/test_effects.py::TestFailureRetention",
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
     "fused_result": "tests/policies/test_effects.py::TestFusedResult",
@@ -45,7 +44,6 @@ SHOWN_BY = {
     "on_store_error": "tests/policies/test_modes.py::TestOpen",
     "permanent_errors": "tests/worker/test_retry.py",
     "publish_once": "tests/policies/test_publish_once.py",
-    "require_key": "tests/policies/test_effects.py::TestRequireKey",
     "retention": "tests/policies/test_effects.py::TestRetention",
     "scope": "tests/policies/test_effects.py::TestScope",
     "serializer": "tests/faults/test_pools_and_results.py::"

@@ -29,6 +29,7 @@ from celery.signals import (
 )
 
 from celery_idempotent import IdempotentTask, get_store, signals
+from celery_idempotent.celery import republish
 from tests.support.apps import hurry
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
 
@@ -63,9 +64,9 @@ def make_app(conf: dict[str, Any]) -> Celery:
         task_publish_retry_policy={"max_retries": 1, "interval_start": 0.1},
         idempotency_sweep_interval=None,
         idempotency_lease=30,
-        idempotency_conflict_backoff_max=2,
         worker_prefetch_multiplier=1,
     )
+    republish._LONGEST.update(dict.fromkeys(republish._LONGEST, 2.0))
     app.conf.update(conf)
     for suffix, late in (("", True), ("_early", False)):
         task = partial(app.task, base=IdempotentTask, shared=False, bind=True, acks_late=late)

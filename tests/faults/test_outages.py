@@ -35,9 +35,7 @@ class TestOfTheStoreDuringARun:
     def test_a_claim_survives_one_shorter_than_its_lease(
         self, set_stage: SetStage, redis_proxy: Proxy, private_redis: EmbeddedRedis
     ):
-        stage = set_stage(
-            idempotency_lease=4, idempotency_conflict_backoff_max=0.5, worker_prefetch_multiplier=1
-        )
+        stage = set_stage(idempotency_lease=4, worker_prefetch_multiplier=1)
         worker = stage.worker()
         result = stage.send("work", "k", "", "gate")
         stage.started("k")

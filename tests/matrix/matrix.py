@@ -63,10 +63,8 @@ class Matrix:
                 stack.enter_context(site.open(concurrency=16))
                 return site
 
-            healthy = open_site(idempotency_conflict_backoff_max=0.5)
-            killed = open_site(
-                idempotency_lease=3, idempotency_conflict_backoff_max=3, **cls.settings
-            )
+            healthy = open_site(longest_pause=0.5)
+            killed = open_site(idempotency_lease=3, longest_pause=3, **cls.settings)
             if cls.settings:
                 stack.enter_context(sites.restoring(killed))
             played = Played({}, healthy, killed)

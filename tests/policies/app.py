@@ -108,14 +108,13 @@ def _define(app: Celery) -> None:
     keyed(name="by_name", idempotency_fingerprint=("values",))(echo_key)
     keyed(name="by_function", idempotency_fingerprint=_amount)(echo_key)
     keyed(name="by_nothing", idempotency_fingerprint=None)(echo_key)
-    idempotent(name="requiring", idempotency_require_key=True)(work)
+    idempotent(name="by_number", idempotency_key="key.number")(work)
     keyed(name="exclusive", idempotency_retention=0)(work)
     keyed(name="forgetful", idempotency_retention=1, idempotency_lease=0.5)(work)
     failures: dict[str, Any] = {"idempotency_failure_retention": 1, "idempotency_lease": 0.5}
     idempotent(name="forgiving", idempotency_key="label", **failures, **_permanent)(refuse)
     if app.conf.get("with_an_atomic_task"):
         keyed(name="atomic", idempotency_atomic=True, idempotency_on_store_error="closed")(work)
-    keyed(name="brisk", idempotency_conflict_backoff_max=0.2)(work)
     keyed(name="apart", idempotency_fused_result=False)(work)
     keyed(name="unstored", idempotency_store_result=False, idempotency_lease=0.5)(work)
 
@@ -371,6 +370,8 @@ def _receive(request: Any = None, **_: Any) -> None:
         "content_encoding": message.content_encoding,
         "correlation_id": message.properties.get("correlation_id"),
         "reply_to": message.properties.get("reply_to"),
+        "priority": message.properties.get("priority"),
+        "delivery_mode": message.properties.get("delivery_mode"),
     }
     path = _receipts_of(Ledger.from_env())
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

@@ -22,3 +22,16 @@ def test_a_duplicate_goes_round_after_its_wait(shared, key, gate):
     shared.idle(key)
     assert shared.ledger.count("start", key) == 1
     assert shared.ledger.count("wrong sender") == 0
+
+
+def test_a_copy_is_sent_as_its_message_was(shared, key, gate):
+    shared.publish("work", key, gate.path)
+    shared.noted("start", key)
+    second = shared.publish("work", key, gate.path, delivery_mode=1, priority=3)
+    wait_for(lambda: shared.received(second.id) >= 2, PATIENCE, "its copy")
+    gate.open()
+    message, copy = shared.receipts(second.id)[:2]
+    kept = ("body", "content_type", "content_encoding", "delivery_mode", "priority", "reply_to")
+    assert {name: copy[name] for name in kept} == {name: message[name] for name in kept}
+    assert (message["delivery_mode"], message["priority"]) == (1, 3)
+    second.get(timeout=PATIENCE)

@@ -20,7 +20,6 @@ OPTIONS: list[tuple[str, Any, str, Any, Any]] = [
     ("on_conflict", "ignore", "on_conflict", "ignore", "drop"),
     ("wait", 2, "wait_ms", 2000, "2"),
     ("wait", timedelta(milliseconds=1500), "wait_ms", 1500, -1),
-    ("conflict_backoff_max", timedelta(minutes=1), "conflict_backoff_max_ms", 60_000, 0),
     ("publish_once", True, "publish_once", True, "yes"),
     ("on_stale", "requeue", "on_stale", "requeue", "retry"),
     ("on_stale", "fail", "on_stale", "fail", None),

@@ -80,7 +80,6 @@ class Till:
             "result_backend_transport_options": {"global_keyprefix": prefix},
             "idempotency_store": "django://",
             "idempotency_lease": 5,
-            "idempotency_conflict_backoff_max": 0.5,
             "idempotency_max_crashes": 100,
             "task_default_queue": queue,
         }

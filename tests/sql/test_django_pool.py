@@ -125,7 +125,6 @@ def test_children_that_are_killed_leave_no_pool_to_those_that_are_forked_after_t
         "result_backend_transport_options": {"global_keyprefix": prefix},
         "idempotency_store": "django://",
         "idempotency_lease": 30,
-        "idempotency_conflict_backoff_max": 0.5,
         "task_default_queue": rabbitmq_queue,
     }
     env = {

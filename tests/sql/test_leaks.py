@@ -214,7 +214,7 @@ def test_runs_on_redis_leave_nothing_behind(open_press, use_database):
     from django.db import connections
 
     database = connections.databases[use_database("sqlite")]
-    press = open_press("", database, idempotency_lease=0.3, idempotency_conflict_backoff_max=0.1)
+    press = open_press("", database, idempotency_lease=0.3)
     press.hold("lease")
     press.send("lease", LEASE, FIRST)
     first = press.ask("census")

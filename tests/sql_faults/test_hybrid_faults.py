@@ -83,7 +83,6 @@ def stage(
         queue=rabbitmq_queue,
         conf={
             "idempotency_lease": 30,
-            "idempotency_conflict_backoff_max": 0.5,
             "result_backend_transport_options": {"global_keyprefix": prefix},
         },
     )

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from celery_idempotent.celery import republish
+
 if TYPE_CHECKING:
     from celery import Celery
 
@@ -42,7 +44,9 @@ def wanted() -> dict[str, Any] | None:
 
 
 def configure(app: Celery, settings: Mapping[str, Any], prefix: str = "") -> None:
-    """Give the settings to an app."""
+    """Give the settings to an app; ``longest_pause`` is the longest countdown of a copy, in seconds."""
+    if pause := settings.get("longest_pause"):
+        republish._LONGEST.update(dict.fromkeys(republish._LONGEST, pause))
     if prefix:
         named = {f"{prefix}_{name}".upper(): value for name, value in settings.items()}
         app.config_from_object(SimpleNamespace(**named), namespace=prefix)

@@ -301,12 +301,9 @@ def test_tasks_that_are_routed_to_a_fanout_exchange_are_found(route: dict[str, s
         Queue("odd", Exchange("odd", "topic"), "#"),
     ]
     app = app_with(task_queues=queues, task_routes={"every*": route})
-    for name, options in {
-        "every": {},
-        "every.keyed": {"idempotency_key": "n"},
-        "other": {},
-    }.items():
-        app.task(base=IdempotentTask, shared=False, name=name, **options)(numbered)
+    for name, key in (("every", None), ("every.keyed", "n"), ("other", None)):
+        task: Any = partial(app.task, base=IdempotentTask, shared=False)
+        task(name=name, idempotency_key=key)(numbered)
     found = [each for each in check_settings(app) if each.id == "W023"]
     if route == {"exchange": "odd"}:
         assert not found

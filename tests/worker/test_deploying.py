@@ -35,7 +35,7 @@ def site(
     ledger: Ledger,
     start_worker: Callable[..., Worker],
 ) -> Iterator[Site]:
-    settings = {"worker_enable_remote_control": False, "idempotency_conflict_backoff_max": 1}
+    settings = {"worker_enable_remote_control": False, "longest_pause": 1}
     site = sites.open_site(Site, request, broker, ledger, start_worker, settings)
     yield site
     site.close()
@@ -111,7 +111,7 @@ def test_a_rename_is_caught_by_the_file_of_keys_and_its_transition_runs_nothing_
     start_worker: Callable[..., Worker],
     tmp_path: Path,
 ):
-    settings = {"worker_enable_remote_control": False, "idempotency_conflict_backoff_max": 1}
+    settings = {"worker_enable_remote_control": False, "longest_pause": 1}
     site = sites.open_site(RenamedSite, request, "redis", ledger, start_worker, settings)
     lock, gate = tmp_path / "keys.lock", tmp_path / "gate"
     assert site.check("before", lock, "--write").code == 0
