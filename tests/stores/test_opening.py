@@ -12,7 +12,9 @@ import weakref
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery, current_app
+from redis.credentials import UsernamePasswordCredentialProvider
 
 from celery_idempotent import stores
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
@@ -142,9 +144,10 @@ class TestApps:
             ({"result_backend": "redis://a/1", "broker_url": "redis://b/2"}, "a:6379", 1),
             ({"result_backend": "rpc://", "broker_url": "redis://b/2"}, "b:6379", 2),
             ({"result_backend": "db+sqlite://", "broker_url": "redis://b:7//"}, "b:7", 0),
-            ({"broker_url": ["redis://b:7/3", "redis://c"]}, "b:7", 3),
-            ({"broker_url": "redis://b:7/3;redis://c"}, "b:7", 3),
+            ({"broker_url": ["redis://b:7/3"]}, "b:7", 3),
             ({"result_backend": "redis"}, "localhost:6379", 0),
+            ({"result_backend": "redis", "redis_host": "a", "redis_port": 7}, "a:7", 0),
+            ({"result_backend": "redis", "redis_db": 5}, "localhost:6379", 5),
             ({"broker_url": "redis://b/1?visibility_timeout=5"}, "b:6379", 1),
             ({"result_backend": "redis+socket:///run/r?virtual_host=4"}, "/run/r", 4),
             ({"broker_url": "redis+socket:///run/r?virtual_host=/4"}, "/run/r", 4),
@@ -154,6 +157,50 @@ class TestApps:
         store = get_store(new_app(**settings))
         assert store._link.where == f"Redis at {where}"
         assert connection(store).db == db
+
+    def test_the_settings_of_celerys_redis_backend_hold_for_records(self):
+        """Results went to the configured server, and records silently to localhost."""
+        app = new_app(
+            result_backend="redis://",
+            redis_host="a",
+            redis_port=7000,
+            redis_username="u",
+            redis_password="pw",
+            redis_socket_timeout=9,
+            redis_socket_connect_timeout=3,
+            redis_socket_keepalive=True,
+            redis_backend_health_check_interval=30,
+        )
+        made = connection(get_store(app))
+        assert (made.host, made.port, made.username, made.password) == ("a", 7000, "u", "pw")
+        assert (made.socket_timeout, made.socket_connect_timeout) == (9, 3)
+        assert (made.socket_keepalive, made.health_check_interval) == (True, 30)
+
+    def test_celerys_own_timeout_of_two_minutes_is_not_taken(self):
+        made = connection(get_store(new_app(result_backend="redis://h")))
+        assert (made.socket_timeout, made.socket_connect_timeout) == (5, 2)
+
+    def test_a_credential_provider_of_the_backend_logs_in(self):
+        provider = UsernamePasswordCredentialProvider("u", "pw")
+        app = new_app(result_backend="redis://h", redis_backend_credential_provider=provider)
+        if "credential_provider" not in app.backend.connparams:
+            pytest.skip("this Celery has no such setting")
+        assert connection(get_store(app)).credential_provider is provider
+
+    @pytest.mark.parametrize(
+        "broker",
+        [["redis://b:7/3", "redis://c"], "redis://b:7/3;redis://c", "redis://:hunter2@b;amqp://c"],
+    )
+    def test_a_list_of_brokers_to_fail_over_to_keeps_no_records(self, broker):
+        with pytest.raises(InvalidOption, match=r"fails over .*idempotency_store") as caught:
+            get_store(new_app(broker_url=broker))
+        assert "hunter2" not in str(caught.value)
+
+    def test_a_result_backend_that_cannot_be_set_up_is_refused_and_not_told(self):
+        app = new_app(result_backend="rediss://:hunter2@h")
+        with pytest.raises(InvalidOption, match="result_backend") as caught:
+            get_store(app)
+        assert "hunter2" not in str(caught.value)
 
     def test_an_app_without_redis_is_told_what_to_set(self):
         app = new_app(result_backend="rpc://", broker_url="amqp://u:hunter2@h")
@@ -178,6 +225,22 @@ class TestApps:
     def test_a_sentinel_without_a_master_is_told_what_to_set(self):
         with pytest.raises(InvalidOption, match="master_name"):
             get_store(new_app(broker_url="sentinel://a:1"))
+
+    def test_tls_of_the_backend_holds_for_masters_and_sentinels(self):
+        app = new_app(
+            result_backend="sentinel://:pw@a:1/2",
+            result_backend_transport_options={"master_name": "main"},
+            redis_backend_use_ssl={"ssl_cert_reqs": ssl.CERT_NONE},
+        )
+        link = get_store(app)._link
+        to_master, sentinels = link._channel._connect.__closure__
+        found = [cell.cell_contents for cell in (to_master, sentinels)]
+        watchers = next(each for each in found if hasattr(each, "master"))
+        masters = next(each for each in found if not hasattr(each, "master"))
+        for made in (watchers._connect(("h", 1)), masters(("h", 1))):
+            assert isinstance(made, redis.SSLConnection)
+            assert made.cert_reqs == ssl.CERT_NONE
+        assert (masters(("h", 1)).password, masters(("h", 1)).db) == ("pw", 2)
 
     @pytest.mark.parametrize("kind", ["result_backend", "broker"])
     def test_the_apps_key_prefix_starts_our_keys(self, kind):

@@ -81,8 +81,8 @@ def _single_server(
 ) -> Server:
     pool = _pool(scheme, rest, query, options)
     kwargs = pool.connection_kwargs
-    if scheme == "unix":
-        where = f"Redis at {kwargs.get('path')}"
+    if kwargs.get("path"):
+        where = f"Redis at {kwargs['path']}"
     else:
         where = f"Redis at {kwargs.get('host', 'localhost')}:{kwargs.get('port', _REDIS_PORT)}"
     connect = functools.partial(pool.connection_class, **kwargs)
