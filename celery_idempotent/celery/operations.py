@@ -81,24 +81,19 @@ def is_live(record: Record, now_ms: int) -> bool:
     return record.state is State.PROCESSING and not record.stale(now_ms)
 
 
-def offered(
-    record: Record, *, known: bool = True, step: str | None = None
-) -> tuple[Operation, ...]:
-    """Return the operations that mean something for a record, as :meth:`Store.get` returns it, or for one step of it.
+def offered(record: Record, *, known: bool = True) -> tuple[Operation, ...]:
+    """Return the operations that mean something for a record, as :meth:`Store.get` returns it.
 
     ``known``: does a task of this app have its namespace? Nobody else could write a value.
     """
-    unfinished = not record.state.settled
-    whole = step is None
     possible: dict[Operation, bool] = {
-        "release": whole and record.state in {State.QUEUED, State.PROCESSING},
-        "requeue": whole
-        and record.state in {State.PROCESSING, State.INTERRUPTED}
+        "release": record.state in {State.QUEUED, State.PROCESSING},
+        "requeue": record.state in {State.PROCESSING, State.INTERRUPTED}
         and record.message is not None,
-        # Not what is completed: somebody may have got that value.
-        "complete": known and (unfinished or (whole and record.state is State.FAILED)),
-        "fail": whole and unfinished,
-        "forget": whole or (unfinished and step in dict(record.steps)),
+        # Not a COMPLETED one: somebody may have got that value.
+        "complete": known and record.state is not State.COMPLETED,
+        "fail": not record.state.settled,
+        "forget": True,
     }
     return tuple(each for each in OPERATIONS if possible[each])
 
@@ -108,21 +103,21 @@ def operate(
 ) -> Outcome:
     """Do what is asked for to the record that has this token and this state.
 
-    Only to complete and to forget can be about a step. A record whose owner is live is left alone, unless this is
+    A record whose owner is live is left alone, unless this is
     forced: then its owner loses the key, and may still be at work. The next claim gets a larger token. The log and the
     event tell who did it and why; so do the :data:`audit_logs`, which have it before it is done, so that nothing a
     person does is without a trace.
 
     Raises:
         StoreUnavailable: if the store did not answer; what was asked for may have been done.
-        ValueError: for a step or a value with an operation that takes none, or no value to complete with.
+        ValueError: for a value with an operation that takes none, or no value to complete with.
     """
     _check(request)
     store = get_store(app)
     record = store.get(identity)
     if record is None or (record.token, record.state) != (token, state):
         return Outcome.CHANGED
-    if request.operation not in offered(record, step=request.step):
+    if request.operation not in offered(record):
         return Outcome.CHANGED
     live = is_live(record, store.now_ms())
     if live and not request.force:
@@ -151,14 +146,6 @@ def operate(
 def _check(request: OperationRequest) -> None:
     if (request.operation == "complete") is (request.value is None):
         raise ValueError("complete takes a value, and nothing else does")
-    step = request.step
-    if step is not None and (not step or request.operation not in ("complete", "forget")):
-        raise ValueError("complete and forget take the name of a step, and nothing else does")
-
-
-def _seen(record: Record) -> tuple[object, ...]:
-    """Return what of a record no operation leaves as it is; a renewal does."""
-    return record.token, record.state, record.steps
 
 
 def _state_afterwards(store: Store, before: Record) -> str:
@@ -167,7 +154,7 @@ def _state_afterwards(store: Store, before: Record) -> str:
         record = store.get(before.identity)
     except IdempotencyError:
         return "the store did not answer: it may have been done"
-    if record is not None and _seen(record) == _seen(before):
+    if record is not None and (record.token, record.state) == (before.token, before.state):
         return "right after that the record was still there, unchanged"
     return "right after that the record was gone, or another"
 
@@ -183,8 +170,8 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
     if request.force and not request.reason:
         raise ValueError("to take a key away from a live owner, say why: reason=…")
     _check(request)
-    store, operation, step = get_store(app), request.operation, request.step
-    while (record := store.get(identity)) is not None and operation in offered(record, step=step):
+    store, operation = get_store(app), request.operation
+    while (record := store.get(identity)) is not None and operation in offered(record):
         outcome = operate(app, identity, request, token=record.token, state=record.state)
         if outcome is Outcome.LIVE:
             raise InProgress(
@@ -195,7 +182,7 @@ def operate_or_raise(app: Celery, identity: Identity, request: OperationRequest)
         if outcome is not Outcome.CHANGED:
             return True
         # It has changed since: look again.
-    if operation == "forget" and step is None:
+    if operation == "forget":
         # No record has that token. A copy in a cache goes all the same, which an earlier try may have left.
         store.forget(identity, token=0)
     return False

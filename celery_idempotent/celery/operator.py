@@ -5,9 +5,9 @@
     operation   verb of the store                           reported as
     release     release                                     released
     requeue     requeue, then its message is published      requeued, or store_failed
-    complete    settle COMPLETED; of a step: amend          settled; amended
+    complete    settle COMPLETED                            settled
     fail        settle FAILED                               settled
-    forget      forget; of a step: amend without a value    forgotten; amended
+    forget      forget                                      forgotten
 
 Every verb gets the token of the record that the operator saw. If another run has claimed the key since, the store
 writes nothing, and the outcome is CHANGED. It is DONE if the key is as the operation itself would have left it: the
@@ -67,7 +67,7 @@ class Outcome(enum.Enum):
 
 @frozen(frozen=True, slots=True)
 class OperationRequest:
-    """What somebody wants done to a record, or to one ``step`` of it: ``who``, and why.
+    """What somebody wants done to a record: ``who``, and why.
 
     ``who``: this process, if no one is named. ``force``: also where an owner within its lease holds the key. ``value``:
     what to complete with, as the task would write it.
@@ -78,7 +78,6 @@ class OperationRequest:
     who: str = ""
     reason: str = ""
     force: bool = False
-    step: str | None = None
     value: Stored | None = None
 
 
@@ -98,15 +97,10 @@ class Operator:
     @property
     def line(self) -> Line:
         """What the log says of it."""
-        step = self.request.step
-        of_step = "" if step is None else f" step {step!r} of".replace("%", "%%")
-        done = _DONE[self.request.operation]
-        return Line(logging.WARNING, f"%(who)s {done}{of_step} %(identity)s%(why)s")
+        return Line(logging.WARNING, f"%(who)s {_DONE[self.request.operation]} %(identity)s%(why)s")
 
     def execute(self, record: Record) -> Outcome:
         """Execute the request on a record as it was seen."""
-        if self.request.step is not None:
-            return _amend(self, record, self.request.step)
         match self.request.operation:
             case "release":
                 return _release(self, record)
@@ -126,7 +120,6 @@ class Operator:
             operation=wanted.operation,
             who=self.who,
             reason=wanted.reason,
-            step=wanted.step or "",
         )
 
     def report(self, outcome: Signal, record: Record, **more: Unpack[Details]) -> None:
@@ -203,20 +196,6 @@ def _complete(by: Operator, record: Record) -> Outcome:
     if not settling.end_record(by.store, end):
         return Outcome.CHANGED
     by.report(signals.settled, record, state=State.COMPLETED)
-    return Outcome.DONE
-
-
-def _amend(by: Operator, record: Record, step: str) -> Outcome:
-    if not by.store.amend(
-        record.identity,
-        token=record.token,
-        name=step,
-        value=by.request.value,
-        intervention=by.intervention(),
-    ):
-        return Outcome.CHANGED
-    state = State.INTERRUPTED if record.state is State.PROCESSING else record.state
-    by.report(signals.amended, record, state=state)
     return Outcome.DONE
 
 

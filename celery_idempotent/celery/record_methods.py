@@ -42,14 +42,11 @@ class RecordMethods(TaskBase):
         key: object,
         *,
         scope: object = None,
-        step: str | None = None,
         reason: str = "",
         who: str = "",
         force: bool = False,
     ) -> bool:
         """Delete the record of a key of this task: the next call with it runs again. ``False`` if there was none.
-
-        With ``step`` only the result of that step of an unfinished run: the next run does it again.
 
         The log and the signal ``forgotten`` say who did it (this process, if no one is named) and the reason. To take
         the key away from a live owner, who may still be at work, this has to be forced, with a reason.
@@ -59,7 +56,7 @@ class RecordMethods(TaskBase):
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        request = OperationRequest("forget", step=step, reason=reason, who=who, force=force)
+        request = OperationRequest("forget", reason=reason, who=who, force=force)
         return self._operate(request, key, scope)
 
     def idempotency_release(
@@ -101,7 +98,6 @@ class RecordMethods(TaskBase):
         value: object,
         *,
         scope: object = None,
-        step: str | None = None,
         reason: str = "",
         who: str = "",
         force: bool = False,
@@ -109,17 +105,14 @@ class RecordMethods(TaskBase):
         """Settle an unfinished or failed key of this task COMPLETED: callers get ``value``. ``False`` if there is none.
 
         Use this if the task took effect and its result was not recorded: ``value`` is what it would have
-        returned. With ``step`` it is the result of that step of an unfinished run, and the next run does not do it. The
-        record stores who and why. It is reported, refused and forced as :meth:`idempotency_forget` is, and raises
-        the same.
+        returned. The record stores who and why. It is reported, refused and forced as :meth:`idempotency_forget` is,
+        and raises the same.
 
         Raises:
             ValueError: if the value cannot be written as the task writes its results, or is too large.
         """
         stored = self._ours().codec.dump_given(value)
-        request = OperationRequest(
-            "complete", step=step, value=stored, reason=reason, who=who, force=force
-        )
+        request = OperationRequest("complete", value=stored, reason=reason, who=who, force=force)
         return self._operate(request, key, scope)
 
     def idempotency_fail(

@@ -25,10 +25,8 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
         "complete": "operations",
         "fail": "operations",
         "forget": "operations",
-        "erase": "erasing",
         "sweep": "upkeep",
         "prune": "upkeep",
-        "outbox": "upkeep",
         "check": "checking",
     }
 )

@@ -8,8 +8,8 @@ import click
 
 from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.cli import output
-from celery_idempotent.cli.objects import COLUMNS, cells_of, object_of
-from celery_idempotent.cli.options import filter_of, filter_options, json_option
+from celery_idempotent.cli.objects import object_of, write_table
+from celery_idempotent.cli.options import json_option, selection_of, selection_options
 from celery_idempotent.cli.session import Session, command
 from celery_idempotent.operations.finding import pages
 from celery_idempotent.operations.wording import ago, iso
@@ -18,6 +18,7 @@ from celery_idempotent.records import Record
 #: What the table of counts shows, in this order: what ran, what did not have to run again, what needs somebody.
 _OUTCOMES = (
     ("RUNS", ("claimed",)),
+    ("RELEASED", ("released",)),
     ("FAILED", ("failed",)),
     ("REPLAYS", ("replayed",)),
     ("CONFLICTS", ("conflicted",)),
@@ -29,9 +30,13 @@ _OUTCOMES = (
 
 @command(
     "list",
-    examples=["list --state stale", "list --task shop.charge --state FAILED --since 10m"],
+    examples=[
+        "list --state stale",
+        "list --task shop.charge --state FAILED --since 10m",
+        "list --key order-17",
+    ],
 )
-@filter_options
+@selection_options
 @click.option(
     "--limit",
     type=click.IntRange(1),
@@ -43,14 +48,14 @@ _OUTCOMES = (
 def list_command(session: Session, limit: int, as_json: bool, **given: object) -> None:
     """List records: the unfinished and the failed ones, or those of a --state.
 
-    COMPLETED records have no index: to list them (--state COMPLETED, --state any), keys are looked at one after the
+    COMPLETED records have no index: to list them (--key, --scope, --state any), keys are looked at one after the
     other, until --limit is reached.
     """
-    wanted = filter_of(session, given)
+    selection = selection_of(session, given)
     found: list[Record] = []
     now_ms, more = 0, False
     with output.Progress("keys looked at") as progress:
-        for page in pages(session.app, session.store, wanted):
+        for page in pages(session.store, selection):
             progress.add(page.looked_at)
             now_ms = page.now_ms
             left = limit - len(found)
@@ -62,12 +67,11 @@ def list_command(session: Session, limit: int, as_json: bool, **given: object) -
         for record in found:
             output.write_json(object_of(session, record, now_ms))
     elif found:
-        whole = not output.on_terminal()
-        output.table(COLUMNS, [cells_of(session, each, now_ms, whole=whole) for each in found])
+        write_table(session, found, now_ms)
     if more:
         output.note(f"The first {limit}. There may be more: --limit takes a larger number.")
     elif not found:
-        left_out = "" if wanted.scans else " COMPLETED ones are listed with --state COMPLETED."
+        left_out = "" if selection.scans else " COMPLETED ones are listed with --state COMPLETED."
         output.note(f"No such records.{left_out}")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from celery_idempotent.cli import output
 from celery_idempotent.cli.output import Column
 from celery_idempotent.cli.session import Session
 from celery_idempotent.operations.finding import scope_in_words, task_name
@@ -59,3 +62,9 @@ def object_of(session: Session, record: Record, now_ms: int) -> dict[str, object
         "updated": iso(record.updated_ms),
         "deadline": iso(record.deadline_ms),
     }
+
+
+def write_table(session: Session, records: Sequence[Record], now_ms: int) -> None:
+    """Write records as a table."""
+    whole = not output.on_terminal()
+    output.table(COLUMNS, [cells_of(session, each, now_ms, whole=whole) for each in records])

@@ -1,79 +1,142 @@
-"""``release``, ``requeue``, ``complete``, ``fail``, ``forget``: on one record, or on all that a filter means.
+"""``release``, ``requeue``, ``complete``, ``fail``, ``forget``: on one record, or on all that are selected.
 
 ::
 
     KEY     find it ─ say what it is and what this may cost ─ ask ─ do it ────────────────────── exit code
-    --all   find them ─ sort out: to be done, live, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
+    --all   find them ─ sort: to be done, live, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
 
-Each is done to the record as it was found, by its token and its state: what has changed during the question is left
-alone. Only ``complete`` has no ``--all``, since each operation has a result of its own.
+Each is done to the record as it was found, by its token and its state: a record that has changed during the question is
+left alone. Only ``complete`` has no ``--all``, since a value belongs to one key.
+
+Exit codes are for scripts: 0 if all of it was done, ``FOUND`` if something was left alone, ``UNREACHABLE`` if the store
+did not answer for a record, so that nobody knows whether that one was done.
 """
 
 from __future__ import annotations
 
+import getpass
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_idempotent.celery.operations import offered
+from celery_idempotent.celery.operations import LONGEST_REASON, offered
 from celery_idempotent.celery.registry import definition_of
-from celery_idempotent.cli.execution import (
-    DONE,
-    OWNER_IS_LIVE,
-    CommandRequest,
-    execute_all,
-    records_in_words,
-    request_of,
-    request_options,
+from celery_idempotent.cli.objects import cells_of, object_of
+from celery_idempotent.cli.options import (
+    Given,
+    json_option,
+    key_options,
+    options,
+    selection_of,
+    selection_options,
 )
-from celery_idempotent.cli.objects import cells_of
-from celery_idempotent.cli.options import filter_of, filter_options, key_options
-from celery_idempotent.cli.output import Progress, note
-from celery_idempotent.cli.session import FOUND, Session, command
+from celery_idempotent.cli.output import Progress, note, write_json
+from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session, command, django_part
 from celery_idempotent.cli.showing import find_one
-from celery_idempotent.operations import Operation
-from celery_idempotent.operations.bulk import Verdict, collect, verdict
-from celery_idempotent.operations.choosing import EFFECTS, STEP_EFFECTS
+from celery_idempotent.operations import Operation, OperationRequest, Outcome
+from celery_idempotent.operations.bulk import DONE, REFUSALS, Ended, Verdict, execute, verdict
+from celery_idempotent.operations.choosing import EFFECTS
 from celery_idempotent.operations.explaining import story_of
-from celery_idempotent.operations.finding import Filter, pages
+from celery_idempotent.operations.finding import pages
 from celery_idempotent.operations.values import value_from_json
-from celery_idempotent.records import Page, Record
+from celery_idempotent.records import Record, Selection, State, Stored
 from celery_idempotent.serializers import LARGEST
+
+if TYPE_CHECKING:
+    from celery_idempotent.django.outbox import Pending
 
 #: So many records are shown as a sample.
 _SAMPLE = 5
 
-_WHY_NOT: dict[Operation, str] = {
-    "release": "only a QUEUED or a PROCESSING record can be released.",
-    "requeue": "only an INTERRUPTED or a PROCESSING record that keeps its message"
-    ' (idempotency_on_stale="requeue") can be requeued.',
-    "complete": "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
-    "fail": "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
-    "forget": "there is no record.",
+#: So many staged messages are looked for at a time.
+_STAGED = 500
+
+_OWNER_IS_LIVE = "its owner is live"
+
+_OUTCOMES: dict[Outcome, str] = {
+    Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
+    Outcome.CHANGED: "left alone: it has changed meanwhile",
+    Outcome.LIVE: f"left alone: {_OWNER_IS_LIVE}",
 }
-_NO_STEPS = (
-    "a step can be completed (of a task of this app) or forgotten (if it is stored) only while the record is QUEUED,"
-    " PROCESSING or INTERRUPTED."
+
+_request_options = options(
+    click.option(
+        "--reason", default="", metavar="TEXT", help="Why: for the log, the event and the record."
+    ),
+    click.option(
+        "--who", metavar="NAME", help="Who does it. Default: the account of this machine."
+    ),
+    click.option("--force", is_flag=True, help="Also where the owner is live; takes a --reason."),
+    click.option("--yes", "-y", is_flag=True, help="Do not ask."),
+    json_option,
 )
 
-_step_option = click.option(
-    "--step", metavar="NAME", help="One step of an unfinished record, not the whole."
+_HELP = (
+    "It asks first, and does nothing to a record that has changed since, or whose owner is live (unless forced)."
+    " Exit code 1 if anything was left alone."
 )
 
 
-def _command(operation: Operation, text: str) -> click.Command:
-    """Make the command of an operation that may be about one KEY or, with ``--all``, about what filters mean.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Command:
+    """An operation on the command line; ``yes``: without a question."""
+
+    session: Session
+    request: OperationRequest
+    yes: bool
+    as_json: bool
+
+    def confirm(self, question: str) -> None:
+        """Ask, unless the answer was given; without a yes nothing is done."""
+        if self.yes:
+            return
+        try:
+            answer = click.confirm(question, err=True)
+        except click.Abort:
+            note("")
+            answer = False
+        if not answer:
+            note("Nothing was done. (--yes does not ask.)")
+            raise click.exceptions.Exit(FOUND)
+
+
+def _command_of(
+    session: Session, operation: Operation, given: Given, value: Stored | None = None
+) -> _Command:
+    """Return the command that these options make; they are taken out of ``given``."""
+    who, reason, force = given.pop("who") or _user(), given.pop("reason"), given.pop("force")
+    if force and not reason:
+        raise click.UsageError("To take a key away from a live owner, say why: --reason '…'.")
+    if len(reason) > LONGEST_REASON:
+        raise click.UsageError(f"A --reason has {LONGEST_REASON} characters at most.")
+    request = OperationRequest(operation, who=who, reason=reason, force=force, value=value)
+    return _Command(
+        session=session, request=request, yes=given.pop("yes"), as_json=given.pop("as_json")
+    )
+
+
+def _user() -> str:
+    """Return who calls, by the name of the machine's account."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        return f"uid {os.getuid()}"
+
+
+def _make_command(operation: Operation, text: str, *examples: str) -> click.Command:
+    """Make the command of an operation on one KEY or, with ``--all``, on all that are selected.
 
     Both forms have one set of options, so click cannot say which of them go together: the command itself refuses, for
-    example, ``--limit`` with a KEY.
+    example, ``--dry-run`` with a KEY.
     """
 
-    @click.argument("key", required=False)
-    @click.option("--all", "every", is_flag=True, help="All that the filters mean, not one KEY.")
-    @filter_options
+    @click.argument("one", required=False, metavar="[KEY]")
+    @click.option("--all", "every", is_flag=True, help="All that are selected, not one KEY.")
+    @selection_options
     @click.option(
         "--limit",
         type=click.IntRange(1, 100_000),
@@ -82,161 +145,184 @@ def _command(operation: Operation, text: str) -> click.Command:
         help="With --all: so many at most.",
     )
     @click.option("--dry-run", is_flag=True, help="With --all: say what would be done.")
-    def run(session: Session, key: str | None, every: bool, **given: Any) -> None:
-        request = request_of(operation, given)
-        if every is (key is not None):
-            raise click.UsageError("Give a KEY, or --all with filters.")
-        if every and request.step is not None:
-            raise click.UsageError("--step goes with a KEY, not with --all.")
-        limit, dry_run = given.pop("limit"), given.pop("dry_run")
-        if key is None:
-            wanted = filter_of(session, given)
-            _execute_on_filter(session, request, wanted, limit=limit, dry_run=dry_run)
-        else:
-            names = [f"--{name}" for name, value in given.items() if value is not None]
-            names = [name for name in names if name not in ("--task", "--scope")]
-            if names or dry_run:
-                raise click.UsageError(
-                    f"{(names or ['--dry-run'])[0]} goes with --all, not with a KEY."
-                )
-            record = find_one(session, key, task=given["task"], scope=given["scope"])
-            _execute_on_one(session, request, record)
+    @_request_options
+    def run(
+        session: Session, one: str | None, every: bool, limit: int, dry_run: bool, **given: Any
+    ) -> None:
+        asked = _command_of(session, operation, given)
+        if every is (one is not None):
+            raise click.UsageError("Give a KEY, or --all with what selects records.")
+        if every:
+            _execute_on_all(asked, selection_of(session, given), limit=limit, dry_run=dry_run)
+            return
+        for name in ("key", "state", "since", "before"):
+            if given[name] is not None:
+                raise click.UsageError(f"--{name} goes with --all, not with a KEY.")
+        if dry_run:
+            raise click.UsageError("--dry-run goes with --all, not with a KEY.")
+        record = find_one(session, one or "", task=given["task"], scope=given["scope"])
+        _execute_on_one(asked, record)
 
-    for option in reversed(request_options):
-        run = option(run)
-    if operation == "forget":
-        run = _step_option(run)
     run.__doc__ = f"{text}\n\n    {_HELP}"
-    examples = [
-        f"{operation} order-17 --task shop.charge --reason 'customer called'",
-        f"{operation} --all --task shop.charge --state stale --before 10m",
-    ]
-    if operation == "forget":
-        examples[1] = f"{operation} --all --task shop.charge --error CardDeclined --since 2h"
-    return command(operation, examples=examples)(run)
+    return command(operation, examples=[f"{operation} {each}" for each in examples])(run)
 
 
-_HELP = (
-    "It asks first, and does nothing to a record that has changed since, or whose owner is live (unless forced)."
-    " Exit code 1 if anything was left alone."
-)
-
-
-def _execute_on_one(session: Session, request: CommandRequest, record: Record) -> None:
+def _execute_on_one(asked: _Command, record: Record) -> None:
+    session, request = asked.session, asked.request
     story = story_of(session.app, session.store, record)
-    why_not = _why_not(session, request, record)
+    why_not = None if _is_offered(session, request, record) else REFUSALS[request.operation]
     if why_not is None and story.live and not request.force:
-        why_not = f"{OWNER_IS_LIVE}. Wait for its end, or give --force and a --reason."
+        why_not = f"{_OWNER_IS_LIVE}. Wait for its end, or give --force and a --reason."
     if why_not is not None:
         note(f"{story.headline}\nNothing was done: {why_not}")
         raise click.exceptions.Exit(FOUND)
-    if not request.yes:
-        note(story.headline)
+    if not asked.yes:
         cost = next(each.cost for each in story.choices if each.operation == request.operation)
-        effects = f"{EFFECTS[request.operation]} {cost}"
-        note(
-            f"{request.operation} {effects if request.step is None else STEP_EFFECTS[request.operation]}"
-        )
-    what = "it" if request.step is None else f"step {request.step}"
-    request.confirm(f"{request.operation.capitalize()} {what}?")
-    execute_all(session, request, [record], total=1)
+        note(f"{story.headline}\n{request.operation} {EFFECTS[request.operation]} {cost}")
+    asked.confirm(f"{request.operation.capitalize()} it?")
+    _execute_each(asked, [record])
 
 
-def _why_not(session: Session, request: CommandRequest, record: Record) -> str | None:
-    """Return why a request means nothing for a record."""
+def _is_offered(session: Session, request: OperationRequest, record: Record) -> bool:
     known = definition_of(session.app, record.identity.namespace) is not None
-    if request.operation in offered(record, known=known, step=request.step):
-        return None
-    if request.step is None:
-        return _WHY_NOT[request.operation]
-    steps = ", ".join(name for name, _ in record.steps) or "none"
-    return f"{_NO_STEPS} Its steps: {steps}."
+    return request.operation in offered(record, known=known)
 
 
-def _execute_on_filter(
-    session: Session, request: CommandRequest, wanted: Filter, *, limit: int, dry_run: bool
-) -> None:
-    found, more = _collect(session, request.operation, wanted, limit)
-    more_text = f"There are more than {limit:,}: run it again for the rest." if more else ""
-    _execute_on_all(session, request, found, more=more_text, dry_run=dry_run)
+def _execute_on_all(asked: _Command, wanted: Selection, *, limit: int, dry_run: bool) -> None:
+    """Say what would be done to the selected records, ask, do it, and report each outcome."""
+    session, request = asked.session, asked.request
+    records, more = _collect(session, request.operation, wanted, limit)
+    staged = _staged(session, wanted) if request.operation == "forget" else []
+    now_ms = session.store.now_ms()
+    by_verdict: dict[Verdict, list[Record]] = {"do": [], "live": [], "left": []}
+    for record in records:
+        by_verdict[verdict(request.operation, record, now_ms)].append(record)
+    chosen = by_verdict["do"] + (by_verdict["live"] if request.force else [])
+    _preview(session, request, by_verdict, chosen, now_ms)
+    if staged:
+        plus = "+" if len(staged) > _STAGED else ""
+        note(f"{min(len(staged), _STAGED):,}{plus} messages in the outbox to be discarded.")
+    if more:
+        note(f"There are more than {limit:,}: run it again for the rest.")
+    if dry_run:
+        return
+    if chosen or staged:
+        asked.confirm(f"{request.operation.capitalize()} {_records_in_words(len(chosen))}?")
+    # Before the records: a message that is sent meanwhile would make a new one.
+    if discarded := _discard(session, wanted) if staged else 0:
+        note(f"{discarded:,} messages in the outbox discarded.")
+    _execute_each(asked, chosen, left=len(records) - len(chosen))
 
 
 def _collect(
-    session: Session, operation: Operation, wanted: Filter, limit: int
+    session: Session, operation: Operation, wanted: Selection, limit: int
 ) -> tuple[list[Record], bool]:
-    """Return what a filter means, up to a limit, and whether there is more."""
+    """Return the selected records, each once, up to a limit, and whether there are more."""
+    found: dict[object, Record] = {}
     with Progress("keys looked at") as progress:
-
-        def counted() -> Iterator[Page]:
-            for page in pages(session.app, session.store, wanted):
-                progress.add(page.looked_at)
-                yield page
-
-        return collect(session.store, operation, counted(), limit=limit)
-
-
-def _execute_on_all(
-    session: Session,
-    request: CommandRequest,
-    records: Sequence[Record],
-    *,
-    more: str = "",
-    dry_run: bool = False,
-) -> None:
-    """Say what would be done to these records, ask, do it, and tell what came of each."""
-    now_ms = session.store.now_ms()
-    sorted_out: dict[Verdict, list[Record]] = {"do": [], "live": [], "left": []}
-    for record in records:
-        sorted_out[verdict(request.operation, record, now_ms)].append(record)
-    chosen = sorted_out["do"] + (sorted_out["live"] if request.force else [])
-    _preview(session, request, sorted_out, chosen, now_ms)
-    if more:
-        note(more)
-    if dry_run:
-        return
-    if chosen:
-        request.confirm(f"{request.operation.capitalize()} {records_in_words(len(chosen))}?")
-    left = len(records) - len(chosen)
-    execute_all(session, request, chosen, total=len(chosen), left=left)
+        for page in pages(session.store, wanted):
+            progress.add(page.looked_at)
+            for each in page.records:
+                if len(found) == limit:
+                    return list(found.values()), True
+                # Lists leave out whether there is a message.
+                record = session.store.get(each.identity) if operation == "requeue" else each
+                if record is not None:
+                    found[record.identity] = record
+    return list(found.values()), False
 
 
 def _preview(
     session: Session,
-    request: CommandRequest,
-    sorted_out: dict[Verdict, list[Record]],
+    request: OperationRequest,
+    by_verdict: Mapping[Verdict, Sequence[Record]],
     chosen: Sequence[Record],
     now_ms: int,
 ) -> None:
-    done = DONE[request.operation]
-    total = sum(map(len, sorted_out.values()))
-    note(f"{records_in_words(total)} found; {len(chosen):,} to be {done}.")
+    operation = request.operation
+    total = sum(map(len, by_verdict.values()))
+    note(f"{_records_in_words(total)} found; {len(chosen):,} to be {DONE[operation]}.")
     if chosen:
         states = Counter(each.state.value for each in chosen)
         counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
-        note(f"{request.operation} {EFFECTS[request.operation]} ({counted})")
+        note(f"{operation} {EFFECTS[operation]} ({counted})")
         for row in (cells_of(session, each, now_ms, whole=False) for each in chosen[:_SAMPLE]):
             note("  " + "  ".join(cell for cell in row[:5] if cell))
         if len(chosen) > _SAMPLE:
             note(f"  … and {len(chosen) - _SAMPLE:,} more")
-    if sorted_out["live"] and not request.force:
-        note(
-            f"{records_in_words(len(sorted_out['live']))} left alone: {OWNER_IS_LIVE} (--force, with a --reason)."
-        )
-    if sorted_out["left"]:
-        note(
-            f"{records_in_words(len(sorted_out['left']))} left alone: {_WHY_NOT[request.operation]}"
-        )
+    live, left = by_verdict["live"], by_verdict["left"]
+    if live and not request.force:
+        why = f"{_OWNER_IS_LIVE} (--force, with a --reason)."
+        note(f"{_records_in_words(len(live))} left alone: {why}")
+    if left:
+        note(f"{_records_in_words(len(left))} left alone: {REFUSALS[operation]}")
 
 
-release_command = _command(
-    "release", "End the claim of KEY, or of all that match: the next delivery or call runs."
-)
-requeue_command = _command(
-    "requeue", "Publish the message that the record of KEY keeps again, or those of all that match."
-)
+def _execute_each(asked: _Command, records: Sequence[Record], *, left: int = 0) -> None:
+    """Do it to one record after the other, and end with the exit code; ``left`` were left alone before."""
+    counts: Counter[Outcome | None] = Counter()
+    total = len(records)
+    try:
+        with Progress("records", total=total) as progress:
+            for each in execute(asked.session.app, asked.request, records):
+                counts[each.outcome] += 1
+                progress.add()
+                _report(asked, each)
+    except KeyboardInterrupt:
+        note(f"\nInterrupted after {counts.total():,} of {total:,}: run it again for the rest.")
+        raise click.exceptions.Exit(FOUND) from None
+    if total > 1 or left:
+        parts = [
+            (counts[Outcome.DONE], DONE[asked.request.operation]),
+            (counts[Outcome.UNSENT], "queued and not published yet"),
+            (counts[Outcome.CHANGED] + counts[Outcome.LIVE] + left, "left alone"),
+            (counts[None], "unknown: the store did not answer"),
+            (total - counts.total(), "not tried: run it again"),
+        ]
+        note(", ".join(f"{number:,} {text}" for number, text in parts if number) + ".")
+    if counts[None]:
+        raise click.exceptions.Exit(UNREACHABLE)
+    if left or counts.total() > counts[Outcome.DONE]:
+        raise click.exceptions.Exit(FOUND)
 
 
-@click.argument("key")
+def _report(asked: _Command, ended: Ended[Record]) -> None:
+    """Write the outcome of one record."""
+    operation = asked.request.operation
+    if asked.as_json:
+        about = object_of(asked.session, ended.record, ended.record.updated_ms)
+        outcome = "unknown" if ended.outcome is None else ended.outcome.value
+        write_json({**about, "operation": operation, "outcome": outcome})
+        return
+    text = f"it may have been done, or not: {ended.trouble}"
+    if ended.outcome is not None:
+        text = _OUTCOMES.get(ended.outcome, DONE[operation])
+    click.echo(f"{ended.record.identity}: {text}")
+
+
+def _records_in_words(count: int) -> str:
+    return "1 record" if count == 1 else f"{count:,} records"
+
+
+def _staged(session: Session, wanted: Selection) -> list[Pending]:
+    """Return the messages in the outbox that are meant: those of a scope that is selected as a whole."""
+    alias, outbox = session.store.outbox_alias, django_part("celery_idempotent.django.outbox")
+    whole = Selection(states=frozenset(State), scopes=wanted.scopes)
+    if not wanted.scopes or wanted != whole or alias is None or outbox is None:
+        return []
+    found: list[Pending] = outbox.pending(using=alias, limit=_STAGED + 1, scopes=wanted.scopes)
+    return found
+
+
+def _discard(session: Session, wanted: Selection) -> int:
+    outbox, count = django_part("celery_idempotent.django.outbox"), 0
+    while staged := _staged(session, wanted):
+        for each in staged:
+            count += outbox.discard(each.id, using=session.store.outbox_alias)
+    return count
+
+
+@click.argument("one", metavar="KEY")
 @key_options
 @click.option("--value", metavar="JSON", help="What its run would have returned, as JSON.")
 @click.option(
@@ -245,33 +331,31 @@ requeue_command = _command(
     metavar="FILE",
     help="The same from a file, or from standard input (`-`, with --yes).",
 )
-@_step_option
-def _complete_one(
-    session: Session, key: str, value: str | None, value_file: str | None, **given: Any
+@_request_options
+def _complete(
+    session: Session, one: str, value: str | None, value_file: str | None, **given: Any
 ) -> None:
-    """Settle KEY, or one step of it, with its true result: callers get it, and nothing runs.
+    """Settle KEY with its true result: callers get it, and nothing runs.
 
     Use this if the task took effect and its result was not recorded. Check the outside system first,
-    then give what the run, or the step, would have returned. It asks before it writes, and does
-    nothing to a record that has changed since, or whose owner is live (unless forced), or that is COMPLETED. Exit
-    code 1 if it was left alone.
+    then give what the run would have returned. It asks before it writes, and does nothing to a record that has changed
+    since, or whose owner is live (unless forced), or that is COMPLETED. Exit code 1 if it was left alone.
     """
-    request = request_of("complete", given)
     if (value is None) is (value_file is None):
         raise click.UsageError("Give the value: --value JSON, or --value-file FILE.")
-    if value_file == "-" and not request.yes:
+    if value_file == "-" and not given["yes"]:
         raise click.UsageError("A value from standard input takes --yes: nobody could answer.")
-    record = find_one(session, key, task=given["task"], scope=given["scope"])
-    if _why_not(session, request, record) is None:
+    record = find_one(session, one, task=given.pop("task"), scope=given.pop("scope"))
+    stored = None
+    if definition_of(session.app, record.identity.namespace) is not None:
         try:
-            stored = value_from_json(session.app, record.identity, value or _read_value(value_file))
+            stored = value_from_json(session.app, record.identity, value or _read(value_file))
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        request = replace(request, value=stored)
-    _execute_on_one(session, request, record)
+    _execute_on_one(_command_of(session, "complete", given, stored), record)
 
 
-def _read_value(path: str | None) -> bytes:
+def _read(path: str | None) -> bytes:
     """Return what a file has, or the beginning of one that is too long for a value."""
     if path is None:
         return b""
@@ -280,20 +364,34 @@ def _read_value(path: str | None) -> bytes:
     return content
 
 
-for _option in reversed(request_options):
-    _complete_one = _option(_complete_one)
-
 complete_command = command(
     "complete",
     examples=[
-        """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'""",
-        """complete order-17 --task shop.charge --step charge --value '"ch_17"'""",
+        """complete order-17 --task shop.charge --value '{"charge": "ch_17"}' --reason 'the bank has it'"""
     ],
-)(_complete_one)
-fail_command = _command(
-    "fail",
-    "Settle KEY, or all that match, as FAILED: nothing runs until the retention ends.",
+)(_complete)
+release_command = _make_command(
+    "release",
+    "End the claim of KEY, or of all that are selected: the next delivery or call runs.",
+    "order-17 --task shop.charge --reason 'customer called'",
+    "--all --task shop.charge --state stale --before 10m",
 )
-forget_command = _command(
-    "forget", "Delete the record of KEY, or of all that match: the next call runs, done or not."
+requeue_command = _make_command(
+    "requeue",
+    "Publish the message that the record of KEY keeps again, or those of all that are selected.",
+    "order-17 --task shop.charge",
+    "--all --task shop.charge --state INTERRUPTED",
+)
+fail_command = _make_command(
+    "fail",
+    "Settle KEY, or all that are selected, as FAILED: nothing runs until the retention ends.",
+    "order-17 --task shop.charge --reason 'refunded by hand'",
+    "--all --task shop.charge --state stale --before 10m",
+)
+forget_command = _make_command(
+    "forget",
+    "Delete the record of KEY, or of all that are selected: the next call runs, done or not."
+    " --all --scope alone means all that is stored of it, its messages in the outbox included.",
+    "order-17 --task shop.charge --reason 'customer called'",
+    "--all --scope acme --limit 100000 --reason 'contract ended, ticket 4711'",
 )

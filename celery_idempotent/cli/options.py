@@ -1,4 +1,4 @@
-"""The options that several commands share: which records are meant, and in which form they are written."""
+"""The options that several commands share: which records are selected, and in which form they are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from celery_idempotent.celery.registry import load_tasks, namespaces
 from celery_idempotent.cli.output import note
 from celery_idempotent.cli.session import Session
 from celery_idempotent.operations import finding
-from celery_idempotent.records import State
+from celery_idempotent.records import Selection, State
 
 #: What click hands to a command: each option has a type of its own.
 Given = dict[str, Any]
@@ -59,32 +59,39 @@ def _complete_task(ctx: click.Context, _: click.Parameter, incomplete: str) -> l
         return []
 
 
-def _all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
+def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Put these options on a command, in this order."""
+
     def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
+        for decorator in reversed(decorators):
+            function = decorator(function)
         return function
 
     return decorate
 
 
-_task_option = click.option(
-    "--task", metavar="NAME", shell_complete=_complete_task, help="Only this task (or namespace)."
-)
-_scope = click.option(
-    "--scope", metavar="SCOPE", help="Only this scope; `user 17` for what that user sent over HTTP."
+#: Which record a KEY is about.
+key_options = options(
+    click.option(
+        "--task",
+        metavar="NAME",
+        shell_complete=_complete_task,
+        help="Only this task (or namespace).",
+    ),
+    click.option(
+        "--scope",
+        metavar="SCOPE",
+        help="Only this scope; `user 17` for what that user sent over HTTP.",
+    ),
 )
 
-#: Which record a key is about.
-key_options = _all_of(_task_option, _scope)
-
-filter_options = _all_of(
-    _task_option,
-    _scope,
+selection_options = options(
+    key_options,
+    click.option("--key", metavar="KEY", help="Only this key, in every scope."),
     click.option(
         "--state",
         type=click.Choice(list(_STATE_WORDS), case_sensitive=False),
-        help="Only this state. Default: all but COMPLETED, which no index finds.",
+        help="Only this state. Default: any with --key or --scope, else all but COMPLETED.",
     ),
     click.option(
         "--since", type=_Length(), metavar="TIME", help="Changed within the last 10m, 2h, 1d."
@@ -92,33 +99,26 @@ filter_options = _all_of(
     click.option(
         "--before", type=_Length(), metavar="TIME", help="Not changed for 10m, 2h, 1d, or longer."
     ),
-    click.option("--error", metavar="TYPE", help="FAILED with this exception: CardDeclined."),
-    click.option(
-        "--worker", metavar="TEXT", help="Claimed by a worker whose host:pid has this in it."
-    ),
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 
 
-def filter_of(session: Session, given: Given) -> finding.Filter:
-    """Return the filter that these options make; they are taken out of ``given``."""
-    task, scope, state = given.pop("task"), given.pop("scope"), given.pop("state")
-    since, before = given.pop("since"), given.pop("before")
+def selection_of(session: Session, given: Given) -> Selection:
+    """Return the selection that these options make; they are taken out of ``given``."""
+    task, scope, key, state, since, before = (
+        given.pop(name) for name in ("task", "scope", "key", "state", "since", "before")
+    )
     now_ms = session.store.now_ms()
-    error = given.pop("error") or ""
-    states = _STATE_WORDS[state] if state else finding.UNFINISHED_AND_FAILED
-    if error and State.FAILED not in states:
-        raise click.UsageError(f"--error is about FAILED records, and --state is {state}.")
-    return finding.Filter(
-        states=states,
+    default = frozenset(State) if key or scope else finding.UNFINISHED_AND_FAILED
+    return Selection(
+        states=_STATE_WORDS[state] if state else default,
         stale=state == "stale",
         namespace=task and known_namespace(session, task),
         scopes=frozenset(scopes_of(scope)) if scope else frozenset(),
+        keys=frozenset(finding.spellings(key)) if key else frozenset(),
         since_ms=None if since is None else now_ms - since,
         before_ms=None if before is None else now_ms - before,
-        error=error.rpartition(".")[2],
-        worker=given.pop("worker") or "",
     )
 
 

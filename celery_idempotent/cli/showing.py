@@ -1,4 +1,4 @@
-"""``show`` and ``explain``: one record, as it is stored and in sentences."""
+"""``show``, alias ``explain``: one record in sentences, or with all its fields."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from dataclasses import asdict
 
 import click
 
-from celery_idempotent.cli.objects import COLUMNS, cells_of, object_of, shown_state
+from celery_idempotent.cli.objects import object_of, write_table
 from celery_idempotent.cli.options import json_option, key_options, known_namespace, scopes_of
-from celery_idempotent.cli.output import Progress, note, on_terminal, paragraph, table, write_json
+from celery_idempotent.cli.output import Progress, note, paragraph, write_json
 from celery_idempotent.cli.session import FOUND, Session, command
 from celery_idempotent.operations import finding
 from celery_idempotent.operations.explaining import Story, story_of, story_of_nothing
+from celery_idempotent.operations.finding import Found
 from celery_idempotent.operations.values import shown
-from celery_idempotent.operations.wording import intervention_in_words, iso, moment
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Record, Selection, State
 
-_scan_option = click.option(
-    "--scan", is_flag=True, help="Look at every key for a task id: completed ones have no index."
+#: So many seconds are spent on a look for the same key in other scopes, unless --scan asks for all of it.
+SCAN_SECONDS = 10.0
+
+
+@command(
+    "show",
+    examples=[
+        "show order-17 --task shop.charge",
+        "explain 7d0b0a5e-5d3c-4f4e-9c0e-1f6f5a4f2c11",
+    ],
 )
-
-
-@command("show", examples=["show order-17 --task shop.charge"])
 @click.argument("key")
 @key_options
-@_scan_option
+@click.option("--scan", is_flag=True, help="Look at every key, however long that takes.")
 @click.option("--value", is_flag=True, help="Also the result or error, which may hold secrets.")
 @json_option
 def show_command(
@@ -38,138 +43,126 @@ def show_command(
     value: bool,
     as_json: bool,
 ) -> None:
-    """Show all fields of the record of KEY, or of a task id."""
-    record = find_one(session, key, task=task, scope=scope, scan=scan)
-    now_ms = session.store.now_ms()
-    about = object_of(session, record, now_ms) | {
-        "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
-        "reserved": record.reserved,
-        "delivered": record.delivered,
-        "replaced": record.replaced,
-        "on_stale": record.on_stale,
-        "message": record.message is not None,
-        "steps": [name for name, _ in record.steps],
-        "refusals": [
-            {"kind": each.kind, "at": iso(each.at_ms), "task_id": each.task_id}
-            for each in record.refusals
-        ],
-        "interventions": [
-            {
-                "operation": each.operation,
-                "step": each.step,
-                "who": each.who,
-                "reason": each.reason,
-                "at": iso(each.at_ms),
-            }
-            for each in record.interventions
-        ],
-    }
-    if value:
-        said = shown(session.app, record)
-        about["value"] = said.text or said.trouble
-    if as_json:
-        write_json(about)
-        return
-    about["state"] = shown_state(record, now_ms)
-    for name in ("created", "updated", "deadline"):
-        ms = getattr(record, f"{name}_ms")
-        about[name] = "" if ms is None else moment(ms, now_ms)
-    about["steps"] = ", ".join(name for name, _ in record.steps)
-    about["refusals"] = "; ".join(
-        f"{each.kind} of task {each.task_id}, {moment(each.at_ms, now_ms)}"
-        for each in record.refusals
-    )
-    about["interventions"] = "; ".join(
-        intervention_in_words(each, moment(each.at_ms, now_ms)) for each in record.interventions
-    )
-    del about["stale"]
-    for name, each in about.items():
-        text = ("yes" if each else "") if isinstance(each, bool) else str(each)
-        if text:
-            paragraph(text, indent=f"{name:<13} ")
-
-
-@command(
-    "explain",
-    examples=[
-        "explain order-17 --task shop.charge",
-        "explain 7d0b0a5e-5d3c-4f4e-9c0e-1f6f5a4f2c11",
-    ],
-)
-@click.argument("key")
-@key_options
-@_scan_option
-@json_option
-def explain_command(
-    session: Session, key: str, task: str | None, scope: str | None, scan: bool, as_json: bool
-) -> None:
     """Say why KEY is as it is: what happened, what happens next, what can be done.
 
-    KEY may also be the id of a task, as it stands in a log. A completed record is found by a task id only if the result
-    backend has the task's arguments (result_extended), or with --scan.
+    Without --scope, every scope is searched for KEY, for ten seconds or (--scan) to the end. KEY may also be the id of
+    a task, as it stands in a log. A completed record is found by a task id only if the result backend has the task's
+    arguments (result_extended), or with --scan. --json has every field of the record.
     """
-    record = find_one(session, key, task=task, scope=scope, scan=scan)
+    record, others = _find_one(session, key, task=task, scope=scope, scan=scan)
     story = story_of(session.app, session.store, record)
+    now_ms = session.store.now_ms()
+    content = shown(session.app, record) if value else None
     if as_json:
-        now_ms = session.store.now_ms()
-        write_json(object_of(session, record, now_ms) | {"explanation": asdict(story)})
-        return
-    tell(story, session.name, arguments_of(session, record))
+        about = object_of(session, record, now_ms) | {
+            "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
+            "reserved": record.reserved,
+            "delivered": record.delivered,
+            "replaced": record.replaced,
+            "on_stale": record.on_stale,
+            "message": record.message is not None,
+            "steps": [name for name, _ in record.steps],
+            "explanation": asdict(story),
+            "elsewhere": [object_of(session, each, now_ms) for each in others.records],
+        }
+        if content is not None:
+            about["value"] = content.text or content.trouble
+        write_json(about)
+    else:
+        _tell(story, session.name, _arguments_of(session, record))
+        if content is not None:
+            click.echo(f"\nValue\n{content.text or content.trouble}")
+        if others.records:
+            click.echo("\nThe same key elsewhere")
+            write_table(session, others.records, now_ms)
+    if others.cut:
+        note("Other scopes were searched in part: --scan looks at every key.")
 
 
-def find_one(
-    session: Session, text: str, *, task: str | None, scope: str | None, scan: bool = False
-) -> Record:
+explain_command = show_command
+
+
+def find_one(session: Session, text: str, *, task: str | None, scope: str | None) -> Record:
     """Return the one record that is meant; if there is none, or several, say so and end."""
+    return _find_one(session, text, task=task, scope=scope, everywhere=False)[0]
+
+
+def _find_one(
+    session: Session,
+    text: str,
+    *,
+    task: str | None,
+    scope: str | None,
+    scan: bool = False,
+    everywhere: bool = True,
+) -> tuple[Record, Found]:
+    """Return the record that is meant, and those of the same key elsewhere.
+
+    ``everywhere``: look for these also if the key was found where it was expected.
+    """
     if not text:
         raise click.UsageError("KEY is empty.")
     namespace = known_namespace(session, task) if task else None
-    found = _find(session, text, namespace, scope, scan=scan)
-    if len(found.records) == 1:
-        if found.how:
-            note(f"Found {found.how}: {found.records[0].identity}.")
-        return found.records[0]
-    if found.records:
-        now_ms = session.store.now_ms()
-        whole = not on_terminal()
-        note(
-            f"{text} is a key of {len(found.records)} records: say which one by --task or --scope."
+    namespaces = session.namespaces() if namespace is None else [namespace]
+    scopes = scopes_of(scope) if scope else [""]
+    meant: Sequence[Record] = finding.find_key(session.store, namespaces, text, scopes)
+    others, cut = Found(records=()), False
+    if not meant:
+        by_id = finding.find_task_id(session.app, session.store, text, namespace=namespace)
+        meant, cut = by_id.records, by_id.cut
+        if meant:
+            note(f"Found {by_id.how}: {meant[0].identity}.")
+    if scope is None and (not meant or (everywhere and len(meant) == 1)):
+        key = meant[0].identity.key if meant else text
+        others = _look_everywhere(session, key, namespace, task_ids=scan and not meant, scan=scan)
+        known = {record.identity for record in meant}
+        others = Found(
+            records=[each for each in others.records if each.identity not in known], cut=others.cut
         )
-        table(COLUMNS, [cells_of(session, each, now_ms, whole=whole) for each in found.records])
+        if not meant and len(others.records) == 1:
+            meant = finding.whole(session.store, others.records)
+            others = Found(records=(), cut=others.cut)
+            note(f"Found by a look at every scope: {meant[0].identity}.")
+    if len(meant) == 1:
+        return meant[0], others
+    if found := [*meant, *others.records]:
+        note(f"{text} is a key of {len(found)} records: say which one by --task or --scope.")
+        write_table(session, found, session.store.now_ms())
         raise click.exceptions.Exit(FOUND)
-    what = f"{text} in {task or 'any task of this app'}"
-    story = story_of_nothing(session.app, f"{what}{f', scope {scope}' if scope else ''}", namespace)
-    tell(story)
-    if found.cut:
-        note("There are too many unfinished and failed records to look at each for a task id.")
-    if not scan:
-        note("If it is the id of a task, perhaps of one that completed: --scan looks at every key.")
+    where = f"{text} in {task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
+    _tell(story_of_nothing(session.app, where, namespace))
+    if others.cut or cut:
+        note("There are too many records to look at all of them: `show --scan` does.")
+    elif not scan:
+        note("If it is the id of a task that completed: `show --scan` looks at every key.")
     raise click.exceptions.Exit(FOUND)
 
 
-def _find(
-    session: Session, text: str, namespace: str | None, scope: str | None, *, scan: bool
-) -> finding.Found:
-    """Look for a key, then for a task id, where that costs little; then, if asked for, everywhere."""
-    namespaces = session.namespaces() if namespace is None else [namespace]
-    scopes = scopes_of(scope) if scope else [""]
-    records: Sequence[Record] = finding.find_key(session.store, namespaces, text, scopes)
-    if records:
-        return finding.Found(records=records)
-    found = finding.find_task_id(session.app, session.store, text, namespace=namespace)
-    if found.records or not scan:
-        return found
-    wanted = finding.Filter(states=frozenset(State), namespace=namespace)
+def _look_everywhere(
+    session: Session, key: str, namespace: str | None, *, task_ids: bool, scan: bool
+) -> Found:
+    """Look at all keys for this one; ``task_ids``: also for records of a task with this id."""
+    keys = [key, *finding.spellings(key)]
     with Progress("keys looked at") as progress:
-        for page in finding.pages(session.app, session.store, wanted):
+        if not task_ids:
+            return finding.find_key_anywhere(
+                session.store,
+                keys,
+                namespace=namespace,
+                seconds=None if scan else SCAN_SECONDS,
+                looked_at=progress.add,
+            )
+        found = []
+        wanted = Selection(states=frozenset(State), namespace=namespace)
+        for page in finding.pages(session.store, wanted):
             progress.add(page.looked_at)
-            for each in page.records:
-                if each.task_id == text and (whole := session.store.get(each.identity)):
-                    return finding.Found(records=[whole], how="by a scan")
-    return found
+            found += [
+                each for each in page.records if each.task_id == key or each.identity.key in keys
+            ]
+    return Found(records=found)
 
 
-def tell(story: Story, app: str = "", arguments: str = "") -> None:
+def _tell(story: Story, app: str = "", arguments: str = "") -> None:
     """Write a story for people."""
     paragraph(story.headline, bold=True)
     for title, sentences in (("So far", story.past), ("Next", story.future)):
@@ -187,8 +180,8 @@ def tell(story: Story, app: str = "", arguments: str = "") -> None:
     click.echo(f"\n  celery -A {app} idempotency OPERATION {arguments}")
 
 
-def arguments_of(session: Session, record: Record) -> str:
-    """Return what names a record on a command line, to be copied."""
+def _arguments_of(session: Session, record: Record) -> str:
+    """Return the part of a command line that names a record, to be copied."""
     about = record.identity
     task = finding.task_name(session.app, about)
     scope = f" --scope {shlex.quote(about.scope)}" if about.scope else ""

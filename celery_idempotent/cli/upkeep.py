@@ -1,4 +1,4 @@
-"""``sweep``, ``prune`` and ``outbox``: the work that beat asks for, by hand."""
+"""``sweep`` and ``prune``: the work that beat asks for, by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import click
 
 from celery_idempotent.celery.reaper import sweep
 from celery_idempotent.cli.options import json_option
-from celery_idempotent.cli.output import Column, Progress, note, paragraph, table, write_json
-from celery_idempotent.cli.session import FOUND, Session, command, django_part
-from celery_idempotent.operations.wording import time_in_words
+from celery_idempotent.cli.output import Progress, note, paragraph, write_json
+from celery_idempotent.cli.session import FOUND, Session, command
 
 _LIMIT = click.option(
     "--limit",
@@ -58,58 +57,3 @@ def prune_command(session: Session, limit: int, as_json: bool) -> None:
         write_json({"pruned": progress.count})
     else:
         paragraph(f"{progress.count:,} deleted.")
-
-
-@command("outbox", examples=["outbox"])
-@click.option(
-    "--limit",
-    type=click.IntRange(1),
-    default=50,
-    show_default=True,
-    help="So many messages at most.",
-)
-@json_option
-def outbox_command(session: Session, limit: int, as_json: bool) -> None:
-    """List messages that are committed and not sent yet, the oldest first (Django only).
-
-    The sweep sends them; `sweep` does it now.
-    """
-    alias = session.store.outbox_alias
-    outbox = django_part("celery_idempotent.django.outbox")
-    if alias is None or outbox is None:
-        raise click.UsageError(
-            "There is no outbox: that takes a Django project with celery_idempotent.django, and a store in a database"
-            " (django:// or hybrid+…). This app's store is " + type(session.store).__name__ + "."
-        )
-    found = outbox.pending(using=alias, limit=limit + 1)
-    names = ("task", "task_id", "key", "scope", "app", "age_ms", "due_in_ms", "attempts", "error")
-    if as_json:
-        for each in found[:limit]:
-            write_json({name: getattr(each, name) for name in names})
-    elif found:
-        columns = [
-            *(Column(title=title, least=8) for title in ("TASK", "KEY", "SCOPE")),
-            Column(title="WAITS FOR", right=True),
-            Column(title="FAILED", right=True),
-            Column(title="ERROR", from_width=100, least=8),
-            Column(title="TASK ID", from_width=140, least=8),
-        ]
-        table(
-            columns,
-            [
-                [
-                    each.task,
-                    each.key,
-                    each.scope,
-                    time_in_words(each.age_ms),
-                    str(each.attempts) if each.attempts else "",
-                    each.error,
-                    each.task_id,
-                ]
-                for each in found[:limit]
-            ],
-        )
-    else:
-        note("Nothing waits.")
-    if len(found) > limit:
-        note(f"The first {limit}. There are more: --limit takes a larger number.")

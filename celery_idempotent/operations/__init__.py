@@ -2,10 +2,10 @@
 
 One set for the command line, the admin and code. Nothing here asks or prints. An operation takes this way::
 
-    cli/operations, cli/erasing ─ cli/execution ─┐
-                                                 ├─ operations/bulk: execute ─┐
-    django/admin/bulk ───────────────────────────┘                            ├─ celery/operations: operate
-    django/admin/operations ──────────────────────────────────────────────────┤     guards, notes who and why
+    cli/operations ───────────────┐
+                                  ├─ operations/bulk: execute ─┐
+    django/admin/operations ──────┘                            ├─ celery/operations: operate
+                                                               │     guards, notes who and why
     task.idempotency_release() ─ celery/operations: operate_or_raise ─────────┘     │
                                                                                     ▼
                                                            celery/operator: writes, reports ─▶ the store
@@ -28,19 +28,25 @@ from celery_idempotent.celery.operations import (
 )
 from celery_idempotent.operations.choosing import Choice
 from celery_idempotent.operations.explaining import Story, story_of, story_of_nothing
-from celery_idempotent.operations.finding import Filter, Found, find_key, find_task_id, pages
+from celery_idempotent.operations.finding import (
+    Found,
+    find_key,
+    find_key_anywhere,
+    find_task_id,
+    pages,
+)
 
 __all__ = [
     "ON_MANY",
     "OPERATIONS",
     "Choice",
-    "Filter",
     "Found",
     "Operation",
     "OperationRequest",
     "Outcome",
     "Story",
     "find_key",
+    "find_key_anywhere",
     "find_task_id",
     "is_live",
     "offered",

@@ -1,4 +1,4 @@
-"""One operation on all records that a filter means: looked for first, then done one by one, as far as one comes.
+"""One operation on several records: looked for first, then done one by one, as far as the store answers.
 
 Nothing is locked between the two. Each record is operated on as it was seen, by its token and its state::
 
@@ -22,17 +22,34 @@ from celery_idempotent.celery.operations import (
     operate,
 )
 from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.records import Identity, Page, Record, State
+from celery_idempotent.records import Identity, Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
-
-    from celery_idempotent.stores import Store
 
 logger = logging.getLogger(__name__)
 
 #: What is to become of a record: it is done; its owner is live; the operation means nothing for it.
 Verdict = Literal["do", "live", "left"]
+
+#: What a record is after an operation.
+DONE: dict[Operation, str] = {
+    "release": "released",
+    "requeue": "requeued",
+    "complete": "completed",
+    "fail": "failed",
+    "forget": "forgotten",
+}
+
+#: Why an operation that means nothing for a record is refused.
+REFUSALS: dict[Operation, str] = {
+    "release": "only a QUEUED or a PROCESSING record can be released.",
+    "requeue": "only an INTERRUPTED or a PROCESSING record that keeps its message"
+    ' (idempotency_on_stale="requeue") can be requeued. Calling the task again has the same effect.',
+    "complete": "only a record that is not COMPLETED, of a task of this app, can be completed. Forget it first.",
+    "fail": "only a QUEUED, PROCESSING or INTERRUPTED record can be failed.",
+    "forget": "there is no record.",
+}
 
 #: After so many records in a row for which the store did not answer no further one is tried: each takes a time-out.
 _SILENT = 2
@@ -72,10 +89,9 @@ def verdict(
     now_ms: int,
     *,
     known: bool = True,
-    step: str | None = None,
 ) -> Verdict:
-    """Say what an operation would do to a record, or to one step of it; see :func:`.offered`."""
-    if operation not in offered(record, known=known, step=step):
+    """Say what an operation would do to a record; see :func:`.offered`."""
+    if operation not in offered(record, known=known):
         return "left"
     return "live" if is_live(record, now_ms) else "do"
 
@@ -83,24 +99,6 @@ def verdict(
 def may_repeat(operation: Operation, state: State) -> bool:
     """May something that took effect before be done a second time because of this operation?"""
     return operation in {"release", "requeue", "forget"} and state is not State.QUEUED
-
-
-def collect(
-    store: Store, operation: Operation, pages: Iterable[Page], *, limit: int
-) -> tuple[list[Record], bool]:
-    """Return the records of these pages, each once, up to a limit, and whether there are more."""
-    found: dict[Identity, Record] = {}
-    cut = False  # did the search end before all records were looked at?
-    for page in pages:
-        cut = bool(page.cursor)
-        for each in page.records:
-            if len(found) == limit:
-                return list(found.values()), True
-            # Lists leave out whether there is a message.
-            record = store.get(each.identity) if operation == "requeue" else each
-            if record is not None:
-                found[record.identity] = record
-    return list(found.values()), cut
 
 
 def execute(

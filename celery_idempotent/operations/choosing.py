@@ -39,12 +39,6 @@ EFFECTS: dict[Operation, str] = {
     "forget": "deletes the record with all it knows: the next call runs.",
 }
 
-#: What those of them do that can be about one step.
-STEP_EFFECTS: dict[Operation, str] = {
-    "complete": "records the result of the step that you give: the next run takes it, and does not do that step.",
-    "forget": "takes the result of the step away: the next run does it again.",
-}
-
 _LIVE: dict[Operation, str] = {
     "complete": "Its owner is not stopped by that: what it does outside takes effect, and its result is dropped.",
     "fail": "Its owner is not stopped by that: what it does outside takes effect, and callers do not learn of it.",

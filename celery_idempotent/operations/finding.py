@@ -1,8 +1,8 @@
-"""Finding records: by filters, by a key as people type it, by the id of a task.
+"""Finding records: by a key as people type it, by the id of a task, by a selection.
 
 People type less than a record's identity, so several are asked for::
 
-    order-17            the key "order-17", in each namespace of the app, in no scope
+    order-17            the key "order-17" without a scope, in each namespace of the app; then, by a scan, everywhere
     17                  the keys 17 (a number) and "17" (a text)
     --scope "user 3"    what the user with this primary key sent over HTTP
     4ce1…               the task id that is the key of a call without one; else the unfinished and failed records are
@@ -15,14 +15,14 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.keys import canonical, task_id_key
-from celery_idempotent.operations.values import error_name
 from celery_idempotent.records import Identity, Page, Record, Selection, State
 
 if TYPE_CHECKING:
@@ -47,79 +47,26 @@ LOOK_AT, MOST = 5_000, 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
-    """Which records are meant: those of which all that is given is true.
-
-    ``scopes``: canonical forms of one scope as people type it. ``since_ms`` and ``before_ms``: when the record changed
-    its state last, by the store's clock. ``error``: the name of a FAILED record's exception. ``worker``: a part of its
-    owner's ``hostname:pid``.
-    """
-
-    states: frozenset[State] = UNFINISHED_AND_FAILED
-    stale: bool = False
-    namespace: str | None = None
-    scopes: frozenset[str] = frozenset()
-    since_ms: int | None = None
-    before_ms: int | None = None
-    error: str = ""
-    worker: str = ""
-
-    @property
-    def selection(self) -> Selection:
-        """What the store may leave out; :meth:`includes` decides."""
-        (scope,) = self.scopes if len(self.scopes) == 1 else (None,)
-        return Selection(
-            states=self.states & {State.FAILED} if self.error else self.states,
-            stale=self.stale,
-            namespace=self.namespace,
-            scope=scope,
-            created_before_ms=self.before_ms,
-        )
-
-    @property
-    def scans(self) -> bool:
-        """Has every key to be looked at, since COMPLETED records have no index?"""
-        return State.COMPLETED in self.selection.wanted
-
-    def includes(self, app: AnyCelery, store: Store, record: Record) -> bool:
-        """Is this one of them? Only for an error's name the store is asked again."""
-        return (
-            (not self.scopes or record.identity.scope in self.scopes)
-            and (self.since_ms is None or record.updated_ms >= self.since_ms)
-            and (self.before_ms is None or record.updated_ms < self.before_ms)
-            and self.worker in record.worker
-            and (not self.error or self._failed_so(app, store, record))
-        )
-
-    def _failed_so(self, app: Celery, store: Store, record: Record) -> bool:
-        whole = store.get(record.identity)
-        return whole is not None and error_name(app, whole) == self.error
-
-
-def pages(app: AnyCelery, store: Store, wanted: Filter, *, limit: int = 500) -> Iterator[Page]:
-    """Yield page after page of the records that a filter means; pages may be empty, and the last has no cursor."""
-    if wanted.error and State.FAILED not in wanted.states:
-        return
-    cursor = ""
-    while True:
-        page = store.list(wanted.selection, cursor=cursor, limit=limit, look_at=LOOK_AT)
-        kept = tuple(each for each in page.records if wanted.includes(app, store, each))
-        cursor = page.cursor
-        yield Page(records=kept, cursor=cursor, looked_at=page.looked_at, now_ms=page.now_ms)
-        if not cursor:
-            return
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """The records that somebody may have meant, and how they were found.
 
-    ``cut``: there are more unfinished and failed records than were searched for a task id.
+    ``cut``: the search ended before all records were looked at.
     """
 
     records: Sequence[Record]
     how: str = ""
     cut: bool = False
+
+
+def pages(store: Store, selection: Selection, *, limit: int = 500) -> Iterator[Page]:
+    """Yield page after page of the selected records; pages may be empty, and the last has no cursor."""
+    cursor = ""
+    while True:
+        page = store.list(selection, cursor=cursor, limit=limit, look_at=LOOK_AT)
+        yield page
+        cursor = page.cursor
+        if not cursor:
+            return
 
 
 def find_key(
@@ -135,26 +82,48 @@ def find_key(
     return [record for record in map(store.get, dict.fromkeys(every)) if record is not None]
 
 
+def find_key_anywhere(
+    store: Store,
+    keys: Iterable[str],
+    *,
+    namespace: str | None = None,
+    seconds: float | None = None,
+    looked_at: Callable[[int], object] | None = None,
+) -> Found:
+    """Return the records of a key in every scope: all keys are looked at, in short steps, for so many ``seconds``.
+
+    No index has keys without their scope: it would cost each claim a write, to be read in an incident.
+    The records have what lists have, see :func:`whole`.
+    ``looked_at`` is called after each step with the number of keys that it looked at.
+    """
+    found: dict[Identity, Record] = {}
+    give_up = None if seconds is None else monotonic() + seconds
+    for page in pages(store, Selection(keys=frozenset(keys), namespace=namespace)):
+        found |= {record.identity: record for record in page.records}
+        if looked_at is not None:
+            looked_at(page.looked_at)
+        if page.cursor and give_up is not None and monotonic() > give_up:
+            return Found(records=list(found.values()), cut=True)
+    return Found(records=list(found.values()))
+
+
 def find_task_id(
     app: AnyCelery, store: Store, task_id: str, *, namespace: str | None = None
 ) -> Found:
-    """Return the record that the task of this id claimed last, or those that have it as their key in any scope.
+    """Return the record that the task of this id claimed last.
 
     Unfinished and failed records are found through the store's indexes. A completed one is found if the result backend
     still has the task's arguments (``result_extended=True``), of which its key is made.
     """
-    looked_at, keys = 0, set(spellings(task_id))
-    others: list[Record] = []
-    for page in pages(app, store, Filter(namespace=namespace), limit=LOOK_AT):
+    looked_at = 0
+    selection = Selection(states=UNFINISHED_AND_FAILED, namespace=namespace)
+    for page in pages(store, selection, limit=LOOK_AT):
         found = [record for record in page.records if record.task_id == task_id]
         if found:
-            return Found(records=_whole(store, found), how="by its task id")
-        others += [record for record in page.records if record.identity.key in keys]
+            return Found(records=whole(store, found), how="by its task id")
         looked_at += page.looked_at
         if page.cursor and looked_at >= MOST:
             break
-    if others:
-        return Found(records=_whole(store, others), how="in a scope")
     cut = bool(looked_at >= MOST and page.cursor)
     record = _by_result_backend(app, store, task_id)
     if record is None:
@@ -162,8 +131,8 @@ def find_task_id(
     return Found(records=[record], how="by the arguments that the result backend has", cut=cut)
 
 
-def _whole(store: Store, records: Iterable[Record]) -> list[Record]:
-    """Return the records with what lists leave out."""
+def whole(store: Store, records: Iterable[Record]) -> list[Record]:
+    """Return the records with the fields that lists leave out."""
     return [found for each in records if (found := store.get(each.identity)) is not None]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
+from celery_idempotent.protocol.telling import printable
 from celery_idempotent.records import Intervention, Record
 
 if TYPE_CHECKING:
@@ -83,5 +84,4 @@ def intervention_in_words(each: Intervention, at: str = "") -> str:
         said += " with a value"
     if at:
         said += f" {at}"
-    why = " ".join(each.reason.split())
-    return f"{said}, because: {why}" if why else said
+    return printable(f"{said}, because: {each.reason}" if each.reason else said)

@@ -273,7 +273,7 @@ def _words(event: Event) -> dict[str, object]:
         "state": event.state and event.state.value,
         "error": event.error,
         "who": event.who,
-        "why": f": {' '.join(event.reason.split())}" if event.reason else "",  # in one line
+        "why": f": {event.reason}" if event.reason else "",
         "count": event.count,
     }
     if (record := event.record) is not None:
@@ -287,4 +287,13 @@ def _words(event: Event) -> dict[str, object]:
             "created": record.created_at.isoformat(timespec="milliseconds"),
             "updated": record.updated_at.isoformat(timespec="milliseconds"),
         }
-    return words
+    return {
+        name: printable(word) if isinstance(word, str) else word for name, word in words.items()
+    }
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped: with a line feed, somebody could forge a line of a log."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

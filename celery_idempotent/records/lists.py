@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from celery_idempotent.records.frozen import sealed
-from celery_idempotent.records.record import EPOCH, Record, State
+from celery_idempotent.records.record import EPOCH, Identity, Record, State
 
 
 @sealed(frozen=True, slots=True, kw_only=True)
@@ -24,17 +24,20 @@ class SweepReport:
 
 @sealed(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which records to list: those of which all that is given is true.
+    """Records of which everything given is true; an empty set allows any value.
 
-    ``states`` (none: any), ``namespace`` and ``scope`` in canonical form, ``stale``: PROCESSING with a lease that ran
-    out, ``created_before_ms``: by the store's clock.
+    ``keys`` and ``scopes`` are canonical forms, several where the text that somebody typed has several meanings. A
+    scope of ``""`` is no scope. ``stale``: PROCESSING with a lease that ran out. ``since_ms`` and ``before_ms``: when
+    the record changed its state, by the store's clock.
     """
 
     states: frozenset[State] = frozenset()
     namespace: str | None = None
-    scope: str | None = None
+    scopes: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset()
     stale: bool = False
-    created_before_ms: int | None = None
+    since_ms: int | None = None
+    before_ms: int | None = None
 
     @property
     def wanted(self) -> frozenset[State]:
@@ -44,19 +47,31 @@ class Selection:
         return self.states or frozenset(State)
 
     @property
+    def scans(self) -> bool:
+        """Does a store have to look at every key? Only COMPLETED records have no index."""
+        return State.COMPLETED in self.wanted
+
+    @property
     def newest_first(self) -> bool:
         """Are only INTERRUPTED or only FAILED records wanted? Of these every store lists the newest first."""
         return self.wanted in ({State.INTERRUPTED}, {State.FAILED})
 
+    def names(self, identity: Identity) -> bool:
+        """Does the identity alone allow the record?"""
+        return (
+            self.namespace in (None, identity.namespace)
+            and (not self.scopes or identity.scope in self.scopes)
+            and (not self.keys or identity.key in self.keys)
+        )
+
     def includes(self, record: Record, now_ms: int) -> bool:
         """Is this one of them, at ``now_ms`` of the store's clock?"""
-        identity = record.identity
         return (
             record.state in self.wanted
-            and (self.namespace is None or identity.namespace == self.namespace)
-            and (self.scope is None or identity.scope == self.scope)
+            and self.names(record.identity)
             and (not self.stale or record.stale(now_ms))
-            and (self.created_before_ms is None or record.created_ms < self.created_before_ms)
+            and (self.since_ms is None or record.updated_ms >= self.since_ms)
+            and (self.before_ms is None or record.updated_ms < self.before_ms)
         )
 
 

@@ -62,9 +62,8 @@ class Admin:
         """Do it; the status of the answer, ``None`` if the process died before there was one."""
         form = {"token": seen.token, "state": seen.state.value, "force": "on", "again": "on"}
         form["reason"] = "a test"
-        operation, _, step = operation.partition(" ")
         if operation == "complete":
-            form |= {"value": "17", "step": step}
+            form["value"] = "17"
         headers: dict[str, Any] = {"X-Store": self.url, "X-Queue": self.queue}
         if die is not None:
             headers["X-Die"] = die
@@ -155,7 +154,6 @@ def bring_to(admin: Admin, key: str, state: str) -> Record:
 #: What each operation writes to the store, and what the record is then.
 WRITES = {
     "complete": ("settle", State.COMPLETED),
-    "complete pay": ("amend", State.INTERRUPTED),
     "release": ("release", None),
     "fail": ("settle", State.FAILED),
     "forget": ("forget", None),
@@ -170,8 +168,6 @@ WRITES = {
         ("complete", "STALE"),
         pytest.param("complete", "LIVE", marks=pytest.mark.wide),
         ("complete", "FAILED"),
-        ("complete pay", "STALE"),
-        pytest.param("complete pay", "INTERRUPTED", marks=pytest.mark.wide),
         ("fail", "LIVE"),
         ("forget", "COMPLETED"),
         ("requeue", "INTERRUPTED"),

@@ -103,9 +103,6 @@ def anew(store: Store, _: Record) -> None:
         ("complete", "STALE", completed),
         ("complete", "STALE", failed),
         ("complete", "FAILED", anew),
-        ("complete pay", "STALE", claimed),
-        ("complete pay", "STALE", completed),
-        ("complete pay", "INTERRUPTED", claimed),
         ("fail", "QUEUED", claimed),
         ("fail", "QUEUED", released),
         ("fail", "QUEUED", completed),
@@ -155,8 +152,7 @@ def test_what_happens_between_look_and_write_stays(
 
     after: list[Record | None] = []
     monkeypatch.setattr(store, "get", looked)
-    operation, _, step = operation.partition(" ")
-    about: dict[str, Any] = {"step": step or None}
+    about: dict[str, Any] = {}
     if operation == "complete":
         about["value"] = value("17")
     outcome = operate(

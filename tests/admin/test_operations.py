@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, ReserveRequest, State
 from celery_idempotent.stores import Store, open_store
 from tests.admin.pages import LIST, address, fields, text
-from tests.support.admin import TASK, claim, identity, settle, value
+from tests.support.admin import TASK, claim, identity, settle
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 
@@ -127,32 +126,6 @@ def test_a_key_is_completed_with_a_value_and_its_page_says_who_and_why(
     # Nobody gets another value than those before.
     answer = operator.get(address("a", "complete"))
     assert "Nothing was done" in text(operator.get(answer["Location"]))
-
-
-def test_a_step_is_completed_and_another_forgotten(
-    store: Store, serve: Serve, operator: Client
-) -> None:
-    serve(store)
-    record = claim(store, "a")
-    for name in ("pay", "ship & mail"):
-        store.checkpoint(record.identity, token=record.token, name=name, value=value("1"))
-    store.interrupt(record.identity, token=record.token)
-    confirm(operator, "a", "complete", value="17", step="pay")
-    page = operator.get(address("a"))
-    (link,) = re.findall(r'href="([^"]*/forget/\?step=ship[^"]*)"', page.content.decode())
-    question = operator.get(link)
-    assert "The result of this step is taken away" in text(question)
-    assert operator.post(link, fields(question)).status_code == 302
-    found = store.get(identity("a"))
-    assert found is not None
-    assert [(name, step.body) for name, step in found.steps] == [("pay", b"17")]
-    assert [entry[1:] for entry in entries()] == [
-        (2, "Completed, step pay"),
-        (2, "Forgotten, step ship & mail. Reason: a test"),
-    ]
-    told = text(operator.get(address("a")))
-    assert "Step pay completed by" in told
-    assert "Nothing was done" in text(operator.get(operator.get(link)["Location"]))
 
 
 def test_receivers_are_told_who_did_what_and_why(
@@ -377,7 +350,7 @@ def test_without_the_view_permission_no_page_is_shown(
 
     serve(memory)
     claim(memory, "a")
-    pages = [LIST, f"{LIST}dashboard/", f"{LIST}outbox/", address("a"), address("a", "result")]
+    pages = [LIST, f"{LIST}charts/", f"{LIST}bulk/", address("a")]
     pages += [address("a", operation) for operation in OPERATIONS]
     stranger = log_in("release_record", "forget_record", "view_result")
     for page, (browser, status) in itertools.product(

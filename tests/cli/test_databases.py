@@ -11,9 +11,11 @@ from celery import Celery
 pytest.importorskip("django")
 
 import celery_idempotent
+from celery_idempotent.stores import open_store
 from tests.cli.projects import TASK, Project, open_project
 from tests.cli.running import Ran
 from tests.sql import databases as own
+from tests.support.admin import claim, settle
 from tests.support.waiting import wait_for
 from tests.support.workers import Worker
 
@@ -77,11 +79,8 @@ def test_list_and_explain_tell_of_payments(run):
     assert "by the options" not in told.text
 
 
-def test_a_named_user_is_in_the_admins_log_and_a_scope_is_erased_with_its_outbox(project):
+def test_a_named_user_is_in_the_admins_log_and_a_scope_is_forgotten_with_its_outbox(project):
     """One way through, in this order: each step takes away what the one before needed."""
-    (waiting,) = project.run("sql", "outbox", "--json").objects
-    assert (waiting["key"], waiting["task_id"]) == ("order-3", "t-3")
-
     reason = "refunded, called the bank"
     words = ("forget", "order-2", "--task", TASK, "--scope", "acme", "--yes", "--reason", reason)
     done = project.run("hybrid", *words, "--who", "alice")
@@ -91,9 +90,34 @@ def test_a_named_user_is_in_the_admins_log_and_a_scope_is_erased_with_its_outbox
     assert who == "alice"
     assert message == f"Forgotten. Reason: {reason}"
 
-    erased = project.run("hybrid", "erase", "--scope", "acme", "--yes", "--json")
-    assert erased.code == 0, erased.text
-    (line,) = erased.objects
+    forgotten = project.run("hybrid", "forget", "--all", "--scope", "acme", "--yes", "--json")
+    assert forgotten.code == 0, forgotten.text
+    (line,) = forgotten.objects
     assert (line["key"], line["outcome"]) == ("order-1", "done")
     assert own.rows(project.alias, "SELECT 1 FROM celery_idempotent_record") == []
     assert own.rows(project.alias, "SELECT 1 FROM celery_idempotent_outbox") == []
+
+
+def test_all_that_is_stored_of_a_user_is_forgotten(project):
+    """A user asked to be forgotten: requests and tasks have one scope, made by one function."""
+    from django.contrib.auth.models import User
+
+    from celery_idempotent.django import user_scope
+    from celery_idempotent.django.http.keys import http_identity
+
+    alice, bob = User(pk=project.alice), User(pk=project.alice + 1)
+    store = open_store(f"django://{project.alias}")
+    for number in range(41):
+        for user, namespace in ((alice, "http"), (alice, TASK), (alice, "refund"), (bob, TASK)):
+            about = http_identity(namespace, user_scope(user), f"order-{number}")
+            settle(store, claim(store, about))
+    done = project.run(
+        "sql", "forget", "--all", "--scope", f"user {project.alice}", "--yes", "--json"
+    )
+    assert done.code == 0, done.text
+    assert len(done.objects) == 123
+    assert {line["outcome"] for line in done.objects} == {"done"}
+    left = own.rows(
+        project.alias, "SELECT scope, count(*) FROM celery_idempotent_record GROUP BY 1"
+    )
+    assert left == [(f'["user",{bob.pk}]', 41)]

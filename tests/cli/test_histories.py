@@ -110,11 +110,6 @@ HISTORIES = [
         ("is COMPLETED: alice completed it", "the bank has it", "gets that value"),
     ),
     History(
-        19,
-        "Its worker was killed while it ran; a sweep interrupted it; alice gave it the result of the step pay.",
-        ("is INTERRUPTED", "Step pay completed by alice", "the bank has it", "not repeated: pay"),
-    ),
-    History(
         20,
         "Its worker was killed while it ran; alice had its message sent again, which no worker has taken.",
         ("is QUEUED again", "by a sweep or an operator", "the log says", "t-20"),
@@ -171,7 +166,7 @@ HISTORIES = [
 
 #: What the first worker was about when it was killed, with the task that has the policy.
 _KILLED = {
-    **dict.fromkeys((6, 7, 8, 16, 17, 18, 19, 32), "charge"),
+    **dict.fromkeys((6, 7, 8, 16, 17, 18, 32), "charge"),
     **dict.fromkeys((10, 11, 20), "ship"),
     15: "charge",
     31: "refund",
@@ -311,9 +306,6 @@ def _act_on_what_is_left(site: Site) -> None:
     site.run("sweep")
     for number, task in {7: "charge", 11: "ship", 15: "charge", 31: "refund"}.items():
         site.explain(number, task)
-    step = ("--step", "pay", "--value", '"ch_19"')
-    site.on(19, "complete", "charge", *step, *_ALICE, "the bank has it")
-    site.explain(19, "charge")
 
 
 def _come_back(site: Site, copies: list[sites.Message]) -> None:

@@ -163,26 +163,42 @@ class ListingContract(ContractBase):
         """
         for n in range(30):
             self.make(store, "PROCESSING", f"{n:03}")
-        selection = Selection(states=frozenset({State.PROCESSING}), scope="nobody's")
+        selection = Selection(states=frozenset({State.PROCESSING}), scopes=frozenset({"nobody's"}))
         page = store.list(selection, look_at=10)
         assert page.records == ()
         assert page.looked_at <= 10
         assert page.cursor
         assert self.keys(store, selection, look_at=10) == []
 
-    def test_by_namespace_scope_and_age(self, store: Store, advance: Advance) -> None:
+    def test_by_namespace_scope_key_and_age(self, store: Store, advance: Advance) -> None:
         self.claim(store)
         other = Identity(namespace="payments.refund", scope="acct_2", key="late")
         advance(self.lease_ms / 4)
         late = self.claim(store, other)
+        acct_2 = frozenset({"acct_2"})
         assert self.keys(store, Selection(namespace="payments.charge")) == ["order-17"]
-        assert self.keys(store, Selection(scope="acct_2")) == ["late"]
-        assert self.keys(store, Selection(namespace="payments.charge", scope="acct_2")) == []
-        assert self.keys(store, Selection(created_before_ms=late.created_ms)) == ["order-17"]
-        assert self.keys(store, Selection(created_before_ms=late.created_ms + 1)) == [
-            "late",
-            "order-17",
+        assert self.keys(store, Selection(scopes=acct_2)) == ["late"]
+        assert self.keys(store, Selection(scopes=acct_2 | {KEY.scope})) == ["late", "order-17"]
+        assert self.keys(store, Selection(namespace="payments.charge", scopes=acct_2)) == []
+        assert self.keys(store, Selection(keys=frozenset({"late", "nowhere"}))) == ["late"]
+        assert self.keys(store, Selection(before_ms=late.updated_ms)) == ["order-17"]
+        assert self.keys(store, Selection(since_ms=late.updated_ms)) == ["late"]
+
+    @pytest.mark.parametrize("state", EVERY)
+    def test_a_key_is_found_in_every_scope_and_namespace(self, store: Store, state: str) -> None:
+        """A key sent over HTTP has the caller in its scope, which nobody types."""
+        self.make(store, state, "wanted")
+        others = [
+            Identity(namespace=KEY.namespace, scope='["user",17]', key="wanted"),
+            Identity(namespace="http:checkout", scope="", key="wanted"),
         ]
+        for each in others:
+            self.settle(store, self.claim(store, each))
+        self.make(store, state, "other")
+        pages = self.pages(store, Selection(keys=frozenset({"wanted"})), limit=1)
+        found = [record.identity for page in pages for record in page]
+        assert set(found) == {dataclasses.replace(KEY, key="wanted"), *others}
+        assert len(found) == 3
 
     def test_stale_ones(self, store: Store, advance: Advance) -> None:
         self.make(store, "PROCESSING", "stale")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_idempotent import FailedByOperator, IdempotentTask, InProgress
+from celery_idempotent import FailedByOperator, InProgress
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.admin import TASK, claim, identity, make_app, settle
@@ -109,9 +109,8 @@ class TestComplete:
     def test_a_value_that_the_task_could_not_return_is_refused(self, store, value, problem):
         task = make_app(store, idempotency_max_result_bytes=1000).tasks[TASK]
         before = interrupted(store, "paid")
-        for step in (None, "pay"):
-            with pytest.raises(ValueError, match=problem):
-                task.idempotency_complete("paid", value, step=step)
+        with pytest.raises(ValueError, match=problem):
+            task.idempotency_complete("paid", value)
         assert store.get(identity("paid")) == before
 
     def test_it_is_kept_also_where_the_task_keeps_no_results(self, store):
@@ -132,47 +131,3 @@ class TestComplete:
         assert version.run(second) == version.run(first) == ("SUCCESS", 17)
         assert version.runs == []
         version.close()
-
-
-class TestSteps:
-    def test_a_step_that_took_effect_is_not_repeated_and_one_that_did_not_is(self, store):
-        app, calls = make_app(store), []
-
-        @app.task(bind=True, base=IdempotentTask, idempotency_key="order", shared=False)
-        def pay(self, order):
-            done = [self.idempotency.step(name, calls.append, name) for name in ("a", "b")]
-            return done if order == "fine" else {}[order]
-
-        with pytest.raises(KeyError):
-            pay.apply(("o",), throw=True)
-        assert calls == ["a", "b"]
-        assert pay.idempotency_forget("o", step="a", who="alice") is True
-        assert pay.idempotency_complete("o", "ch_17", step="b", who="alice", reason="asked") is True
-        with pytest.raises(KeyError):
-            pay.apply(("o",), throw=True)
-        assert calls == ["a", "b", "a"]
-        record = pay.idempotency_record("o")
-        assert [(each.operation, each.step) for each in record.interventions] == [
-            ("forget", "a"),
-            ("complete", "b"),
-        ]
-
-    def test_what_has_no_such_step_is_left_alone(self, store, task):
-        interrupted(store, "o")
-        before = store.get(identity("o"))
-        assert task.idempotency_forget("o", step="pay") is False
-        assert task.idempotency_forget("nothing", step="pay") is False
-        settle(store, claim(store, "done"))
-        assert task.idempotency_complete("done", 1, step="pay") is False
-        assert store.get(identity("o")) == before
-        with pytest.raises(ValueError, match="name of a step"):
-            task.idempotency_forget("o", step="")
-
-    def test_a_live_owner_loses_the_claim_if_it_is_forced(self, store, task):
-        record = claim(store, "busy")
-        with pytest.raises(InProgress):
-            task.idempotency_complete("busy", 1, step="pay")
-        how = {"force": True, "reason": "it hangs"}
-        assert task.idempotency_complete("busy", 1, step="pay", **how)
-        assert store.get(record.identity).state is State.INTERRUPTED
-        assert not store.checkpoint(record.identity, token=record.token, name="b", value=b"")

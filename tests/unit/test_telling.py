@@ -83,12 +83,11 @@ class Place(NamedTuple):
         return reaper.sweep(self.app)
 
     def operate(self, operation: operations.Operation, record: Record, **about: Any) -> None:
+        about = {"who": "ada", "reason": "it is\nstuck"} | about
         outcome = operations.operate(
             self.app,
             KEY,
-            operations.OperationRequest(
-                operation, force=True, who="ada", reason="it is\nstuck", **about
-            ),
+            operations.OperationRequest(operation, force=True, **about),
             token=record.token,
             state=record.state,
         )
@@ -366,24 +365,28 @@ class TestOperator:
         told(place, expected, who="ada")
         assert heard.events[0][2].reason == "it is\nstuck"
         line = heard.lines[0].getMessage()
-        assert line == f"idempotency: ada {done} billing key o: it is stuck"
+        assert line == rf"idempotency: ada {done} billing key o: it is\nstuck"
         if operation == "fail":
             assert isinstance(heard.events[0][2].error, FailedByOperator)
 
-    @pytest.mark.parametrize(
-        ("step", "expected", "what"),
-        [
-            (None, "settled COMPLETED", "completed"),
-            ("100%", "amended INTERRUPTED", "completed step '100%' of"),
-        ],
-    )
-    def test_completing(self, heard, step, expected, what):
+    def test_completing(self, heard):
         place = make_place(heard)
         value = place.task.idempotency_definition().codec.dump_given(17)
-        place.operate("complete", place.claim(), step=step, value=value)
-        told(place, expected, who="ada")
+        place.operate("complete", place.claim(), value=value)
+        told(place, "settled COMPLETED", who="ada")
         line = heard.lines[0].getMessage()
-        assert line == f"idempotency: ada {what} billing key o: it is stuck"
+        assert line == r"idempotency: ada completed billing key o: it is\nstuck"
+
+    def test_no_operator_forges_a_line(self, heard):
+        """Whoever may operate on a key writes a name and a reason, which go to a log that others read."""
+        place = make_place(heard)
+        forged = "\nWARNING idempotency: bob forgot billing key p\r\x1b[2K\x9b1A\u2028"
+        place.operate("forget", place.claim(), who=f"ada{forged}", reason=f"stuck{forged}")
+        line = heard.lines[0].getMessage()
+        assert line.isprintable()
+        assert line.startswith(r"idempotency: ada\nWARNING")
+        assert r"stuck\nWARNING idempotency: bob forgot billing key p\r\x1b[2K\x9b1A\u2028" in line
+        assert heard.events[0][2].reason == f"stuck{forged}", "events have it as it was given"
 
     def test_an_operation_that_came_too_late(self, heard, monkeypatch):
         """The owner completed between the look and the write."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from django.contrib import admin
 
+from celery_idempotent.django.admin.outbox import OutboxAdmin
 from celery_idempotent.django.admin.site import IdempotencyRecordAdmin
-from celery_idempotent.django.models import IdempotencyRecord
+from celery_idempotent.django.models import IdempotencyRecord, OutboxMessage
 
-__all__ = ["IdempotencyRecordAdmin"]
+__all__ = ["IdempotencyRecordAdmin", "OutboxAdmin"]
 
-# Autodiscovered. Another site registers it itself.
+# Autodiscovered. Another site registers them itself.
 admin.site.register(IdempotencyRecord, IdempotencyRecordAdmin)
+admin.site.register(OutboxMessage, OutboxAdmin)

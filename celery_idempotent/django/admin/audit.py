@@ -49,7 +49,7 @@ class AdminLogEntry:
             content_type=_content_type(),
             object_id=unparse(started.identity),
             object_repr=str(started.identity)[:200],
-            action_flag=DELETION if request.operation == "forget" and not request.step else CHANGE,
+            action_flag=DELETION if request.operation == "forget" else CHANGE,
             change_message=self._message(
                 f"{self._wording.button}: begun, and it is not known how it ended"
             ),
@@ -83,8 +83,6 @@ class AdminLogEntry:
 
     def _message(self, message: str, trouble: str = "") -> str:
         request = self._started.request
-        if request.step is not None:
-            message += f", step {request.step}"
         if self._started.forced:
             message += ", forced on a live owner"
         if trouble:

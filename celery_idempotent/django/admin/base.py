@@ -109,6 +109,7 @@ class Pages(Base):
                 **self.admin_site.each_context(request),
                 "opts": self.opts,
                 "list_url": self.address("changelist"),
+                "charts_url": self.address("charts"),
                 **context,
             },
             status=status,

@@ -1,21 +1,15 @@
-"""One operation on several records of the list: one question about all of them, each done by itself, one summary.
+"""One operation on the ticked records of the list: one question about all of them, and a message for each outcome.
 
-::
-
-    list ─ chosen, or all that match ─▶ question ─ yes ─▶ as many as 20 s allow, 100 at most ─▶ summary
-                                           ▲                                                      │
-                                           └────────────── "go on": those not tried yet ◀─────────┘
-
-Nothing is stored between the pages: a form carries the marks of the records (key, token, state), so that each record is
-operated on only if it is still what the question showed. Those with a live owner are a list of their own: they are
-operated on only if the person says so, whatever became of their owners meanwhile.
+Nothing is stored between list and question: a form carries the marks of the records (key, token, state), so that each
+record is operated on only if it is still what the question showed. Those with a live owner are a list of their own:
+they are operated on only if the person says so, whatever became of their owners meanwhile.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from time import monotonic
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from django.contrib import messages
 from django.core.exceptions import BadRequest
@@ -23,40 +17,33 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
 from celery_idempotent.celery.operations import ON_MANY, Operation, OperationRequest
 from celery_idempotent.django.admin.base import guarded
-from celery_idempotent.django.admin.forms import ConfirmForm, FilterForm
-from celery_idempotent.django.admin.listing import PER_PAGE, looked_through
-from celery_idempotent.django.admin.operations import Mark, OperationPages, PlanLine
-from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS, LineVerdict
+from celery_idempotent.django.admin.forms import ConfirmForm
+from celery_idempotent.django.admin.listing import PER_PAGE
+from celery_idempotent.django.admin.operations import Mark, OperationPages
+from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.bulk import Ended, collect, execute
+from celery_idempotent.operations.bulk import REFUSALS, Verdict, execute, verdict
 from celery_idempotent.records import Record
-from celery_idempotent.stores import get_store
+from celery_idempotent.stores import Store, get_store
 
-#: So many records, each a field of the form, can be asked about: Django takes 1,000 fields.
-MOST_ASKED = 500
+#: In which order a question shows verdicts.
+_ORDER: tuple[Verdict, ...] = ("do", "live", "left")
 
-#: So many records a request operates on, and for so many seconds; what is left is gone on with by a button.
-STEP, _LONGEST_SECONDS = 100, 20.0
 
-#: In which order a question shows verdicts, and a summary: what needs somebody first.
-_ASKED: tuple[LineVerdict, ...] = ("do", "live", "left")
-_TOLD: tuple[LineVerdict, ...] = ("failed", "unsent", "refused", "changed", "done", "untried")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLine:
+    """What is to become of a ticked record. ``record``: as it is now, if there is one."""
 
-_OWNER_WAS_LIVE = "Left alone: its owner was live."
-
-#: The verdicts of the summary, and what it says when it counts them.
-_COUNTED: dict[LineVerdict, str] = {
-    "done": "done",
-    "unsent": "queued, and not published yet",
-    "changed": "left alone, changed since shown",
-    "refused": "left alone, refused",
-    "failed": "failed",
-    "untried": "not tried yet",
-}
+    mark: Mark
+    verdict: Verdict
+    text: str
+    address: str
+    record: Record | None
+    stale: bool
 
 
 class BulkPages(OperationPages):
-    """The question about several records, and the summary."""
+    """The question about several records."""
 
     @guarded("GET", "POST")
     def bulk_view(self, request: HttpRequest) -> HttpResponse:
@@ -69,45 +56,37 @@ class BulkPages(OperationPages):
         if operation is None:
             return _back_with(request, back, "No action selected. Nothing was done.")
         self.permit(request, operation)
-        if post.get("confirmed"):
-            return self._answered(request, operation, back)
-        found: Iterable[tuple[Mark, Record | None]]
-        more = False
-        if post.get("every"):
-            form = FilterForm(request.GET)
-            if not form.is_valid() or not form.chosen() or form.cleaned_data["key"]:
-                return _back_with(request, back, "Filter the list first. Nothing was done.")
-            store = get_store(celery_app())
-            records, more = collect(store, operation, looked_through(store, form), limit=MOST_ASKED)
-            found = [(Mark.of(record), record) for record in records]
-        else:
-            found = self._now(_read_marks(post.getlist("shown" if post.get("all") else "record")))
-            if len(found) > PER_PAGE:
-                return _back_with(request, back, f"Select {PER_PAGE} records at most.")
-        if not found:
+        marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
+        if not marks and not live:
             return _back_with(request, back, "No record selected. Nothing was done.")
-        return self._question(request, operation, back, found, more=more)
-
-    @staticmethod
-    def _now(marks: Iterable[Mark]) -> list[tuple[Mark, Record | None]]:
-        """Return with each mark the record as it is now."""
-        store = get_store(celery_app())
-        return [(mark, store.get(mark.identity)) for mark in marks]
+        if len(marks) + len(live) > PER_PAGE:
+            return _back_with(request, back, f"Select {PER_PAGE} records at most.")
+        form = None
+        if post.get("confirmed"):
+            form = ConfirmForm(post, operation=operation, marks=marks, live=len(live))
+            if form.is_valid():
+                force, reason = form.cleaned_data.get("force", False), form.cleaned_data["reason"]
+                self._execute(request, operation, marks, reason, force=False)
+                if force:
+                    self._execute(request, operation, live, reason, force=True)
+                elif live:
+                    messages.warning(request, f"{len(live)} left alone: the owner is live.")
+                return HttpResponseRedirect(back)
+        return self._question(request, operation, back, [*marks, *live], form)
 
     def _question(
         self,
         request: HttpRequest,
         operation: Operation,
         back: str,
-        found: Iterable[tuple[Mark, Record | None]],
-        *,
-        more: bool = False,
-        form: ConfirmForm | None = None,
+        marks: Iterable[Mark],
+        form: ConfirmForm | None,
     ) -> HttpResponse:
         """Ask about these records, those first to which something is done; ``form``: again, for it has faults."""
-        now_ms = get_store(celery_app()).now_ms()
-        lines = [self.plan(operation, mark, record, now_ms) for mark, record in found]
-        lines.sort(key=lambda line: _ASKED.index(line.verdict))
+        store = get_store(celery_app())
+        now_ms = store.now_ms()
+        lines = [self._plan(store, operation, mark, now_ms) for mark in marks]
+        lines.sort(key=lambda line: _ORDER.index(line.verdict))
         counts = Counter(line.verdict for line in lines)
         doing = [line.mark for line in lines if line.verdict == "do"]
         context = {
@@ -115,9 +94,7 @@ class BulkPages(OperationPages):
             "operation": operation,
             "wording": WORDINGS[operation],
             "back": back,
-            "lines": lines[:PER_PAGE],
-            "unseen": lines[PER_PAGE:],
-            "more": more,
+            "lines": lines,
             "doing": counts["do"],
             "live": counts["live"],
             "left": counts["left"],
@@ -125,77 +102,61 @@ class BulkPages(OperationPages):
         }
         return self.render(request, "bulk", context, status=200 if form is None else 400)
 
-    def _answered(self, request: HttpRequest, operation: Operation, back: str) -> HttpResponse:
-        """Operate on the records that were asked about, for a while, and say what came of each."""
-        post = request.POST
-        marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
-        if not marks and not live:
-            return _back_with(request, back, "No record selected. Nothing was done.")
-        if len(marks) + len(live) > MOST_ASKED:
-            return _back_with(request, back, f"Select {MOST_ASKED} records at most.")
-        form = ConfirmForm(post, operation=operation, marks=marks, live=len(live))
-        if not form.is_valid():
-            return self._question(request, operation, back, self._now([*marks, *live]), form=form)
-        lines = self._execute_all(request, operation, [*marks, *live], len(marks), form)
-        counted = Counter(line.verdict for line in lines)
-        context = {
-            "title": f"{WORDINGS[operation].button}: what came of it",
-            "operation": operation,
-            "wording": WORDINGS[operation],
-            "back": back,
-            "lines": sorted(lines, key=lambda line: _TOLD.index(line.verdict)),
-            "counts": [
-                f"{counted[each]} {text}" for each, text in _COUNTED.items() if counted[each]
-            ],
-            "tone": "well" if set(counted) <= {"done"} else "bad" if counted["failed"] else "",
-            "rest": counted["untried"],
-            "live": {mark.identity for mark in live},
-            "form": form,
-        }
-        return self.render(request, "summary", context)
+    def _plan(self, store: Store, operation: Operation, mark: Mark, now_ms: int) -> PlanLine:
+        """Say what an operation would do to the record that a mark stands for."""
+        record = store.get(mark.identity)
+        found: Verdict = "left"
+        if record is None:
+            text = "Left alone: there is no such record any more."
+        elif Mark.of(record) != mark:
+            text = "Left alone: it has changed since the list was shown."
+        else:
+            found = verdict(operation, record, now_ms)
+            text = {
+                "left": f"Left alone: {REFUSALS[operation]}",
+                "live": "Left alone unless forced: its owner is live.",
+                "do": f"Will be {WORDINGS[operation].done.lower()}.",
+            }[found]
+        return PlanLine(
+            mark=mark,
+            verdict=found,
+            text=text,
+            address=self.address_of(mark.identity),
+            record=record,
+            stale=record is not None and record.stale(now_ms),
+        )
 
-    def _execute_all(
+    def _execute(
         self,
         request: HttpRequest,
         operation: Operation,
-        marks: Sequence[Mark],
-        live_from: int,
-        form: ConfirmForm,
-    ) -> list[PlanLine]:
-        """Operate on one record after the other, as far as one comes; from ``live_from`` on their owners were live."""
-        give_up = monotonic() + _LONGEST_SECONDS
-        force = bool(form.cleaned_data.get("force", False))
-
-        def in_time(part: Sequence[Mark]) -> Iterator[Mark]:
-            for mark in part:
-                if monotonic() > give_up:
-                    return
-                yield mark
-
-        lines: list[PlanLine] = []
-        for part, forced in ((marks[:live_from], False), (marks[live_from:], True)):
-            if forced and not force:
-                lines += [self.line(each, "refused", _OWNER_WAS_LIVE) for each in part]
+        marks: list[Mark],
+        reason: str,
+        *,
+        force: bool,
+    ) -> None:
+        """Operate on one record after the other, as far as the store answers, and tell each outcome."""
+        wanted = OperationRequest(
+            operation, who=request.user.get_username(), reason=reason, force=force
+        )
+        done = 0
+        ended = list(execute(celery_app(), wanted, marks))
+        for each in ended:
+            identity = each.record.identity
+            if each.outcome is None:
+                text = f"Not known whether it was done: {identity}. {each.trouble}"
+                messages.error(request, text)
                 continue
-            wanted = OperationRequest(
-                operation,
-                who=request.user.get_username(),
-                reason=form.cleaned_data["reason"],
-                force=forced,
-            )
-            ended = execute(celery_app(), wanted, in_time(part[: max(STEP - len(lines), 0)]))
-            done = [self._told(operation, each) for each in ended]
-            lines += done
-            lines += [self.line(each, "untried", "Not tried yet.") for each in part[len(done) :]]
-        return lines
-
-    def _told(self, operation: Operation, ended: Ended[Mark]) -> PlanLine:
-        if ended.outcome is None:
-            text = f"It may have been done, or not: {ended.trouble}"
-            return self.line(ended.record, "failed", text)
-        ending = ENDINGS[ended.outcome]
-        text = ending.line.format(done=WORDINGS[operation].done)
-        return self.line(ended.record, ending.verdict, text)
+            ending = ENDINGS[each.outcome]
+            if ending.level == messages.SUCCESS:
+                done += 1
+                continue
+            text = ending.message.format(done=WORDINGS[operation].done, identity=identity)
+            messages.add_message(request, ending.level, text)
+        if done:
+            messages.success(request, f"{WORDINGS[operation].done}: {done} of {len(marks)}.")
+        if untried := len(marks) - len(ended):
+            messages.error(request, f"{untried} not tried: the store does not answer.")
 
 
 def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:

@@ -9,9 +9,11 @@ from datetime import datetime, timezone
 
 from celery_idempotent.records import Counted
 
-#: What is drawn, from below, and the outcomes that it adds up. ``settled`` and ``released`` end what ``claimed`` began.
+#: What is drawn, from below, and the outcomes that it adds up. A run ends ``settled`` (which is not drawn), ``failed``
+#: or ``released``: the key was given back, because the run failed or asked for a retry.
 SERIES: Mapping[str, tuple[str, ...]] = {
     "runs": ("claimed",),
+    "releases": ("released",),
     "failures": ("failed",),
     "replays": ("replayed",),
     "conflicts": ("conflicted",),
@@ -51,7 +53,7 @@ class ChartRow:
 class Chart:
     """What happened to a task over time. ``rows`` are all of it, ``totals`` its sums, by series.
 
-    A bar stands for ``step`` hours. Runs that failed are a part of it of their own, above the other runs.
+    A bar stands for ``step`` hours. Runs that were released or failed are parts of their own, above the other runs.
     """
 
     task: str
@@ -135,5 +137,6 @@ def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) ->
 
 
 def _drawn(column: Counter[str]) -> Counter[str]:
-    """Return what is drawn of a bar: a run that failed once, not twice."""
-    return Counter({**column, "runs": max(column["runs"] - column["failures"], 0)})
+    """Return what is drawn of a bar: a run that was released or failed once, not twice."""
+    ended = column["failures"] + column["releases"]
+    return Counter({**column, "runs": max(column["runs"] - ended, 0)})

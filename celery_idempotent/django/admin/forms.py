@@ -14,13 +14,18 @@ from celery_idempotent.django.http.views import namespace_of_view
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.operations.bulk import SeenRecord, may_repeat
-from celery_idempotent.operations.finding import namespace_of, scope_in_words, scope_of_user
+from celery_idempotent.operations.finding import (
+    namespace_of,
+    scope_in_words,
+    scope_of_user,
+    spellings,
+)
 from celery_idempotent.records import Selection, State, Stored
 
 if TYPE_CHECKING:
     from django.http import QueryDict
 
-#: How long ago a record was made, for the filter.
+#: How long ago a record changed its state, for the filter.
 _AGES = {
     "1m": ("1 minute", timedelta(minutes=1)),
     "1h": ("1 hour", timedelta(hours=1)),
@@ -63,7 +68,7 @@ class FilterForm(forms.Form):
     )
     age = forms.ChoiceField(
         required=False,
-        label="First seen",
+        label="Last change",
         choices=[
             ("", "Any time"),
             *((word, f"over {about[0]} ago") for word, about in _AGES.items()),
@@ -98,14 +103,14 @@ class FilterForm(forms.Form):
         """Return what was chosen, ``now_ms`` by the store's clock."""
         chosen = self.cleaned_data
         age = _AGES.get(chosen["age"])
-        before = None if age is None else now_ms - age[1] // timedelta(milliseconds=1)
         states = _STATE_FILTERS.get(chosen["state"])
         return Selection(
             states=frozenset() if states is None else states[1],
             stale=chosen["state"] == "stale",
             namespace=chosen["task"] or None,
-            scope=chosen["scope"] or None,
-            created_before_ms=before,
+            scopes=frozenset({chosen["scope"]} if chosen["scope"] else ()),
+            keys=frozenset(spellings(chosen["key"]) if chosen["key"] else ()),
+            before_ms=None if age is None else now_ms - age[1] // timedelta(milliseconds=1),
         )
 
     def chosen(self) -> dict[str, str]:
@@ -203,14 +208,11 @@ class OperationForm(ConfirmForm):
     state = forms.ChoiceField(
         choices=[(state.value, state.value) for state in State], widget=forms.HiddenInput
     )
-    #: What a step or a key is completed with, and which step is meant, if only one is.
+    #: What a key is completed with.
     value = forms.CharField(
         label="Value, in JSON", strip=True, widget=forms.Textarea(attrs={"rows": 3})
     )
-    step = forms.CharField(
-        required=False, max_length=MAX_CHARS, strip=False, label="Only this step, if not the whole"
-    )
-    field_order = ("value", "step", "again", "force", "reason")
+    field_order = ("value", "again", "force", "reason")
     label = "{operation} it although its owner is live"
     must_force = "The owner of this key is at work, within its lease. To take the key away from it, say so here."
 
@@ -222,15 +224,12 @@ class OperationForm(ConfirmForm):
         marks: Sequence[SeenRecord],
         live: int,
         read: Callable[[str], Stored],
-        of_step: bool = False,
         initial: dict[str, object] | None = None,
     ) -> None:
         super().__init__(data, operation=operation, marks=marks, live=live, initial=initial)
         self._read = read
         if operation != "complete":
             del self.fields["value"]
-        if of_step or operation != "complete":
-            del self.fields["step"]
 
     def clean_value(self) -> Stored:
         """Return the value as the task would write it."""

@@ -1,60 +1,56 @@
-"""The admin of idempotency records: its addresses, the list, the record, the dashboard, the outbox."""
+"""The admin of idempotency records: its addresses, the list, the record, the charts."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from django.urls import URLPattern, path
 from django.utils.http import urlencode
 
 from celery_idempotent.celery.operations import ON_MANY, OPERATIONS, offered
+from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.bulk import BulkPages
-from celery_idempotent.django.admin.dashboard import board
-from celery_idempotent.django.admin.detail import detail
-from celery_idempotent.django.admin.forms import FilterForm, PeriodForm
-from celery_idempotent.django.admin.listing import list_page, search
+from celery_idempotent.django.admin.charts import charts
+from celery_idempotent.django.admin.forms import PERIODS, FilterForm, PeriodForm
+from celery_idempotent.django.admin.listing import list_page
 from celery_idempotent.django.admin.operations import Mark
-from celery_idempotent.django.admin.results import result_of
 from celery_idempotent.django.admin.values import shown_with_responses
 from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import view_namespaces
-from celery_idempotent.django.outbox import pending
 from celery_idempotent.operations.explaining import story_of
-from celery_idempotent.operations.finding import task_name
-from celery_idempotent.operations.values import error_name
+from celery_idempotent.operations.finding import find_key_anywhere, task_name
+from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.wording import time_in_words
 from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
+from celery_idempotent.stores.listing import HOUR_MS
 
 if TYPE_CHECKING:
     from celery import Celery
     from django.http import HttpRequest, HttpResponse
 
-    from celery_idempotent.records import Record
-    from celery_idempotent.stores import Store
+    from celery_idempotent.records import Identity
 
-#: So many messages of the outbox are shown, and so many names of tasks suggested.
-_STAGED, _SUGGESTED = 100, 200
+#: So many names of tasks are suggested, and so many tasks have a chart, if none is named.
+_SUGGESTED, CHARTS = 200, 12
 
-#: After so many seconds a page looks again; a list does so only if it looked at few keys.
-_RECORD_EVERY, _LIST_EVERY, _DASHBOARD_EVERY, _CHEAP = 10, 15, 30, 1000
+#: So many seconds the page of a record looks for the same key elsewhere.
+ELSEWHERE_SECONDS = 1.0
 
 
 class ListedRecord(NamedTuple):
-    """A line of the list. ``task``: its registered name; ``age``: since the last change; ``error``: of a failure."""
+    """A line of the list. ``task``: its registered name; ``age``: since the last change."""
 
     record: Record
     stale: bool
     address: str
     task: str
     age: str
-    error: str
     mark: Mark
 
 
@@ -69,10 +65,8 @@ class IdempotencyRecordAdmin(BulkPages):
         wrap = self.admin_site.admin_view
         return [
             path("", wrap(self.changelist_view), name=f"{name}_changelist"),
-            path("dashboard/", wrap(self.dashboard_view), name=f"{name}_dashboard"),
-            path("outbox/", wrap(self.outbox_view), name=f"{name}_outbox"),
+            path("charts/", wrap(self.charts_view), name=f"{name}_charts"),
             path("bulk/", wrap(self.bulk_view), name=f"{name}_bulk"),
-            path("<path:object_id>/result/", wrap(self.result_view), name=f"{name}_result"),
             *(
                 path(
                     f"<path:object_id>/{operation}/",
@@ -92,24 +86,16 @@ class IdempotencyRecordAdmin(BulkPages):
     ) -> HttpResponse:
         """Show the list of records."""
         app = celery_app()
-        store, tasks = get_store(app), _known_namespaces(app)
+        tasks = _known_namespaces(app)
         form = FilterForm(request.GET)
-        listing, rows, more, errors = None, [], "", False
+        listing, more, rows = None, "", []
         if form.is_valid():
             try:
-                listing = (
-                    search(store, form, tasks)
-                    if form.cleaned_data["key"]
-                    else list_page(store, form)
-                )
+                listing = list_page(get_store(app), form, tasks)
             except ValueError:
                 form.add_error(None, "This place in the list is of another list: start again.")
         if listing is not None:
-            errors = form.cleaned_data["state"] == "FAILED" and self.may(request, "view_result")
-            rows = [
-                self._row(app, store, each, listing.now_ms, errors=errors)
-                for each in listing.records
-            ]
+            rows = [self._row(app, each, listing.now_ms) for each in listing.records]
             if listing.cursor:
                 place = {"cursor": listing.cursor, "looked_at": str(listing.looked_at)}
                 more = "?" + urlencode({**form.chosen(), **place})
@@ -121,15 +107,12 @@ class IdempotencyRecordAdmin(BulkPages):
                 for each in ON_MANY
                 if rows and self.may(request, f"{each}_record")
             ],
-            "every_match": bool(rows and more and form.chosen() and not form.cleaned_data["key"]),
             "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
             "form": form,
             "listing": listing,
             "rows": rows,
             "more": more,
             "tasks": tasks[:_SUGGESTED],
-            "errors": errors,
-            "every": _LIST_EVERY if listing and listing.looked_at <= _CHEAP else 0,
             "started": bool(request.GET.get("cursor")),
             "restart": "?" + urlencode(form.chosen()) if form.is_valid() else "?",
             "filtered": form.is_valid() and bool(form.chosen()),
@@ -137,18 +120,13 @@ class IdempotencyRecordAdmin(BulkPages):
         }
         return self.render(request, "list", context, status=200 if form.is_valid() else 400)
 
-    def _row(
-        self, app: Celery, store: Store, record: Record, now_ms: int, *, errors: bool
-    ) -> ListedRecord:
-        """Return a line of the list; only for the name of an error the store is asked again."""
-        whole = store.get(record.identity) if errors else None
+    def _row(self, app: Celery, record: Record, now_ms: int) -> ListedRecord:
         return ListedRecord(
             record=record,
             stale=record.stale(now_ms),
             address=self.address_of(record.identity),
             task=task_name(app, record.identity),
             age=time_in_words(max(now_ms - record.updated_ms, 0)),
-            error="" if whole is None else error_name(app, whole),
             mark=Mark.of(record),
         )
 
@@ -169,113 +147,76 @@ class IdempotencyRecordAdmin(BulkPages):
         record = store.get(identity)
         if record is None:
             return self.gone(request, identity)
-        definition = definition_of(app, identity.namespace, load=True)
-        about = detail(record, store.now_ms(), known=definition is not None)
+        known = definition_of(app, identity.namespace, load=True) is not None
         may_see = self.may(request, "view_result")
-        buttons = [
-            (WORDINGS[each].button, self.address_of(identity, each), each)
-            for each in about.operations
-            if self.may(request, f"{each}_record")
-        ]
+        others = find_key_anywhere(store, [identity.key], seconds=ELSEWHERE_SECONDS)
+        now_ms = store.now_ms()
         context = {
             "title": "Idempotency record",
-            "every": _RECORD_EVERY,
             "subtitle": str(identity),
-            "detail": about,
             "story": story_of(app, store, record, errors=may_see),
             "record": record,
+            "stale": record.stale(now_ms),
+            "fingerprint": record.fingerprint.hex() if record.fingerprint else "",
+            "steps": [(name, len(stored.body)) for name, stored in record.steps],
             "identity": identity,
             "task": task_name(app, identity),
-            "known": definition is not None,
+            "known": known,
             "of_view": identity.namespace in view_namespaces(),
             "may_see": may_see,
             "value": shown_with_responses(app, record)
             if may_see and record.state.settled
             else None,
-            "buttons": buttons,
-            "forget_step_url": self._forget_step_url(request, record),
-            "result_url": self.address_of(identity, "result"),
+            "buttons": [
+                (WORDINGS[each].button, self.address_of(identity, each), each)
+                for each in offered(record, known=known)
+                if self.may(request, f"{each}_record")
+            ],
+            "elsewhere": [
+                self._row(app, each, now_ms) for each in others.records if each.identity != identity
+            ],
+            "search_url": self._search_url(identity) if others.cut else "",
             "log": audit.log_entries(identity),
             **(extra_context or {}),
         }
         return self.render(request, "record", context)
 
-    def _forget_step_url(self, request: HttpRequest, record: Record) -> str:
-        """Return where a step is forgotten, less its name; ``""`` where it cannot be, or not by this person."""
-        forgettable = any("forget" in offered(record, step=name) for name, _ in record.steps)
-        if not forgettable or not self.may(request, "forget_record"):
-            return ""
-        return f"{self.address_of(record.identity, 'forget')}?step="
+    def _search_url(self, identity: Identity) -> str:
+        return f"{self.address('changelist')}?{urlencode({'key': identity.key})}"
 
     @guarded("GET")
-    def result_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Show what the result backend says about the task of a record."""
-        identity = self.identity_of(object_id)
+    def charts_view(self, request: HttpRequest) -> HttpResponse:
+        """Show outcomes by task and hour, and whether sweeps run."""
         app = celery_app()
-        record = None if identity is None else get_store(app).get(identity)
-        if identity is None or record is None or not record.task_id:
-            return self.gone(request, identity)
-        may_see = self.may(request, "view_result")
-        context = {
-            "title": "Result backend",
-            "identity": identity,
-            "task_id": record.task_id,
-            "may_see": may_see,
-            "result": result_of(app, record.task_id, may_see=may_see),
-            "back": self.address_of(identity),
-        }
-        return self.render(request, "result", context)
-
-    @guarded("GET")
-    def dashboard_view(self, request: HttpRequest) -> HttpResponse:
-        """Show how things are."""
-        app = celery_app()
-        form = PeriodForm(request.GET)
+        store, form = get_store(app), PeriodForm(request.GET)
         valid = form.is_valid()
-        chosen: Mapping[str, str] = form.cleaned_data if valid else {"period": "", "task": ""}
-        about = board(app, period=chosen["period"] or "24h", task=chosen["task"])
-        oldest = None if about.oldest is None else self.address_of(about.oldest.identity)
+        chosen = form.cleaned_data if valid else {}
+        stats, task = store.stats(), chosen.get("task", "")
+        _, hours, step = PERIODS[chosen.get("period") or "24h"]
+        drawn = charts(
+            (
+                each
+                for each in store.counts(hours=hours)
+                if each.task != SWEEP and task in ("", each.task)
+            ),
+            last_hour=stats.now_ms // HOUR_MS,
+            hours=hours,
+            step=step,
+        )
+        names = ("live", "stale", "interrupted", "failed")
         context = {
-            "title": "Idempotency dashboard",
-            "every": _DASHBOARD_EVERY,
+            "title": "Outcomes",
             "form": form,
-            "board": about,
-            "oldest_url": oldest,
+            "states": [(name, stats.said(name)) for name in names],  # type: ignore[arg-type]  # they are
+            "sweeps": sweeps(app, stats),
+            "counts": store.supports_counting,
+            "charts": drawn[:CHARTS],
+            "further": len(drawn[CHARTS:]),
             "tasks": namespaces(app)[:_SUGGESTED],
         }
-        return self.render(request, "dashboard", context, status=200 if valid else 400)
-
-    @guarded("GET")
-    def outbox_view(self, request: HttpRequest) -> HttpResponse:
-        """Show the messages that are committed and not sent."""
-        alias = _outbox_alias()
-        waiting = [] if alias is None else pending(using=alias, limit=_STAGED + 1)
-        rows = [(each, time_in_words(each.age_ms)) for each in waiting[:_STAGED]]
-        context = {
-            "title": "Outbox",
-            "alias": alias,
-            "rows": rows,
-            "more": len(waiting) > _STAGED,
-        }
-        return self.render(request, "outbox", context)
-
-    def render(
-        self, request: HttpRequest, page: str, context: Mapping[str, object], *, status: int = 200
-    ) -> HttpResponse:
-        """Return a page with the ways to the other pages."""
-        ways = {
-            "list_url": self.address("changelist"),
-            "dashboard_url": self.address("dashboard"),
-            "outbox_url": self.address("outbox"),
-        }
-        return super().render(request, page, {**ways, **context}, status=status)
+        return self.render(request, "charts", context, status=200 if valid else 400)
 
 
 def _known_namespaces(app: Celery) -> list[str]:
     """Return what keys may be for: views, of which there are few, and tasks."""
     return list(dict.fromkeys([*view_namespaces(), *namespaces(app)]))
-
-
-def _outbox_alias() -> str | None:
-    """Return the database whose outbox the app's store looks after."""
-    return get_store(celery_app()).outbox_alias

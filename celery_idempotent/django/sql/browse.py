@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from celery_idempotent.django.sql.columns import DIGEST_BYTES, record_of, summary_columns
 from celery_idempotent.django.sql.connections import Session
-from celery_idempotent.records import Counted, Page, Selection, State, Stats
+from celery_idempotent.django.sql.dialects import Dialect
+from celery_idempotent.records import Counted, Page, Selection, Stats
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.listing import HOUR_MS, read_cursor, write_cursor
 from celery_idempotent.stores.values import LETTERS
@@ -35,7 +36,7 @@ def list_records(
     """Return about ``limit`` records from ``cursor`` on: the newest first, or by lease."""
     now_ms = database_ms(session)
     walk = _walk(selection, cursor, look_at)
-    condition, params = _condition(selection, now_ms)
+    condition, params = _condition(session.words, selection, now_ms)
     place = ", ".join(f"w.{column}" for column in walk.columns)
     found = session.rows(
         f"SELECT {place}, {summary_columns(session.words)} FROM ({walk.stretch}) w{walk.rest}"
@@ -146,23 +147,28 @@ def counts(session: Session, *, hours: int) -> Sequence[Counted]:
     ]
 
 
-def _condition(selection: Selection, now_ms: int) -> tuple[str, list[object]]:
+def _condition(words: Dialect, selection: Selection, now_ms: int) -> tuple[str, list[object]]:
     """Return what selects records, for a WHERE over ``r`` and ``l``."""
-    letters = [LETTERS[state] for state in sorted(selection.wanted, key=lambda each: each.value)]
-    condition = f"r.state IN ({', '.join(['%s'] * len(letters))})"
-    condition += " AND coalesce(l.expires_ms, r.expires_ms) > %s"
-    params: list[object] = [*letters, now_ms]
-    for column, wanted in (("namespace", selection.namespace), ("scope", selection.scope)):
-        if wanted is not None:
-            condition += f" AND r.{column} = %s"
-            params.append(wanted)
-    if selection.stale:
-        condition += " AND l.deadline_ms <= %s"
-        params.append(now_ms)
-    if selection.created_before_ms is not None:
-        condition += " AND r.created_ms < %s"
-        params.append(selection.created_before_ms)
-    return condition, params
+    conditions = ["coalesce(l.expires_ms, r.expires_ms) > %s"]
+    params: list[object] = [now_ms]
+    for column, wanted in (
+        ("state", [LETTERS[state] for state in selection.wanted]),
+        ("namespace", [] if selection.namespace is None else [selection.namespace]),
+        ("scope", selection.scopes),
+        (words.key, selection.keys),
+    ):
+        if wanted:
+            conditions.append(f"r.{column} IN ({', '.join(['%s'] * len(wanted))})")
+            params += sorted(wanted)
+    for condition, at_ms in (
+        ("l.deadline_ms <= %s", now_ms if selection.stale else None),
+        ("r.updated_ms >= %s", selection.since_ms),
+        ("r.updated_ms < %s", selection.before_ms),
+    ):
+        if at_ms is not None:
+            conditions.append(condition)
+            params.append(at_ms)
+    return " AND ".join(conditions), params
 
 
 def _walk(selection: Selection, cursor: str, look_at: int) -> _Walk:
@@ -173,7 +179,7 @@ def _walk(selection: Selection, cursor: str, look_at: int) -> _Walk:
     Raises:
         ValueError: for a cursor of another way.
     """
-    if State.COMPLETED in selection.wanted:
+    if selection.scans:
         walk, after = _Walk("r", ("id",), "record", " DESC"), "id < %s"
     elif not selection.newest_first:
         walk, after = _Walk("l", ("digest",), "lease", ""), "digest > %s"

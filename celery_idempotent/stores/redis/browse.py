@@ -34,7 +34,7 @@ class Browsing(Servers):
     ) -> Page:
         """Return about ``limit`` of the selected records."""
         walk = _Search(self._link, self._keys, selection, limit)
-        if State.COMPLETED in selection.wanted:
+        if selection.scans:
             return walk.scan(cursor, look_at)
         if selection.newest_first:
             return walk.newest(cursor, look_at)
@@ -165,6 +165,8 @@ class _Search:
             ((after, names),) = exchange(self._link, (plain(nodes[node], *words),))
             # A step looks at about so many keys, those of other applications included.
             self._looked_at += max(len(names), count)
+            # Of thousands of names often none is wanted: then no record is read.
+            names = [name for name in names if self._selection.names(self._keys.identity(name))]
             buckets = [self._keys.bucket(name) for name in names]
             found = [record for record in self._records(buckets, names) if self._includes(record)]
             room = self._limit - len(self._found)
@@ -240,13 +242,8 @@ class _Search:
 
     def _record(self, name: bytes, packed: bytes) -> Record | None:
         """Unpack a record only if its name and state are wanted: of thousands in a step, often none is."""
-        identity, wanted = self._keys.identity(name), self._selection
-        if wanted.namespace not in (None, identity.namespace):
-            return None
-        if wanted.scope not in (None, identity.scope):
-            return None
-        state = state_of(packed)
-        if state is not None and state not in self._wanted:
+        identity, state = self._keys.identity(name), state_of(packed)
+        if not self._selection.names(identity) or (state and state not in self._wanted):
             return None
         return unpack_record(identity, packed, summary=True)
 

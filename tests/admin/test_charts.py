@@ -1,0 +1,200 @@
+"""The charts add up the outcomes that the store counted; their page says whether sweeps run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from celery_idempotent.celery import reaper
+from celery_idempotent.records import Counted
+from celery_idempotent.stores import Store
+from tests.admin.pages import LIST, text
+from tests.support.admin import TASK
+
+if TYPE_CHECKING:
+    from django.test import Client
+
+Serve = Callable[..., Any]
+CHARTS = f"{LIST}charts/"
+
+
+def charts(found: list[Counted], **period: int) -> Any:
+    # Imported late: it needs Django set up.
+    from celery_idempotent.django.admin.charts import charts
+
+    return charts(found, **period)
+
+
+def counted(hour: int, outcome: str, count: int, task: str = "t") -> Counted:
+    return Counted(hour=hour, task=task, outcome=outcome, count=count)
+
+
+def test_counters_become_bars_whose_heights_add_up(project: None) -> None:
+    (chart,) = charts(
+        [
+            counted(99, "claimed", 6),
+            counted(99, "released", 1),  # it raised, or asked for a retry
+            counted(99, "failed", 1),
+            counted(99, "replayed", 2),
+            counted(100, "conflicted", 3),
+            counted(100, "lease_lost", 1),
+            counted(100, "settled", 50),  # the end of what `claimed` began
+            counted(76, "claimed", 1000),  # before the first hour
+        ],
+        last_hour=100,
+        hours=24,
+        step=1,
+    )
+    assert chart.totals == {
+        "runs": 6,
+        "releases": 1,
+        "failures": 1,
+        "replays": 2,
+        "conflicts": 3,
+        "trouble": 1,
+    }
+    assert chart.highest == 8
+    assert chart.peak == "up to 8 an hour"
+    assert [(bar.series, bar.x, bar.y, bar.height) for bar in chart.bars] == [
+        ("runs", 221, 50.0, 50.0),
+        ("releases", 221, 37.5, 12.5),
+        ("failures", 221, 25.0, 12.5),
+        ("replays", 221, 0.0, 25.0),
+        ("conflicts", 231, 62.5, 37.5),
+        ("trouble", 231, 50.0, 12.5),
+    ]
+    assert [row.counts for row in chart.busy] == [(6, 1, 1, 2, 0, 0), (0, 0, 0, 0, 3, 1)]
+
+
+def test_hours_are_put_together_and_the_busiest_task_comes_first(project: None) -> None:
+    found = charts(
+        [
+            counted(1, "claimed", 1, "a"),
+            counted(2, "claimed", 1, "a"),
+            counted(30, "claimed", 5, "b"),
+        ],
+        last_hour=719,
+        hours=720,
+        step=24,
+    )
+    assert [chart.task for chart in found] == ["b", "a"]
+    assert [row.counts[0] for row in found[1].rows][:2] == [2, 0]
+    assert len(found[0].rows) == 30
+
+
+def test_outcomes_are_shown_by_task_and_time(store: Any, serve: Serve, operator: Client) -> None:
+    serve(store)
+    store.count(
+        {
+            (TASK, "claimed"): 1200,
+            (TASK, "released"): 40,
+            (TASK, "replayed"): 3,
+            ("other", "claimed"): 1,
+        }
+    )
+    for query in ({}, {"period": "7d"}, {"period": "30d"}):
+        page = operator.get(CHARTS, query)
+        assert "1,200 runs, 40 releases, 0 failures, 3 replays, 0 conflicts, 0 trouble" in text(
+            page
+        )
+        assert "Figures of other" in text(page)
+    only = text(operator.get(CHARTS, {"task": "other"}))
+    assert "Figures of other" in only
+    assert "1,200 runs" not in only
+
+
+@pytest.mark.parametrize("query", [{"period": "1y"}, {"task": "x" * 256}])
+def test_a_bad_query_is_400_and_the_rest_is_shown(
+    memory: Store, serve: Serve, operator: Client, query: dict[str, str]
+) -> None:
+    serve(memory)
+    answer = operator.get(CHARTS, query)
+    assert answer.status_code == 400
+    assert "0 live" in text(answer)
+
+
+def test_the_page_says_whether_sweeps_run(store: Store, serve: Serve, operator: Client) -> None:
+    app = serve(store)
+    assert "No sweep has ended yet. Is beat running" in text(operator.get(CHARTS))
+    reaper.sweep(app)
+    page = text(operator.get(CHARTS))
+    assert re.search(r"The last sweep ended \d s ago; one is due every 30 s\.", page)
+
+
+def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
+    memory: Any, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = serve(memory, idempotency_sweep_interval=10)
+    reaper.sweep(app)
+    now = memory.stats()
+    for ago_ms, well in ((29_000, True), (31_000, False)):
+        found = replace(now, now_ms=now.swept_ms + ago_ms)
+        monkeypatch.setattr(memory, "stats", lambda found=found: found)
+        page = text(operator.get(CHARTS))
+        assert f"The last sweep ended {ago_ms // 1000} s ago; one is due every 10 s" in page
+        assert ("Is beat running" not in page) is well
+
+
+def test_a_bad_option_is_a_finding_of_the_system_checks(serve: Serve, project: None) -> None:
+    from django.core import checks
+
+    app = serve("memory://")
+    app.conf.idempotency_lease = -1
+    found = checks.run_checks(tags=["idempotency"])
+    assert [(each.id, type(each)) for each in found] == [("celery_idempotent.E013", checks.Error)]
+
+
+def test_the_system_checks_ask_no_server_unless_deploying(serve: Serve, project: None) -> None:
+    from django.core import checks
+
+    serve("redis://127.0.0.1:1/0", idempotency_sweep_interval=None)
+    found = checks.run_checks(tags=["idempotency"])
+    assert [each.id for each in found] == ["celery_idempotent.W003"]
+    found = checks.run_checks(tags=["idempotency"], include_deployment_checks=True)
+    assert sorted(str(each.id) for each in found) == [
+        "celery_idempotent.E006",
+        "celery_idempotent.W003",
+    ]
+
+
+def test_a_count_that_may_be_larger_has_a_plus(
+    memory: Any, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(memory)
+    found = replace(memory.stats(), live=2, failed=10_000, at_least=frozenset({"live", "failed"}))
+    monkeypatch.setattr(memory, "stats", lambda: found)
+    assert "2+ live , 0 stale , 0 interrupted , 10,000+ failed ." in text(operator.get(CHARTS))
+
+
+def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
+    operator: Client, log_in: Callable[..., Client], database: None
+) -> None:
+    from celery_idempotent.django.models import OutboxMessage
+    from celery_idempotent.django.outbox.models import NowMs
+
+    OutboxMessage.objects.create(
+        group="g",
+        app="shop",
+        task="shop.<b>mail</b>",
+        task_id="task-1",
+        key="order-1",
+        payload=b"the arguments",
+        created_ms=NowMs() - 65_000,
+        due_ms=NowMs(),
+        attempts=2,
+        error="OperationalError: no broker",
+    )
+    try:
+        page = operator.get("/admin/celery_idempotent/outboxmessage/")
+        assert "order-1 - 2 OperationalError: no broker" in text(page)
+        assert "<b>mail" not in page.content.decode()
+        for address in ("1/change/", "1/delete/", "add/"):
+            found = operator.get(f"/admin/celery_idempotent/outboxmessage/{address}", follow=True)
+            assert "the arguments" not in found.content.decode()
+        assert log_in().get("/admin/celery_idempotent/outboxmessage/").status_code == 403
+    finally:
+        OutboxMessage.objects.all().delete()
