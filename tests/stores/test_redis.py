@@ -9,7 +9,13 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from celery_idempotent.records import ClaimRequest, Identity, ReserveRequest, SettleRequest, State
+from celery_idempotent.records import (
+    ClaimRequest,
+    Identity,
+    ReserveRequest,
+    SettleRequest,
+    State,
+)
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.contract import StoreContract
 from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
@@ -76,6 +82,27 @@ class TestRedis(RedisContract):
         )
         assert store.prune(limit=100) == 0
         assert store.stats().failed == 1
+
+
+class TestRESP3(RedisContract):
+    """Maps, floats and nested pairs in place of flat lists of bytes."""
+
+    brief = True
+
+    @pytest.fixture
+    def store(self, redis_url: str, prefix: str):
+        store = RedisStore(f"{redis_url}?protocol=3", prefix=prefix)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def nodes(self, redis_client: redis.Redis) -> list[redis.Redis]:
+        return [redis_client]
+
+    def test_the_servers_are_described(self, store):
+        (server,) = store.facts()
+        assert server.persistent in (True, False)
+        assert server.release >= (6, 2)
 
 
 class TestValkey(RedisContract):

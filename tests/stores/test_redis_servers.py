@@ -25,6 +25,7 @@ from celery_idempotent.records import (
     Renewal,
     Reserved,
     ReserveRequest,
+    Selection,
     Settled,
     SettleRequest,
     State,
@@ -247,8 +248,13 @@ class TestParsers:
         store: Any = RedisStore(redis_url, prefix=prefix, options=options)
         assert type(store._link._channel._connect()._parser) is chosen
         use(store)
+        store.count({("charge", "completed"): 2})
+        assert [each.count for each in store.counts(hours=1)] == [2]
+        assert store.interrupt(KEY, token=claim(store).token)
+        interrupted = Selection(states=frozenset({State.INTERRUPTED}))
+        assert [each.identity for each in store.list(interrupted).records] == [KEY]
 
-    @pytest.mark.parametrize("query", ["decode_responses=true", "encoding=latin-1", "protocol=3"])
+    @pytest.mark.parametrize("query", ["decode_responses=true", "encoding=latin-1"])
     def test_no_option_of_the_url_changes_what_is_read(self, redis_url, prefix, query):
         use(open_store(f"{redis_url}?prefix={prefix}&{query}"))
 

@@ -14,7 +14,7 @@ from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS, Keyspace
 from celery_idempotent.stores.redis.packed import state_of, unpack_record
-from celery_idempotent.stores.redis.scripts import Command, Reply, plain, script
+from celery_idempotent.stores.redis.scripts import Command, Reply, pairs, plain, script
 
 #: The last byte read of each record: the start has all but its value, message and steps, which may be megabytes.
 _HEAD = b"2047"
@@ -86,7 +86,7 @@ class Browsing(Servers):
         answers = self._ask_all([plain(0, b"HGETALL", self._keys.counts(hour)) for hour in wanted])
         found = []
         for hour, answer in zip(wanted, answers, strict=True):
-            for field, number in zip(answer[::2], answer[1::2], strict=True):
+            for field, number in pairs(answer):
                 outcome, _, task = field.decode().partition(" ")
                 found.append(Counted(hour=hour, task=task, outcome=outcome, count=int(number)))
         return sorted(found, key=lambda each: (each.hour, each.task, each.outcome))
@@ -220,16 +220,17 @@ class _Search:
         def entries(bucket: int, index: bytes, answer: Reply) -> Iterator[tuple[int, int, bytes]]:
             at, size = 0, _AHEAD[0]
             while True:
-                for name, score in zip(answer[::2], answer[1::2], strict=True):
+                found = pairs(answer)
+                for name, score in found:
                     yield int(float(score)), bucket, name
-                if len(answer) < 2 * size:
+                if len(found) < size:
                     return
                 at, size = at + size, _AHEAD[1]
                 (answer,) = exchange(self._link, [command(bucket, index, at, size)])
 
         answers = exchange(self._link, [command(b, index, 0, _AHEAD[0]) for b, index in indexes])
-        pairs = zip(indexes, answers, strict=True)
-        return [entries(b, index, answer) for (b, index), answer in pairs if answer]
+        asked = zip(indexes, answers, strict=True)
+        return [entries(b, index, answer) for (b, index), answer in asked if answer]
 
     def _records(self, buckets: Sequence[int], names: Sequence[bytes]) -> Iterator[Record | None]:
         commands = [

@@ -12,7 +12,7 @@ from celery_idempotent.records.frozen import frozen
 from celery_idempotent.stores.base import skew_ms
 from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.scripts import Command, Reply, plain
+from celery_idempotent.stores.redis.scripts import Command, Reply, pairs, plain
 
 
 @frozen(frozen=True, slots=True, kw_only=True)
@@ -103,8 +103,6 @@ def _saves(link: Link, node: int) -> bool | None:
         (answer,) = link.exchange((plain(node, b"CONFIG", b"GET", b"save"),))
     except (RedisError, OSError):
         return None
-    if isinstance(answer, (list, tuple)) and len(answer) == 2:
-        return bool(answer[1])
-    if isinstance(answer, dict):  # RESP3
-        return any(bool(each) for each in answer.values())
-    return None
+    if isinstance(answer, RedisError) or not answer:
+        return None
+    return any(value for _, value in pairs(answer))

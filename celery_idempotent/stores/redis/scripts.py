@@ -101,6 +101,15 @@ def plain(bucket: int, *words: bytes) -> Command:
     return Command(bucket, words)
 
 
+def pairs(reply: Reply) -> list[tuple[Reply, Reply]]:
+    """Return pairs: RESP2 answers with a flat list, RESP3 with a map or a list of pairs."""
+    if isinstance(reply, dict):
+        return list(reply.items())
+    if reply and isinstance(reply[0], list):
+        return [(first, second) for first, second in reply]
+    return list(zip(reply[::2], reply[1::2], strict=True))
+
+
 @functools.cache
 def script(verb: str) -> Script:
     """Return the script of a verb."""
