@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable
@@ -40,6 +41,26 @@ class RedisContract(StoreContract):
         store._link = link
         link.set(time.time_ns() // 1000)
         return lambda ms: link.set(ms * 1000)
+
+    def test_a_sweep_and_a_prune_of_one_full_bucket_go_to_the_end_of_their_limit(
+        self, store, advance
+    ):
+        """A client that chooses its keys can put them all into one bucket."""
+        asked = {"attempt": b"attempt1", "lease_ms": 60_000, "keep_ms": 60_000}
+        keys = (Identity(namespace="charge", key=f"order-{n}") for n in itertools.count())
+        crafted = [
+            key for key in itertools.islice(keys, 300_000) if store._keys.locate(key)[0] == 7
+        ]
+        for key in crafted[:130]:
+            store.claim(ClaimRequest(identity=key, **asked))
+        advance(60_001)
+        first = store.sweep(limit=120)
+        assert (len(first.interrupted), first.more) == (120, True)
+        second = store.sweep(limit=120)
+        assert (len(second.interrupted), second.more) == (10, False)
+        advance(120_001)
+        assert store.prune(limit=120) == 120
+        assert store.prune(limit=120) == 10
 
 
 class TestRedis(RedisContract):

@@ -71,6 +71,7 @@ SMOKE = frozenset(
         "test_a_renewed_lease_starts_anew",
         "test_a_settled_key_answers_with_its_record",
         "test_a_settled_record_is_marked_as_delivered",
+        "test_a_sweep_and_a_prune_of_one_full_bucket_go_to_the_end_of_their_limit",
         "test_a_sweep_interrupts_what_is_stale",
         "test_a_sweep_requeues_a_stale_record_with_its_message",
         "test_a_zombie_is_refused_by_every_verb",

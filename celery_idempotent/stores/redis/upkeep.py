@@ -38,25 +38,18 @@ class Upkeep(Servers):
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue reservations whose message was not sent in time."""
-        each = min(limit, _PER_SCRIPT)
-        due, left, more = [], limit, False
-        # One more than a script may take, to know whether there is more.
-        for bucket, names in self._due(self._keys.leases, each=each + 1):
-            more = more or len(names) > min(each, left)
-            names = names[: min(each, left)]
-            if not names:
-                break
-            left -= len(names)
-            due.append((bucket, names))
         delay, attempt = b"%d" % requeue_ms, os.urandom(ATTEMPT_BYTES)
-        answers = self._ask_all(
-            [self._swept_together(each, delay, attempt) for each in self._together(due)]
-        )
         interrupted: list[Record] = []
         requeued: list[Record] = []
-        for record in itertools.chain.from_iterable(answers):
-            (requeued if record.state is State.QUEUED else interrupted).append(record)
-        return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=more)
+        left_over = False
+        for due, more in self._rounds(self._keys.leases, limit):
+            left_over = more
+            answers = self._ask_all(
+                [self._swept_together(each, delay, attempt) for each in self._together(due)]
+            )
+            for record in itertools.chain.from_iterable(answers):
+                (requeued if record.state is State.QUEUED else interrupted).append(record)
+        return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=left_over)
 
     def _together(self, due: Sequence[_Due]) -> Iterator[Sequence[_Due]]:
         """Divide what is due among scripts, as few as may be: starting one costs as much as a record does."""
@@ -90,16 +83,17 @@ class Upkeep(Servers):
 
     def prune(self, *, limit: int) -> int:
         """Drop index entries of expired records; Redis drops the records by itself."""
-        commands, left = [], limit
+        pruned = 0
         for index in (self._keys.failures, self._keys.interrupted):
-            for bucket, names in self._due(index, each=min(limit, _PER_SCRIPT)):
-                if left <= 0:
-                    break
-                most = b"%d" % min(left, len(names))
-                commands.append(script("prune").call(bucket, (index(bucket),), most))
-                left -= len(names)
+            for due, _ in self._rounds(index, limit - pruned):
+                prune = script("prune")
+                pruned += sum(
+                    self._ask_all(
+                        [prune.call(b, (index(b),), b"%d" % len(names)) for b, names in due]
+                    )
+                )
         self._complete_index()
-        return sum(self._ask_all(commands))
+        return pruned
 
     def _complete_index(self) -> None:
         """Index what was INTERRUPTED by an older version, which had no such index: a few thousand keys at each prune.
@@ -139,13 +133,34 @@ class Upkeep(Servers):
         index = script("index")
         self._ask_all([index.call(b, (self._keys.interrupted(b), name)) for b, name in found])
 
-    def _due(self, index: Callable[[int], bytes], *, each: int) -> list[_Due]:
-        """Look into all buckets for names whose time has come, up to ``each`` names of a bucket.
+    def _rounds(
+        self, index: Callable[[int], bytes], limit: int
+    ) -> Iterator[tuple[list[_Due], bool]]:
+        """Yield what is due, up to ``limit`` names, and whether there is more.
 
-        Starts anywhere, so that a limit never starves the same buckets.
+        A round takes no more names of one bucket than a script may have: a bucket that a client filled on purpose keeps
+        no other one waiting. The rounds start anywhere, so that a limit never starves the same buckets.
         """
-        start = random.randrange(BUCKETS)
-        buckets = [*range(start, BUCKETS), *range(start)]
+        start, left = random.randrange(BUCKETS), limit
+        buckets: Sequence[int] = [*range(start, BUCKETS), *range(start)]
+        while buckets and left > 0:
+            # One more than a script may take, to know whether there is more.
+            found = self._due(index, buckets, each=min(left, _PER_SCRIPT) + 1)
+            due, rest = [], []
+            for bucket, names in found:
+                taken = names[: min(left, _PER_SCRIPT)]
+                left -= len(taken)
+                if taken:
+                    due.append((bucket, taken))
+                if len(names) > len(taken):
+                    rest.append(bucket)
+            yield due, bool(rest)
+            buckets = rest
+
+    def _due(
+        self, index: Callable[[int], bytes], buckets: Sequence[int], *, each: int
+    ) -> list[_Due]:
+        """Look into these buckets for names whose time has come, up to ``each`` names of a bucket."""
         most = b"%d" % each
         if self._link.spans:
             try:
@@ -157,7 +172,7 @@ class Upkeep(Servers):
                 self._link.spans = False
         # A script for each bucket would cost the servers five times as much. One node's time serves for all: this only
         # finds candidates, and a script decides about each by its own server's time.
-        words = (b"-inf", b"%d" % now_ms(self._link, start), b"LIMIT", b"0", most)
+        words = (b"-inf", b"%d" % now_ms(self._link, buckets[0]), b"LIMIT", b"0", most)
         found = self._ask_all([plain(b, b"ZRANGEBYSCORE", index(b), *words) for b in buckets])
         return [(bucket, names) for bucket, names in zip(buckets, found, strict=True) if names]
 
