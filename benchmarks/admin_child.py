@@ -72,7 +72,7 @@ def _measure(url: str, records: int, rounds: int) -> None:
         "list of failed": f"{_LIST}?state=FAILED",
         "search for a key": f"{_LIST}?key={key}&task={_NAMESPACE}",
         "record": f"{_LIST}{name}/change/",
-        "dashboard": f"{_LIST}dashboard/",
+        "charts": f"{_LIST}charts/",
     }
     pages["list, one of 50 pages further on"] = _further(client, 50)
     for _ in range(rounds):

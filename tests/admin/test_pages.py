@@ -407,3 +407,44 @@ def test_the_story_does_not_name_the_error_to_those_who_may_not_see_it(memory, s
     page = text(log_in("view_idempotencyrecord").get(address("order-1")))
     assert "is FAILED for good" in page
     assert "Declined" not in page
+
+
+def test_the_page_of_a_record_names_the_other_scopes_that_have_its_key(
+    store: Store, serve: Serve, operator: Client
+) -> None:
+    """A customer was charged twice: by the task's own key, and by a request."""
+    serve(store)
+    sent = identity("order-1", scope='["user",17]')
+    for about in (identity("order-1"), sent, identity("order-2")):
+        settle(store, claim(store, about))
+    assert keys(operator.get(LIST, {"key": "order-1", "scope": "user 17"})) == {"order-1"}
+    found: Any = operator.get(LIST, {"key": "order-1"})
+    assert len(found.context_data["rows"]) == 2
+    page = operator.get(address("order-1"))
+    assert address(sent) in page.content.decode()
+    assert "The same key elsewhere shop.charge, scope user 17 : COMPLETED" in text(page)
+
+
+def test_a_search_that_takes_too_long_is_gone_on_with(
+    memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from celery_idempotent.django.admin import listing, site
+    from celery_idempotent.operations import finding
+
+    serve(memory)
+    for n in range(5):
+        settle(memory, claim(memory, f"order-{n}"))
+    settle(memory, claim(memory, identity("order-0", scope="acme")))
+    monkeypatch.setattr(site, "ELSEWHERE_SECONDS", -1.0)
+    monkeypatch.setattr(finding, "LOOK_AT", 1)
+    assert "Not every record was looked at" in text(operator.get(address("order-0")))
+    monkeypatch.setattr(listing, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(listing, "LOOK_AT", 2)
+    url, scopes = f"{LIST}?key=order-0", set()
+    while url:
+        page: Any = operator.get(url)
+        scopes |= {row.record.identity.scope for row in page.context_data["rows"]}
+        more = page.context_data["more"]
+        assert ("not every record has been looked at yet" in text(page)) is bool(more)
+        url = more and LIST + more
+    assert scopes == {"", "acme"}

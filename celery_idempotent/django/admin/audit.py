@@ -24,8 +24,8 @@ from django.db import DatabaseError
 
 from celery_idempotent.celery.operations import StartedOperation
 from celery_idempotent.django.admin.identities import unparse
-from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.models import IdempotencyRecord
+from celery_idempotent.operations.bulk import DONE
 from celery_idempotent.records import Identity
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class AdminLogEntry:
 
     def __init__(self, started: StartedOperation, user_pk: int | str) -> None:
         self._started, request = started, started.request
-        self._wording = WORDINGS[request.operation]
+        self._button = request.operation.capitalize()
         # Not log_action(): Django 5.1 gave it another name and other arguments.
         self._entry = LogEntry.objects.create(
             user_id=user_pk,
@@ -51,17 +51,17 @@ class AdminLogEntry:
             object_repr=str(started.identity)[:200],
             action_flag=DELETION if request.operation == "forget" else CHANGE,
             change_message=self._message(
-                f"{self._wording.button}: begun, and it is not known how it ended"
+                f"{self._button}: begun, and it is not known how it ended"
             ),
         )
 
     def done(self, trouble: str = "") -> None:
         """Write that it was done."""
-        self._end(self._wording.done, trouble)
+        self._end(DONE[self._started.request.operation].capitalize(), trouble)
 
     def failed(self, trouble: str) -> None:
         """Write that it was tried."""
-        self._end(f"{self._wording.button} failed", trouble)
+        self._end(f"{self._button} failed", trouble)
 
     def withdraw(self) -> None:
         """Delete the entry: nothing was done."""

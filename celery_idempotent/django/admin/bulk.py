@@ -20,9 +20,10 @@ from celery_idempotent.django.admin.base import guarded
 from celery_idempotent.django.admin.forms import ConfirmForm
 from celery_idempotent.django.admin.listing import PER_PAGE
 from celery_idempotent.django.admin.operations import Mark, OperationPages
-from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS
+from celery_idempotent.django.admin.wording import ENDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.bulk import REFUSALS, Verdict, execute, verdict
+from celery_idempotent.operations.bulk import DONE, REFUSALS, Verdict, execute, verdict
+from celery_idempotent.operations.choosing import EFFECTS
 from celery_idempotent.records import Record
 from celery_idempotent.stores import Store, get_store
 
@@ -90,9 +91,9 @@ class BulkPages(OperationPages):
         counts = Counter(line.verdict for line in lines)
         doing = [line.mark for line in lines if line.verdict == "do"]
         context = {
-            "title": f"{WORDINGS[operation].button} the selected records: are you sure?",
+            "title": f"{operation.capitalize()} the selected records: are you sure?",
             "operation": operation,
-            "wording": WORDINGS[operation],
+            "effect": EFFECTS[operation],
             "back": back,
             "lines": lines,
             "doing": counts["do"],
@@ -115,7 +116,7 @@ class BulkPages(OperationPages):
             text = {
                 "left": f"Left alone: {REFUSALS[operation]}",
                 "live": "Left alone unless forced: its owner is live.",
-                "do": f"Will be {WORDINGS[operation].done.lower()}.",
+                "do": f"Will be {DONE[operation]}.",
             }[found]
         return PlanLine(
             mark=mark,
@@ -139,7 +140,7 @@ class BulkPages(OperationPages):
         wanted = OperationRequest(
             operation, who=request.user.get_username(), reason=reason, force=force
         )
-        done = 0
+        done, word = 0, DONE[operation].capitalize()
         ended = list(execute(celery_app(), wanted, marks))
         for each in ended:
             identity = each.record.identity
@@ -147,14 +148,13 @@ class BulkPages(OperationPages):
                 text = f"Not known whether it was done: {identity}. {each.trouble}"
                 messages.error(request, text)
                 continue
-            ending = ENDINGS[each.outcome]
-            if ending.level == messages.SUCCESS:
+            level, text = ENDINGS[each.outcome]
+            if level == messages.SUCCESS:
                 done += 1
-                continue
-            text = ending.message.format(done=WORDINGS[operation].done, identity=identity)
-            messages.add_message(request, ending.level, text)
+            else:
+                messages.add_message(request, level, text.format(done=word, identity=identity))
         if done:
-            messages.success(request, f"{WORDINGS[operation].done}: {done} of {len(marks)}.")
+            messages.success(request, f"{word}: {done} of {len(marks)}.")
         if untried := len(marks) - len(ended):
             messages.error(request, f"{untried} not tried: the store does not answer.")
 

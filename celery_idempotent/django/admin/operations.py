@@ -14,9 +14,10 @@ from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
-from celery_idempotent.django.admin.wording import ENDINGS, WORDINGS
+from celery_idempotent.django.admin.wording import ENDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.bulk import REFUSALS, may_repeat, verdict
+from celery_idempotent.operations.bulk import DONE, REFUSALS, may_repeat, verdict
+from celery_idempotent.operations.choosing import EFFECTS
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import get_store
@@ -65,7 +66,7 @@ class OperationPages(Pages):
         record = None if identity is None else store.get(identity)
         if identity is None or record is None:
             return self.gone(request, identity)
-        back, wording = self.address_of(identity), WORDINGS[operation]
+        back = self.address_of(identity)
         sent, now_ms = request.method == "POST", store.now_ms()
         # Only a task of this app can be asked to write a value.
         known = operation != "complete" or _is_known(identity)
@@ -84,9 +85,9 @@ class OperationPages(Pages):
         )
         if not form.is_valid():
             context = {
-                "title": f"{wording.button}: are you sure?",
-                "wording": wording,
+                "title": f"{operation.capitalize()}: are you sure?",
                 "operation": operation,
+                "effect": EFFECTS[operation],
                 "record": record,
                 "identity": identity,
                 "live": live,
@@ -107,9 +108,9 @@ class OperationPages(Pages):
         outcome = operate(
             celery_app(), identity, wanted, token=given["token"], state=State(given["state"])
         )
-        ending = ENDINGS[outcome]
-        text = ending.message.format(done=wording.done, identity=identity)
-        messages.add_message(request, ending.level, text)
+        level, text = ENDINGS[outcome]
+        done = DONE[operation].capitalize()
+        messages.add_message(request, level, text.format(done=done, identity=identity))
         return HttpResponseRedirect(back)
 
     def permit(self, request: HttpRequest, operation: Operation) -> None:

@@ -19,7 +19,6 @@ from celery_idempotent.django.admin.forms import PERIODS, FilterForm, PeriodForm
 from celery_idempotent.django.admin.listing import list_page
 from celery_idempotent.django.admin.operations import Mark
 from celery_idempotent.django.admin.values import shown_with_responses
-from celery_idempotent.django.admin.wording import WORDINGS
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import view_namespaces
 from celery_idempotent.operations.explaining import story_of
@@ -103,9 +102,7 @@ class IdempotencyRecordAdmin(BulkPages):
         context = {
             "title": "Idempotency records",
             "operations": [
-                (each, WORDINGS[each].button)
-                for each in ON_MANY
-                if rows and self.may(request, f"{each}_record")
+                each for each in ON_MANY if rows and self.may(request, f"{each}_record")
             ],
             "bulk_url": self.address("bulk") + (f"?{query}" if query else ""),
             "form": form,
@@ -168,7 +165,7 @@ class IdempotencyRecordAdmin(BulkPages):
             if may_see and record.state.settled
             else None,
             "buttons": [
-                (WORDINGS[each].button, self.address_of(identity, each), each)
+                (each, self.address_of(identity, each))
                 for each in offered(record, known=known)
                 if self.may(request, f"{each}_record")
             ],
