@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
+from django.db.transaction import non_atomic_requests
+from django.utils.decorators import method_decorator
 from rest_framework import serializers
 from rest_framework.exceptions import APIException, ValidationError
 from rest_framework.response import Response
@@ -79,7 +81,6 @@ def problems(error: Exception, context: dict[str, Any]) -> HttpResponse | Respon
     return answer
 
 
-@keyed_view
 class Payments(APIView):
     """Payments by a worker."""
 
@@ -88,15 +89,19 @@ class Payments(APIView):
         made = Payment.objects.filter(payer=request.user.pk)[:50]
         return Response(PaymentMade(made, many=True).data)
 
+    @keyed_view
     def post(self, request: Request) -> HttpResponse:
         """Let a worker pay: 202 and where to ask for its status."""
         return enqueue(request, pay, kwargs={"payer": request.user.pk, **order_of(request)})
 
 
-@idempotent_view(atomic=settings.PAYMENTS_ATOMIC, checks=[is_order])
+@method_decorator(
+    non_atomic_requests, name="dispatch"
+)  # the view's own transaction is inside its claim
 class PayNow(APIView):
     """Payments in the request."""
 
+    @idempotent_view(atomic=settings.PAYMENTS_ATOMIC, checks=[is_order])
     def post(self, request: Request) -> HttpResponse:
         """Pay now: 201 and the payment."""
         try:

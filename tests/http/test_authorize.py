@@ -57,7 +57,6 @@ def refund_view(lost: Lost, **options: Any) -> Any:
         def has_object_permission(self, request: Any, view: Any, obj: Any) -> bool:
             return not lost.permission
 
-    @idempotent_view(**OPTIONS, **options)
     class Refund(GenericAPIView):  # type: ignore[type-arg]
         authentication_classes = ()
         permission_classes = (IsOwner,)
@@ -65,6 +64,7 @@ def refund_view(lost: Lost, **options: Any) -> Any:
         def get_queryset(self) -> Any:
             return Group.objects.none() if lost.object else Group.objects.all()
 
+        @idempotent_view(**OPTIONS, **options)
         def post(self, request: Any, pk: int) -> Any:
             return Response({"private": self.get_object().name}, status=201)
 
@@ -120,14 +120,17 @@ def test_a_router_asks_for_no_object_where_an_action_has_none(factory: Any) -> N
 
     from celery_idempotent.django.http import idempotent_view, object_permissions
 
-    @idempotent_view(**OPTIONS, authorize=object_permissions)
+    guarded = idempotent_view(**OPTIONS, authorize=object_permissions)
+
     class Things(GenericViewSet):  # type: ignore[type-arg]
         authentication_classes = ()
         permission_classes = ()
 
+        @guarded
         def create(self, request: Any) -> Any:
             return Response(status=201)
 
+        @guarded
         def update(self, request: Any, pk: str) -> Any:
             return Response(status=200)
 
@@ -149,7 +152,7 @@ def test_a_router_asks_for_no_object_where_an_action_has_none(factory: Any) -> N
         assert [views[name](each, **url).status_code for each in asked] == statuses
 
 
-def kinds() -> dict[str, Any]:
+def kinds(guarded: Any) -> dict[str, Any]:
     from django.http import HttpResponse
     from django.views import View
     from rest_framework.decorators import api_view, authentication_classes, permission_classes
@@ -162,16 +165,23 @@ def kinds() -> dict[str, Any]:
         return HttpResponse("private")
 
     class Classy(View):
+        @guarded
         def post(self, request: Any, pk: int) -> Any:
             return HttpResponse("private")
 
     @api_view(["POST"])
     @authentication_classes([])
     @permission_classes([])
+    @guarded
     def rest(request: Any, pk: int) -> Any:
         return Response("private")
 
-    return {"plain": plain, "coroutine": coroutine, "classy": Classy, "rest": rest}
+    return {
+        "plain": guarded(plain),
+        "coroutine": guarded(coroutine),
+        "classy": Classy.as_view(),
+        "rest": rest,
+    }
 
 
 def ask(kind: str, authorize: Any, key: str) -> Any:
@@ -182,10 +192,9 @@ def ask(kind: str, authorize: Any, key: str) -> Any:
 
     from celery_idempotent.django.http import idempotent_view
 
-    view: Any = idempotent_view(**OPTIONS, authorize=authorize)(kinds()[kind])
+    view = kinds(idempotent_view(**OPTIONS, authorize=authorize))[kind]
     module = ModuleType("authorized_urls")
-    target = view.as_view() if kind == "classy" else view
-    module.__dict__["urlpatterns"] = [path("<int:pk>/", target)]
+    module.__dict__["urlpatterns"] = [path("<int:pk>/", view)]
     client = Client(raise_request_exception=False, HTTP_HOST="localhost")
     with override_settings(ROOT_URLCONF=module):
         return client.post("/5/", headers={"Idempotency-Key": key})
@@ -245,7 +254,7 @@ def test_a_question_that_cannot_be_asked_is_refused() -> None:
 
     for wrong in (5, coroutine):
         with pytest.raises(InvalidOption, match="authorize"):
-            idempotent_view(authorize=wrong)(kinds()["plain"])
+            idempotent_view(authorize=wrong)(ask)
     with pytest.raises(InvalidOption, match="does nothing for keyed_view"):
         keyed_view(authorize=lambda _: True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.http.sites import ORDER, Answer, Site, at_once, in_background, new_key
@@ -53,18 +55,27 @@ def test_a_request_without_a_key_is_400(site: Site, path: str) -> None:
     ],
     ids=lambda value: repr(value[:12]),
 )
-def test_a_key_that_cannot_be_read_is_400_before_anything_else(
+def test_a_key_that_cannot_be_read_is_400_before_the_body_is_looked_at(
     site: Site, path: str, value: str | bytes
 ) -> None:
     raw = value if isinstance(value, bytes) else value.encode()
-    # Nobody is logged in, and the body is no payment: the key is looked at first.
-    answer = site.pay({"no": "payment"}, path=path, key=raw, user=None)
+    # The body is no payment: the key is looked at first.
+    answer = site.pay({"no": "payment"}, path=path, key=raw)
     if raw == b"k" * 10_000 or raw.startswith((b"\x01", b"\xff")):
         # A server may refuse such a header by itself.
         assert answer.status in {400, 431}
     else:
         assert answer.problem() == (400, "idempotency_key_invalid")
     assert raw.decode("latin-1")[:12] not in answer.body.decode() or len(raw) < 4
+
+
+def test_a_function_reads_the_key_before_the_caller_and_a_handler_of_the_framework_after(
+    site: Site,
+) -> None:
+    asked: dict[str, Any] = {"path": "/t/plain/", "user": None, "key": "a b"}
+    assert site.pay(**asked).problem() == (400, "idempotency_key_invalid")
+    assert site.pay(**{**asked, "key": new_key()}).problem() == (403, "caller_unknown")
+    assert site.pay(user=None, key="a b").problem() == (401, "not_authenticated")
 
 
 @BOTH
@@ -120,7 +131,6 @@ def test_a_caller_who_asks_too_often_is_429_and_the_key_stays_free(site: Site) -
 
     first, second = new_key(), new_key()
     hour, later = new_key(), new_key()
-    assert ask(None, hour).problem() == (400, "idempotency_key_missing")
     assert ask(first, hour).status == 200
     for key in (second, first):
         refused = ask(key, hour)

@@ -97,22 +97,36 @@ def test_the_setting_is_read_and_the_view_wins() -> None:
 def test_a_decorated_view_follows_the_setting() -> None:
     from django.test import override_settings
 
-    from celery_idempotent.django.http import idempotent_view
-    from celery_idempotent.django.http.views import marks_of
+    from celery_idempotent.django.http.views import Marks
 
-    marks = marks_of(idempotent_view(view))
-    assert marks is not None
+    marks = Marks("view", {}, guards=True)
     assert marks.options.lease_ms == 30_000
     with override_settings(IDEMPOTENCY_HTTP={"lease": 7}):
         assert marks.options.lease_ms == 7000
     assert marks.options.lease_ms == 30_000
 
 
-def test_a_class_that_is_no_view_is_refused() -> None:
-    from celery_idempotent.django.http import idempotent_view
+def test_a_class_is_refused_with_what_to_decorate_instead(factory: Any) -> None:
+    from django.utils.decorators import method_decorator
+    from django.views import View
+    from rest_framework.decorators import api_view
+    from rest_framework.response import Response
+    from rest_framework.views import APIView
 
-    with pytest.raises(InvalidOption, match="dispatch"):
-        idempotent_view(dict)
+    from celery_idempotent.django.http import idempotent_view, keyed_view
+
+    @method_decorator(idempotent_view, name="dispatch")
+    class Dispatched(APIView):
+        pass
+
+    for decorator in (idempotent_view, keyed_view):
+        with pytest.raises(InvalidOption, match="decorate its post"):
+            decorator(View)
+        for made in (api_view(["POST"])(lambda _: Response()), APIView.as_view()):
+            with pytest.raises(InvalidOption, match="below @api_view"):
+                decorator(made)
+    with pytest.raises(InvalidOption, match="knows its caller only inside"):
+        Dispatched.as_view()(factory.post("/"))
 
 
 # Keys ----------------------------------------------------------------------------------------------------------------

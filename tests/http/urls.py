@@ -6,7 +6,6 @@ from typing import Any
 
 from django.urls import include, path
 
-from celery_idempotent.django.http import idempotent_view
 from tests.http import views
 
 
@@ -22,7 +21,7 @@ urlpatterns = [
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
         for name in (
             *("plain", "optional", "strict", "patient", "sized", "status", "raising", "template"),
-            *("stream", "file", "stepping", "slow", "coroutine", "rest_outside", "rest_inside"),
+            *("stream", "file", "stepping", "slow", "coroutine", "rest_inside"),
             *("observed", "opened", "checked", "held", "aheld", "rest_held"),
             *("throttled", "by_caller", "form", "form_read", "rest_form", "form_later"),
             *("form_read_later", "form_bare_later", "rest_form_later", "aform_later"),
@@ -41,5 +40,4 @@ urlpatterns = [
     path("t/at-once/", views.at_once),
     path("t/by-session/", csrf_exempt(views.by_session)),
     path("t/things/", views.Things.as_view({"post": "create"})),
-    path("t/wrapped-things/", idempotent_view(views.Things.as_view({"post": "create"}))),
 ]

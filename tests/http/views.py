@@ -176,29 +176,30 @@ async def aheld(request: Any) -> HttpResponse:
     return JsonResponse(await aheld_back(request))
 
 
-@idempotent_view(scope=caller)
 class AsyncHeld(View):
+    @idempotent_view(scope=caller)
     async def post(self, request: Any) -> HttpResponse:
         return JsonResponse(await aheld_back(request))
 
 
-@idempotent_view(scope=caller)
 @api_view(["POST"])
+@idempotent_view(scope=caller)
 def rest_held(request: Any) -> Response:
     return Response(held_back(request))
 
 
-@idempotent_view(scope=caller)
 class Classy(View):
+    @idempotent_view(scope=caller)
     def post(self, request: Any) -> HttpResponse:
         return JsonResponse({"run": ran(request)})
 
+    @idempotent_view(scope=caller)
     def get(self, request: Any) -> HttpResponse:
         return JsonResponse({"key": request.idempotency_key})
 
 
-@idempotent_view(scope=caller)
 class AsyncClassy(View):
+    @idempotent_view(scope=caller)
     async def post(self, request: Any) -> HttpResponse:
         await asyncio.sleep(0)
         return JsonResponse({"run": ran(request)})
@@ -208,12 +209,6 @@ class ByMethod(View):
     @idempotent_view(scope=caller)
     def post(self, request: Any, number: int) -> HttpResponse:
         return JsonResponse({"run": ran(request), "number": number})
-
-
-@idempotent_view
-@api_view(["POST"])
-def rest_outside(request: Any) -> Response:
-    return Response({"run": ran(request), "user": request.user.username})
 
 
 @api_view(["POST"])
@@ -231,9 +226,9 @@ class OnceAnHour(SimpleRateThrottle):
         return f"{request.user.pk} {request.headers['X-Hour']}"
 
 
-@idempotent_view
 @api_view(["POST"])
 @throttle_classes([OnceAnHour])
+@idempotent_view
 def throttled(request: Any) -> Response:
     return Response({"run": ran(request)})
 
@@ -271,8 +266,8 @@ def payment(request: Any) -> dict[str, Any]:
     }
 
 
-@keyed_view
 @api_view(["POST"])
+@keyed_view
 def rolled_back(request: Any) -> Response:
     """Queue, and fail."""
     answer = enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
@@ -280,8 +275,8 @@ def rolled_back(request: Any) -> Response:
     raise RuntimeError("after enqueue")
 
 
-@keyed_view
 @api_view(["POST"])
+@keyed_view
 def hesitating(request: Any) -> Any:
     """Queue, and take time before the COMMIT."""
     answer = enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
@@ -309,15 +304,15 @@ def doomed(**_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@keyed_view(on_pending="refuse")
 @api_view(["POST"])
+@keyed_view(on_pending="refuse")
 def refusing(request: Any) -> Any:
     return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
 
 
 @non_atomic_requests
-@keyed_view(required=False)
 @api_view(["POST"])
+@keyed_view(required=False)
 def at_once(request: Any) -> Any:
     """Queue outside of any transaction."""
     return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
@@ -373,9 +368,9 @@ def form(request: Any) -> HttpResponse:
 form_read = reading(form)
 
 
-@idempotent_view(scope=caller)
 @api_view(["POST"])
 @parser_classes([FormParser, MultiPartParser, JSONParser])
+@idempotent_view(scope=caller)
 def rest_form(request: Any) -> Response:
     ran(request)
     return Response({"amount": str(request.data.get("amount"))}, status=201)
@@ -399,9 +394,9 @@ def form_bare_later(request: Any) -> HttpResponse:
     return pay_by(request, request.POST)
 
 
-@keyed_view(scope=caller)
 @api_view(["POST"])
 @parser_classes([FormParser, MultiPartParser, JSONParser])
+@keyed_view(scope=caller)
 def rest_form_later(request: Any) -> Any:
     return pay_by(request, request.data)
 

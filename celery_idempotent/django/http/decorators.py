@@ -1,12 +1,11 @@
-"""``@idempotent_view`` and ``@keyed_view``: for functions, coroutines, class-based views and their methods.
+"""``@idempotent_view`` and ``@keyed_view``: for functions, coroutines and the methods of views that handle requests.
 
-Where the claim is depends on who is to be asked before it::
+Who calls is known before the claim: a function has its user from Django's middleware, and Django REST framework calls a
+handler after authentication, permissions and throttles::
 
-    function, coroutine, method     key ─ claim ─ the view
-    class of Django                 key ─ claim ─ dispatch() ─ handler
-    class of REST framework         key ─ dispatch() ─ authentication, permissions, throttles ─ claim ─ handler
-
-So a request that REST framework refuses takes no key, and the caller, whose key it is, is known before the claim.
+    function, coroutine             key ─ claim ─ the view
+    handler of Django               dispatch() ─ key ─ claim ─ the handler
+    handler of REST framework       authentication, permissions, throttles ─ key ─ claim ─ the handler
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
-from django.db import connections
 
 from celery_idempotent.django.http.bodies import TOO_LARGE, body_too_large, receive
 from celery_idempotent.django.http.guards import Guard, Guarded
@@ -28,7 +26,6 @@ from celery_idempotent.django.http.keys import read_key
 from celery_idempotent.django.http.options import HttpOptions, refuse_unused
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.transactions import (
-    atomic_requests,
     non_atomic_databases,
     roll_back_requests,
     unwrapped,
@@ -86,7 +83,7 @@ def _take_over(context: Context) -> None:
             variable.set(value)
 
 
-#: A view function, a method that handles requests, or a class of views.
+#: A view function, or a method that handles requests.
 ViewFunction = Callable[..., Any]
 View = TypeVar("View", bound=ViewFunction)
 
@@ -98,12 +95,12 @@ def idempotent_view(view: None = None, /, **options: object) -> Callable[[View],
 def idempotent_view(view: ViewFunction | None = None, /, **options: object) -> object:
     """Let a view take effect once for each ``Idempotency-Key`` of a caller; a repetition gets the first answer.
 
-    ``@idempotent_view`` or ``@idempotent_view(required=False, ...)``, over a view function, a coroutine, a class-based
-    view, an ``APIView`` or ``ViewSet`` of Django REST framework, or one of their methods. See
+    ``@idempotent_view`` or ``@idempotent_view(required=False, ...)``, over a view function, a coroutine, or a method
+    that handles requests (``post`` of a view class, an action of a ``ViewSet``, a function below ``@api_view``). See
     :class:`~celery_idempotent.django.http.options.HttpOptions` for the options.
 
     Raises:
-        InvalidOption: for an unknown option, or a bad value.
+        InvalidOption: for an unknown option, a bad value, or a view class.
     """
     return _decorator(view, options, guards=True)
 
@@ -128,92 +125,44 @@ def _decorator(view: ViewFunction | None, options: dict[str, object], *, guards:
     refuse_unused(options, "idempotent" if guards else "keyed")
 
     def decorate(target: View) -> View:
+        _refuse_class(target, "idempotent_view" if guards else "keyed_view")
         name = f"{target.__module__}.{target.__qualname__}"
-        return cast("View", _decorate(target, Marks(name, options, guards=guards)))
+        return cast("View", _function(target, Marks(name, options, guards=guards)))
 
     return decorate if view is None else decorate(view)
 
 
-def _decorate(target: ViewFunction, marks: Marks) -> object:
+def _refuse_class(target: ViewFunction, decorator: str) -> None:
+    """Refuse a class of views, and what Django REST framework makes of one: the caller is known only inside of it.
+
+    Raises:
+        InvalidOption: with what to decorate instead.
+    """
+    name = target.__qualname__
     if isinstance(target, type):
-        return _class(target, marks)
-    rest: Any = getattr(target, "cls", None)
-    if _is_rest(rest):
-        # A view that @api_view or as_view() made: who calls is known only inside of it.
-        made = _class(type(rest.__name__, (rest,), {"__module__": rest.__module__}), marks)
-        actions = getattr(target, "actions", None)
-        again = made.as_view(*([actions] if actions else []), **getattr(target, "initkwargs", {}))
-        return wraps(target, updated=())(again)
-    return _function(target, marks)
-
-
-def _is_rest(cls: object) -> bool:
-    """Is this a view class of Django REST framework? Not imported: what it is not installed for has none."""
-    return isinstance(cls, type) and hasattr(cls, "initialize_request")
-
-
-def _class(cls: Any, marks: Marks) -> Any:
-    if not hasattr(cls, "dispatch"):
         raise InvalidOption(
-            f"{cls.__name__} is no class of views: it has no dispatch(). Decorate a class-based view."
+            f"{name} is a class, and @{decorator} is for functions and handlers: decorate its post(), or the class "
+            f'with @method_decorator({decorator}, name="post").'
         )
-    if _is_rest(cls):
-        _rest_class(cls, marks)
-    else:
-        # Handlers of a class may be coroutines, and dispatch() returns what they return.
-        cls.dispatch = _function(cls.dispatch, marks)
-    cls.idempotency = marks
-    return cls
-
-
-def _rest_class(cls: Any, marks: Marks) -> None:
-    """Check the key before all else, and guard the handler alone: who calls, and how often, is seen to before it."""
-    dispatch, initial = cls.dispatch, cls.initial
-    non_atomic = non_atomic_databases(dispatch)
-
-    @wraps(dispatch)
-    def checked(self: object, request: HttpRequest, *args: object, **kwargs: object) -> object:
-        options = marks.options
-        refused = _read_request(request, options)
-        if refused is not None:
-            return refused
-        # Who opens the transactions of ATOMIC_REQUESTS? Around a keyed view Django does; where there is a key the guard
-        # of the handler, inside its claim; else this.
-        keyed = request.idempotency_key is not None  # type: ignore[attr-defined]  # ours
-        try:
-            with atomic_requests(
-                frozenset(connections) if keyed or not marks.guards else non_atomic
-            ):
-                return dispatch(self, request, *args, **kwargs)
-        except TOO_LARGE as error:
-            return _too_large(request, options, error)
-
-    @wraps(initial)
-    def begun(self: Any, request: Any, *args: object, **kwargs: object) -> None:
-        initial(self, request, *args, **kwargs)
-        name = str(request.method).lower()
-        handler = getattr(self, name, None)
-        if handler is not None:
-            keyed = request._request.idempotency_key is not None  # noqa: SLF001  Django's own request
-            without = non_atomic if keyed else frozenset(connections)
-            setattr(self, name, _function(handler, marks, non_atomic=without))
-
-    cls.dispatch = unwrapped(checked) if marks.guards else checked
-    cls.initial = begun
-
-
-def _function(
-    view: ViewFunction, marks: Marks, *, non_atomic: frozenset[str] | None = None
-) -> ViewFunction:
-    """Wrap a function, a coroutine, or a method that takes a request first."""
-    wrapped = _WrappedView(
-        view, marks, non_atomic_databases(view) if non_atomic is None else non_atomic
+    # dispatch() of method_decorator() is known with its instance, at a request.
+    inside = (
+        getattr(getattr(target, "func", None), "__self__", None)
+        if name.endswith(".dispatch")
+        else None
     )
+    if hasattr(getattr(target, "cls", inside), "initialize_request"):
+        raise InvalidOption(
+            f"{name} is a view of Django REST framework, which knows its caller only inside: put @{decorator} below "
+            "@api_view, or on the handler or action of the class."
+        )
+
+
+def _function(view: ViewFunction, marks: Marks) -> ViewFunction:
+    """Wrap a function, a coroutine, or a method that takes a request first."""
+    wrapped = _WrappedView(view, marks, non_atomic_databases(view))
 
     @wraps(view)
     def call(*args: object, **kwargs: object) -> object:
-        if getattr(args[0], "view_is_async", False):  # dispatch() returns what its handler returns
-            return wrapped.await_(args, kwargs)
         return wrapped.call(args, kwargs)
 
     @wraps(view)
@@ -221,7 +170,6 @@ def _function(
         return await wrapped.await_(args, kwargs)
 
     made: ViewFunction = await_ if iscoroutinefunction(view) else call
-    vars(made)["idempotency"] = marks
     return unwrapped(made) if marks.guards else made
 
 
@@ -276,8 +224,6 @@ class _WrappedView:
         if getattr(request, "idempotency_guarded", False):
             return None  # decorated twice, a view is guarded once
         key = request.idempotency_key
-        # Of a method Django knows nothing: ATOMIC_REQUESTS is around it, or was switched off for its view.
-        is_handler = seen is not args[0] and getattr(self._view, "__name__", "") != "dispatch"
         call = partial(self._view, *args, **kwargs)
         # Django REST framework finishes its response at once, for its bytes are what is kept.
         rest = None if key is None else _rest_view(seen)
@@ -289,7 +235,7 @@ class _WrappedView:
             kwargs=kwargs,
             run=call if rest is None else lambda: rest.finalize_response(seen, call(), **kwargs),
             rest=rest,
-            non_atomic=frozenset(connections) if is_handler else self._non_atomic,
+            non_atomic=self._non_atomic,
         )
         return guarded if guard.has_work(guarded) else None
 

@@ -58,8 +58,8 @@ def awaited(response: T, name: str) -> T:
         return response
     response.close()
     raise ImproperlyConfigured(
-        f"{name} returned a coroutine, and looks like no coroutine function. Decorate the class instead of its "
-        "dispatch(), or the coroutine function instead of what calls it."
+        f"{name} returned a coroutine, and looks like no coroutine function. Decorate the coroutine function instead "
+        "of what calls it: post() instead of dispatch()."
     )
 
 

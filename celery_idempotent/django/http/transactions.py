@@ -68,6 +68,7 @@ def refuse_open_transactions() -> None:
             if not getattr(block, "_from_testcase", False):
                 raise ImproperlyConfigured(
                     f"An idempotent view runs inside a transaction on {connection.alias!r}: its answer would be "
-                    "recorded before the COMMIT, which may fail. Put the transaction inside of the view; with "
-                    "ATOMIC_REQUESTS, decorate the view itself, or its class, and nothing within."
+                    "recorded before the COMMIT, which may fail. Put the transaction inside of the view. A handler's "
+                    "class, or what @api_view made, needs @non_atomic_requests under ATOMIC_REQUESTS, for a class by "
+                    'method_decorator(non_atomic_requests, name="dispatch"): the guard opens that transaction inside.'
                 )

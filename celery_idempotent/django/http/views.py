@@ -26,7 +26,7 @@ _shown: set[ShowErrors] = set()
 
 
 class Marks:
-    """One decorated view: its options, and whether it runs in the request; a schema of the API asks for them, too."""
+    """One decorated view: its options, and whether it runs in the request."""
 
     def __init__(self, name: str, given: dict[str, object], *, guards: bool) -> None:
         self.name = name
@@ -60,12 +60,6 @@ class Marks:
     def options(self) -> HttpOptions:
         """The options of the view."""
         return self.guard.options
-
-
-def marks_of(view: object) -> Marks | None:
-    """Return what is known of a decorated view, ``None`` of any other."""
-    found = getattr(view, "idempotency", None)
-    return found if isinstance(found, Marks) else None
 
 
 def view_namespaces() -> list[str]:
