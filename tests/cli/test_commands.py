@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from celery_idempotent import signals
+from celery_idempotent.celery import reaper
 from celery_idempotent.cli import idempotency, output, showing
-from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.errors import StoreUnavailable, TooManyCrashes
 from celery_idempotent.operations import finding
-from celery_idempotent.records import ReserveRequest, State
+from celery_idempotent.records import ReserveRequest, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.admin import TASK, claim, identity, make_app, settle, value
 
@@ -227,6 +229,74 @@ def test_explain_says_that_a_claim_will_not_run_what_crashed_too_often(store, ru
     assert store.get(identity("deadly")).crashes == 3
     told = " ".join(run("explain", "deadly").stdout.split())
     assert "claims it at once, and settles it FAILED (TooManyCrashes) without a run" in told
+
+
+def _completed(store: MemoryStore, **end: Any) -> None:
+    request = SettleRequest(
+        record=claim(store, "o"), state=State.COMPLETED, value=None, keep_ms=3_600_000, **end
+    )
+    assert store.settle(request)
+
+
+def _operated(operation: Any, *, on: str = "stale", **settings: Any) -> Callable[..., None]:
+    def make(store: MemoryStore) -> None:
+        task: Any = make_app(store, **settings).tasks[TASK]
+        codec = task.idempotency_definition().codec
+        record = claim(store, "o", lease_ms=-1, message=codec.dump_message(task.s("o")))
+        if on == "interrupted":
+            store.interrupt(record.identity, token=record.token)
+        method = getattr(task, f"idempotency_{operation}")
+        value = ("ch_17",) if operation == "complete" else ()
+        assert method("o", *value, who="alice", reason="the bank has it")
+
+    return make
+
+
+def _swept(store: MemoryStore) -> None:
+    claim(store, "o", lease_ms=-1, on_stale="fail")
+    reaper.sweep(make_app(store, idempotency_on_stale="fail"))
+
+
+def _given_up(store: MemoryStore) -> None:
+    app = make_app(store)
+    for _ in range(4):
+        claim(store, "o", lease_ms=-1, fingerprint=None)
+    with pytest.raises(TooManyCrashes):
+        app.tasks[TASK].apply(("o",), throw=True).get()
+
+
+@pytest.mark.parametrize(
+    ("happened", "facts"),
+    [
+        (
+            partial(_completed, replaced=True),
+            ["another task (self.replace)", "other task's result"],
+        ),
+        (_completed, ["COMPLETED: it took effect", "not in the record", "the result backend"]),
+        (
+            _operated("complete"),
+            [
+                "COMPLETED: alice completed it",
+                "the bank has it",
+                "gets that value",
+                "as alice says",
+            ],
+        ),
+        (_operated("fail"), ["FAILED for good: alice failed it", "had it last", "the bank has it"]),
+        (
+            _operated("requeue", on="interrupted"),
+            ["QUEUED again", "by a sweep or an operator", "lost once"],
+        ),
+        (_swept, ["ProcessingTimedOut", "lost once", "without another run"]),
+        (_given_up, ["TooManyCrashes", "without another run: more than 3", "lost 4 times"]),
+    ],
+    ids=["replaced", "no value", "completed", "failed", "requeued", "timed out", "gave up"],
+)
+def test_the_facts_that_decide_are_told(store, run, happened, facts):
+    happened(store)
+    told = " ".join(run("show", "o").stdout.split())
+    for fact in facts:
+        assert fact in told, told
 
 
 def test_explain_says_of_what_is_no_task_of_this_app_that_it_was_answered(store, run):

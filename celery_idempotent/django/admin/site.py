@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _SUGGESTED, CHARTS = 200, 12
 
 #: So many seconds the page of a record looks for the same key elsewhere.
-ELSEWHERE_SECONDS = 1.0
+ELSEWHERE_SECONDS = 0.2
 
 
 class ListedRecord(NamedTuple):
