@@ -311,6 +311,10 @@ class Store(ABC):
         """Return the options that would bound the waits for a server that stays silent, and are not set."""
         return ()
 
+    def missing_rights(self) -> Sequence[str]:
+        """Return the commands of the server that this user needs and may not run."""
+        return ()
+
     def skews_ms(self) -> Sequence[int]:
         """Return how far the clock of each server is ahead of this machine's."""
         return [skew_ms(self.now_ms)]

@@ -168,6 +168,10 @@ class ForwardingStore(Store):
         """Return the options that would bound the waits for a server, and are not set."""
         return self.inner.missing_bounds()
 
+    def missing_rights(self) -> Sequence[str]:
+        """Return the commands that this user needs and may not run."""
+        return self.inner.missing_rights()
+
     def skews_ms(self) -> Sequence[int]:
         """Return how far the clock of each server is ahead of this machine's."""
         return self.inner.skews_ms()

@@ -48,6 +48,7 @@ def answers(store: Store) -> list[Finding]:
     """Ask the store for a record, which needs no more rights than a worker has, and the servers about themselves."""
     try:
         store.get(_UNUSED)
+        missing = store.missing_rights()
     except StoreUnavailable as error:
         return [
             Finding(
@@ -62,6 +63,14 @@ def answers(store: Store) -> list[Finding]:
                 id="E006",
                 problem=f"The store cannot be used: {error}",
                 hint="Set it up as docs/running.md says, or let idempotency_store name another.",
+            )
+        ]
+    if missing:
+        return [
+            Finding(
+                id="E006",
+                problem=f"The store cannot be used: {store!r} refuses its user {', '.join(missing)}.",
+                hint="Give the user the rights that docs/running.md lists.",
             )
         ]
     return [*_check_facts(store), *_check_clock(store)]

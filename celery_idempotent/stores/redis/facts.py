@@ -12,7 +12,7 @@ from celery_idempotent.records.frozen import frozen
 from celery_idempotent.stores.base import skew_ms
 from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.scripts import Command, Reply, pairs, plain
+from celery_idempotent.stores.redis.scripts import Command, Reply, pairs, plain, script
 
 
 @frozen(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,12 @@ class Servers:
         """Ask each server what concerns its records: version, eviction, persistence."""
         nodes = self._link.nodes()
         return [_facts_of(self._link, node) for node in nodes]
+
+    def missing_rights(self) -> Sequence[str]:
+        """Return the commands that a worker needs and this user may not run; Redis 6 cannot be asked."""
+        nodes = self._link.nodes()
+        asked = [script("rights").call(node, (self._keys.leases(node),)) for node in nodes]
+        return sorted({each.decode() for answer in self._ask_all(asked) for each in answer})
 
     def now_ms(self) -> int:
         """Return the time by the clock of one server."""

@@ -32,6 +32,7 @@ VERBS = (
     "renew",
     "requeue",
     "reserve",
+    "rights",
     "settle",
     "sweep",
     "write_result",

@@ -20,10 +20,11 @@ end
 -- Make a live record INTERRUPTED, with this many crashes, for as long as it would have lived, and index it.
 local function interrupt(leases, interrupted, name, old, now, crashes)
   local new = 'I' .. old:sub(2, 15) .. struct.pack('>I6B', now, crashes) .. old:sub(23)
+  local left = math.max(redis.call('PTTL', name), 0)
   -- ZREM comes first, so that a server without memory left lets a crash be noted.
   redis.call('ZREM', leases, name)
   redis.call('SET', name, new, 'KEEPTTL')
-  redis.call('ZADD', interrupted, now + math.max(redis.call('PTTL', name), 0), name)
+  redis.call('ZADD', interrupted, now + left, name)
   return new
 end
 

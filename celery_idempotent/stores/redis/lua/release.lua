@@ -10,9 +10,6 @@
 local old = redis.call('GET', KEYS[1])
 local state = old and old:sub(1, 1)
 if state ~= 'P' and state ~= 'Q' or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
--- ZREM comes first, so that a server without memory left gives back what it let in.
-redis.call('ZREM', KEYS[2], KEYS[1])
-
 local stays, at = false, extension(old)
 local awaited = bit.band(old:byte(2), 16) ~= 0 or old:sub(at, at) == 'M'
 local requeued = ARGV[2] ~= '' and awaited
@@ -21,6 +18,7 @@ while not requeued and not stays and at <= #old do
 end
 if not requeued and not stays then
   redis.call('DEL', KEYS[1])
+  redis.call('ZREM', KEYS[2], KEYS[1])
   return 'released'
 end
 
@@ -34,6 +32,8 @@ local deadline = now + ARGV[2]
 local new = 'Q' .. old:sub(2, 15) .. struct.pack('>I6', now) .. old:sub(22, 23)
   .. struct.pack('>I6', deadline) .. old:sub(30)
 local left = math.max(redis.call('PTTL', KEYS[1]), 0)
+-- ZREM comes first, so that a server without memory left gives back what it let in.
+redis.call('ZREM', KEYS[2], KEYS[1])
 redis.call('SET', KEYS[1], new, 'PX', left + ARGV[2])
 redis.call('ZADD', KEYS[2], deadline, KEYS[1])
 return 'requeued'

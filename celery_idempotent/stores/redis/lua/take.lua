@@ -7,11 +7,14 @@ local micros = time[1] * 1000000 + time[2]
 local now = math.floor(micros / 1000)
 local deadline = now + ARGV[2]
 
--- Store a claim or a reservation; return the record.
-local function put(record)
-  redis.call('SET', KEYS[1], record, 'PX', ARGV[3])
+-- Store a claim or a reservation that leaves the index it was in, if any; return the record.
+--
+-- The record comes last: a user who lacks a right to an index leaves no claim without one.
+local function put(record, index)
   -- Redis would write a number with 17 digits, which takes it as long as another command.
   redis.call('ZADD', KEYS[2], string.format('%d', deadline), KEYS[1])
+  if index then redis.call('ZREM', index, KEYS[1]) end
+  redis.call('SET', KEYS[1], record, 'PX', ARGV[3])
   return record
 end
 
@@ -27,9 +30,8 @@ local function take(old, state, flags, created, crashes, attempts, rest)
     token = struct.unpack('>I7', highest) + 1
     redis.call('SET', KEYS[4], struct.pack('>I7', token))
   end
-  local new = put(struct.pack('>c1BI7I6I6BBI6', state, flags, token, created, now, crashes, attempts, deadline) .. rest)
-  if not old then redis.call('ZREM', KEYS[3], KEYS[1]) end
-  if old and old:sub(1, 1) == 'I' then redis.call('ZREM', KEYS[5], KEYS[1]) end
-  return new
+  local index = not old and KEYS[3] or old and old:sub(1, 1) == 'I' and KEYS[5]
+  local head = struct.pack('>c1BI7I6I6BBI6', state, flags, token, created, now, crashes, attempts, deadline)
+  return put(head .. rest, index)
 end
 

@@ -1,0 +1,188 @@
+"""A user of Redis who lacks a right leaves every record whole, and `check` names the right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+
+from celery_idempotent.celery.checks.servers import answers
+from celery_idempotent.errors import StoreMisconfigured
+from celery_idempotent.records import (
+    Claimed,
+    ClaimRequest,
+    Identity,
+    ReserveRequest,
+    SettleRequest,
+    State,
+    Stored,
+)
+from celery_idempotent.stores.redis.store import RedisStore
+from tests.stores.servers import Server, redis_binary, running
+
+pytestmark = pytest.mark.redis
+
+#: As docs/running.md gives them to a worker.
+RIGHTS = (
+    *("evalsha", "eval", "get", "set", "del", "pttl", "time"),
+    *("zadd", "zrem", "zrangebyscore", "hincrby", "expire"),
+)
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    with running(redis_binary(), tmp_path_factory.mktemp("rights")) as server:
+        yield server
+
+
+@pytest.fixture
+def store_with(server: Server):
+    """Return a store whose user has only these commands."""
+    made = []
+
+    def store_with(*rights: str) -> RedisStore:
+        server.client.execute_command(
+            *("ACL", "SETUSER", "idem", "reset", "on", ">pw", "~idem:*"),
+            *(f"+{right}" for right in rights),
+        )
+        made.append(RedisStore(f"redis://idem:pw@127.0.0.1:{server.port}/0"))
+        return made[-1]
+
+    yield store_with
+    for store in made:
+        store.close()
+    server.client.flushall()
+
+
+def claimed(store, key, lease_ms=60_000):
+    answer = store.claim(
+        ClaimRequest(identity=key, attempt=os.urandom(8), lease_ms=lease_ms, keep_ms=60_000)
+    )
+    assert isinstance(answer, Claimed)
+    return answer.record
+
+
+def reserved(store, key):
+    asked = ReserveRequest(
+        identity=key, task_id="a", deadline_ms=60_000, keep_ms=60_000, message=b"message"
+    )
+    return store.reserve(asked).record
+
+
+def settled(store, key, state):
+    record = claimed(store, key)
+    store.settle(SettleRequest(record=record, state=state, value=VALUE, keep_ms=60_000))
+    store.mark_delivered(key, token=record.token)
+
+
+def released(store, key):
+    store.release(key, token=claimed(store, key).token)
+
+
+def released_with_a_step(store, key):
+    record = claimed(store, key)
+    store.checkpoint(key, token=record.token, name="step", value=VALUE)
+    store.release(key, token=record.token)
+
+
+def retried(store, key):
+    reserved(store, key)
+    store.release(key, token=claimed(store, key).token, requeue_ms=60_000)
+
+
+def interrupted(store, key):
+    store.interrupt(key, token=claimed(store, key).token)
+
+
+def claimed_again(store, key):
+    interrupted(store, key)
+    claimed(store, key)
+
+
+def requeued(store, key):
+    reserved(store, key)
+    record = claimed(store, key)
+    store.interrupt(key, token=record.token)
+    store.requeue(key, deadline_ms=60_000)
+
+
+def swept(store, key):
+    claimed(store, key, lease_ms=1)
+    time.sleep(0.01)
+    store.sweep(limit=10)
+
+
+def forgotten(store, key):
+    claimed(store, key)
+    store.forget(key)
+
+
+LIVES = {
+    "claimed": claimed,
+    "reserved": reserved,
+    "completed": lambda store, key: settled(store, key, State.COMPLETED),
+    "failed": lambda store, key: settled(store, key, State.FAILED),
+    "released": released,
+    "released with a step": released_with_a_step,
+    "retried": retried,
+    "interrupted": interrupted,
+    "claimed again": claimed_again,
+    "requeued": requeued,
+    "swept": swept,
+    "forgotten": forgotten,
+}
+
+
+@pytest.mark.parametrize("missing", RIGHTS)
+def test_without_a_right_a_record_is_whole_or_absent(store_with, server, missing):
+    admin = RedisStore(server.url)
+    rights = [right for right in RIGHTS if right != missing]
+    if missing == "evalsha":  # the first of the two is enough to be refused
+        rights.remove("eval")
+    store, refused = store_with(*rights), 0
+    for life, live in LIVES.items():
+        key = Identity(namespace="charge", key=life)
+        try:
+            live(store, key)
+        except StoreMisconfigured:
+            refused += 1
+            assert life not in ("claimed", "reserved") or admin.get(key) is None
+        bucket, name = admin._keys.locate(key)
+        leases, failures, interrupted, _ = admin._keys.indexes(bucket)
+        record = admin.get(key)
+        indexed = {
+            index
+            for index in (leases, failures, interrupted)
+            if server.client.zscore(index, name) is not None
+        }
+        wanted = {State.FAILED: failures, State.INTERRUPTED: interrupted, State.COMPLETED: None}
+        if record is not None:
+            index = wanted.get(record.state, leases)
+            assert index is None or index in indexed, (life, record.state)
+    admin.close()
+    assert refused or missing in ("eval", "hincrby", "expire")
+
+
+@pytest.mark.parametrize("missing", [right for right in RIGHTS if right not in ("evalsha", "eval")])
+def test_a_check_names_the_missing_right(store_with, server, missing):
+    with contextlib.closing(RedisStore(server.url)) as admin:
+        claimed(admin, Identity(namespace="charge", key="order-17"))
+    store = store_with(*(right for right in RIGHTS if right != missing))
+    (finding,) = (each for each in answers(store) if each.id == "E006")
+    if missing != "get":  # asked for first, and refused by the server itself
+        assert f"refuses its user {missing.upper()}" in finding.problem
+
+
+def test_a_check_names_keys_that_the_user_may_not_write(store_with, server):
+    store_with(*RIGHTS)
+    other = RedisStore(f"redis://idem:pw@127.0.0.1:{server.port}/0?prefix=other")
+    (finding,) = (each for each in answers(other) if each.id == "E006")
+    assert "idem:pw" not in finding.problem
+    other.close()
+
+
+def test_a_user_with_all_rights_has_no_finding(store_with):
+    assert not [each for each in answers(store_with(*RIGHTS, "info")) if each.id == "E006"]
