@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from kombu import compression, serialization
@@ -17,7 +17,6 @@ from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, Serial
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
-from celery_idempotent.records.frozen import frozen
 
 _JSON = "application/json"
 
@@ -34,7 +33,7 @@ content_types: dict[str, str] = _registry.name_to_type
 _names: dict[str, str] = _registry.type_to_name
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NotStored:
     """A value that was not serialized, and the word that says why; never the value itself.
 
@@ -46,7 +45,7 @@ class NotStored:
     size: int | None = None
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Serializer:
     """Writes in one format and reads those that the app accepts.
 

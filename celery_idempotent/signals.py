@@ -11,10 +11,11 @@ Celery's signals swallow and log what a receiver raises, so a receiver never cha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from celery.utils.dispatch import Signal
 
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.records.frozen import sealed
 
 __all__ = [
     "Event",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """What happened: to which key, in which call of which task.
 

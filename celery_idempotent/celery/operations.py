@@ -7,13 +7,13 @@ saw, and does nothing where the key has moved on since.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from celery_idempotent.celery.operator import Operation, OperationRequest, Operator, Outcome
 from celery_idempotent.errors import IdempotencyError, InProgress
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.records.frozen import frozen
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ ON_MANY: tuple[Operation, ...] = tuple(each for each in OPERATIONS if each != "c
 LONGEST_REASON = 500
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StartedOperation:
     """An operation on a record that is about to be done; ``forced``: an owner within its lease holds the key."""
 

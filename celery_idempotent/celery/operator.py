@@ -20,7 +20,7 @@ import enum
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from celery_idempotent import signals
@@ -31,7 +31,6 @@ from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import Details, Line
 from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
-from celery_idempotent.records.frozen import frozen
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -65,7 +64,7 @@ class Outcome(enum.Enum):
     UNSENT = "unsent"
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class OperationRequest:
     """What somebody wants done to a record: ``who``, and why.
 
@@ -81,7 +80,7 @@ class OperationRequest:
     value: Stored | None = None
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Operator:
     """What executes a request on the records of an app."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records.frozen import frozen
 
 
 class AllArguments:
@@ -79,7 +79,7 @@ class Parameters:
         return Bound(self, given) if given.keys() >= self.required else None
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bound:
     """The arguments of one call, by parameter: those given, without the defaults.
 
@@ -112,7 +112,7 @@ class Bound:
         return function(*args, *extra, **named, **extra_named)
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class PathRule:
     """``"event.id"``: the argument ``event``, then its item (of a mapping) or attribute ``id``."""
 
@@ -127,7 +127,7 @@ class PathRule:
         return value
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class NamesRule:
     """``("order_id", "kind")``: several paths, all of which must lead somewhere."""
 
@@ -139,7 +139,7 @@ class NamesRule:
         return None if any(value is None for value in values) else values
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallRule:
     """A function of the arguments."""
 

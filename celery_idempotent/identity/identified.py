@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Final, TypeGuard
 
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
-from celery_idempotent.records.frozen import frozen
 
 #: The longest canonical key, scope or namespace, in characters.
 MAX_CHARS: Final = 255
@@ -20,7 +20,7 @@ MAPPINGS: Final = (dict, Mapping)
 _FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Identified:
     """The identity of one call and its fingerprint, which is None where it is off.
 

@@ -6,13 +6,12 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import StepCodec
 from celery_idempotent.records import EndState, Identity, Record, ResultWrite, Stored
-from celery_idempotent.records.frozen import frozen
 
 if TYPE_CHECKING:
     from celery_idempotent.identity.identified import Identified
@@ -53,7 +52,7 @@ class OutcomeResult(Protocol):
         ...
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Call:
     """One delivery of one call: what it is about, and who works on it."""
 
@@ -142,14 +141,14 @@ class BodyOutcome(defaultdict[None, T]):
         return self[None]
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ran:
     """The body ran, and its result is recorded (or could not be: that was reported)."""
 
     value: object
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Replay:
     """The record answers; it was settled ``age_ms`` ago."""
 
@@ -157,7 +156,7 @@ class Replay:
     age_ms: int
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Conflict:
     """Another run holds the key, for ``left_ms`` more unless it renews its lease.
 
@@ -169,7 +168,7 @@ class Conflict:
     other: bool = False
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoreFailed:
     """The store did not answer, or cannot be used. Nothing ran; or an atomic run was rolled back, or is in doubt.
 

@@ -1,6 +1,6 @@
 """Declares the options of tasks and views: each has a default, and a reader for what the user gives.
 
-The options are the fields of a frozen dataclass, an options class (frozen by ``@sealed(frozen=True)``). The line ::
+The options are the fields of a frozen dataclass, an options class. The line ::
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
 
@@ -19,11 +19,10 @@ A reader is a function that takes what the user gave, and returns the value for 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.records.frozen import sealed
 from celery_idempotent.settings import milliseconds
 
 StoreErrorPolicy = Literal["closed", "open"]
@@ -103,7 +102,7 @@ whole_number = accept_if(
 # -- options classes ---------------------------------------------------------------------------------------------------
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOptions:
     """The options that tasks and views share: how a claim is held, and what is done in trouble."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from celery_idempotent.errors import InvalidOption
@@ -21,7 +22,6 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 from celery_idempotent.records import OnStale, Record, State
-from celery_idempotent.records.frozen import sealed
 from celery_idempotent.settings import Snapshot, loaded
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
     return types
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy(SharedOptions):
     """How one task is handled: its options ``idempotency_<name>``, in addition to those that views have, too.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
-from celery_idempotent.records.frozen import sealed
 from celery_idempotent.records.record import EPOCH, Identity, Record, State
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
     """What one sweep did, with the records as they are now.
 
@@ -22,7 +22,7 @@ class SweepReport:
     more: bool = False
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """Records of which everything given is true; an empty set allows any value.
 
@@ -75,7 +75,7 @@ class Selection:
         )
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """A part of a list: records without their values, steps and messages, as of ``now_ms`` of the store's clock.
 
@@ -88,7 +88,7 @@ class Page:
     now_ms: int
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """How many records there are that are not completed, as of ``now_ms`` of the store's clock.
 
@@ -116,7 +116,7 @@ class Stats:
         return f"{getattr(self, name):,}{plus}"
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
     """How often something happened to a task within one hour; ``hour`` counts from the epoch, by the store's clock."""
 

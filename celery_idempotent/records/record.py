@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Literal, get_args
-
-from celery_idempotent.records.frozen import frozen
 
 #: A fingerprint is the first 16 bytes of a SHA-256: enough that two calls never share one by accident,
 #: and half the memory of the whole digest in every record.
@@ -56,7 +54,7 @@ EndState = Literal[State.COMPLETED, State.FAILED]
 _ENDS = get_args(EndState)
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Identity:
     """What a record is about: one key, in one scope, in one namespace, all in canonical form (see :mod:`.keys`)."""
 
@@ -74,7 +72,7 @@ class Identity:
         return f"{self.namespace} key {self.key}{scope}"
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Stored:
     """A serialized value or exception, as kombu's registry wrote it.
 
@@ -88,7 +86,7 @@ class Stored:
     compression: str = ""
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Refusal:
     """A call that could not have a key: when, by the store's clock, and under which task id, cut to 100 bytes.
 
@@ -105,7 +103,7 @@ class Refusal:
         return _when(self.at_ms)
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Intervention:
     """What an operator did to a record that stays: who, when by the store's clock, and why.
 
@@ -125,7 +123,7 @@ class Intervention:
         return _when(self.at_ms)
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Record:
     """What the store has about one key.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
-from celery_idempotent.records.frozen import frozen
 from celery_idempotent.records.record import (
     EndState,
     Identity,
@@ -17,7 +16,7 @@ from celery_idempotent.records.record import (
 )
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ClaimRequest:
     """What a worker asks a store for: the key, for whom, and for how long.
 
@@ -41,7 +40,7 @@ class ClaimRequest:
     unanswered: tuple[bytes, ...] = ()
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ReserveRequest:
     """What a publisher asks a store for: the key, for a message that it is about to publish.
 
@@ -59,7 +58,7 @@ class ReserveRequest:
     uncommitted: bool = False
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
@@ -89,7 +88,7 @@ class SettleRequest:
         )
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ResultWrite:
     """What a result backend in Redis writes for a finished task: to ``key``, and to the channel of the same name.
 
@@ -109,7 +108,7 @@ class SettledWith(Enum):
     RESULT = "the end state is written, and the result is stored and published"
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Renewal:
     """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
 
@@ -119,14 +118,14 @@ class Renewal:
     keep_ms: int
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claimed:
     """The caller has the key now: run."""
 
     record: Record
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Held:
     """Another live claim holds the key for ``left_ms`` more milliseconds, unless it is renewed."""
 
@@ -134,7 +133,7 @@ class Held:
     left_ms: int
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Settled:
     """The operation is done: replay. ``age_ms`` says for how long, by the store's clock."""
 
@@ -142,7 +141,7 @@ class Settled:
     age_ms: int
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Retained:
     """A committed end: settled ``age_ms`` ago, and kept for ``left_ms`` more, by the store's clock."""
 
@@ -151,14 +150,14 @@ class Retained:
     left_ms: int
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mismatched:
     """The key belongs to a call with another fingerprint: refuse."""
 
     record: Record
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reserved:
     """The key waits for the message that we are about to publish, under the record's task id."""
 

@@ -12,11 +12,10 @@ and docs/life-of-a-record.md prints it.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from celery_idempotent.records import Record, RefusalKind, State
-from celery_idempotent.records.frozen import frozen
 
 # fmt: off
 Verb = Literal[
@@ -57,7 +56,7 @@ OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
 

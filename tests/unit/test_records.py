@@ -31,11 +31,10 @@ def test_no_text_of_a_record_has_a_result_a_step_or_arguments():
     assert "'pay'" in repr(RECORD)
 
 
-def test_records_with_the_same_content_are_equal_and_one_in_a_set():
+def test_records_with_the_same_content_are_equal():
     again = replace(RECORD, refusals=(Refusal(kind="conflict", at_ms=3),))
 
     assert again == RECORD
-    assert len({again, RECORD}) == 1
     assert replace(RECORD, token=18) != RECORD
     assert Claimed(RECORD) == Claimed(again)
 

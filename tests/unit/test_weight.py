@@ -96,4 +96,5 @@ def test_a_task_is_bound_with_no_more_modules_and_compiled_texts_than_before(
     modules, texts = map(int, done.stdout.split())
     # One of them is celery/settling.py, apart from the sweep, whose module would be too long to read.
     assert modules <= 69
-    assert texts <= 112
+    # Plain dataclasses compile each of their methods.
+    assert texts <= 202

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from django.core.exceptions import PermissionDenied
@@ -60,7 +60,6 @@ from celery_idempotent.protocol.calls import (
 )
 from celery_idempotent.protocol.runner import Runner
 from celery_idempotent.records import Record, Stored
-from celery_idempotent.records.frozen import frozen
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import Store, get_store
 
@@ -119,7 +118,7 @@ class _NotToKeepError(Exception):
         self.response = response
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Guarded:
     """One request: ``seen`` is what its view gets, with ``args`` and ``kwargs`` of its URL; ``run`` calls the view.
 

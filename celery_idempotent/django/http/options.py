@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Final, Literal
 
 from asgiref.sync import iscoroutinefunction
@@ -35,7 +35,6 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records.frozen import sealed
 
 if TYPE_CHECKING:
     from django.http import HttpResponseBase
@@ -164,7 +163,7 @@ _KEYED: Final[ViewKinds] = ("keyed",)
 _SETTING_ONLY: Final[ViewKinds] = ()
 
 
-@sealed(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions(SharedOptions):
     """The options of ``IDEMPOTENCY_HTTP``, in addition to :class:`SharedOptions`.
 

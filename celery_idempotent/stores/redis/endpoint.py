@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
-
-from celery_idempotent.records.frozen import frozen
 
 #: With one of these arguments a connection may lead elsewhere, log in otherwise, or write other bytes.
 _UNKNOWN = ("credential_provider", "redis_connect_func", "encoder_class")
 
 
-@frozen(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """One database of one server, and who asks. Equal ones are the same; others may be the same, too."""
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from redis.exceptions import RedisError
 
-from celery_idempotent.records.frozen import frozen
 from celery_idempotent.stores.base import skew_ms
 from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.scripts import Command, Reply, pairs, plain, script
 
 
-@frozen(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
     """One server, and how it is set up.
 
