@@ -37,8 +37,15 @@ def keys(answer: Any) -> set[str]:
     return {record.identity.key for record, *_ in answer.context_data["rows"]}
 
 
-def fields(answer: Any) -> dict[str, str]:
-    """What the form of an operation would send."""
-    form = answer.context_data["form"]
-    sent = {name: str(form.initial[name]) for name in ("token", "state")}
-    return sent | ({"again": "on", "reason": "a test"} if "again" in form.fields else {})
+def fields(page: Any) -> dict[str, Any]:
+    """What the form of an operation would send, but for the choices of the operator."""
+    sent: dict[str, Any] = {}
+    body = page.content.decode()
+    form = body[body.index('<form method="post" class="idem-operation"') :]
+    form = form[: form.index("</form>")]
+    for name, value in re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form):
+        sent.setdefault(name, []).append(html.unescape(value))
+    sent.pop("csrfmiddlewaretoken", None)
+    if "again" in page.context_data["form"].fields:
+        sent |= {"again": ["on"], "reason": ["a test"]}
+    return sent

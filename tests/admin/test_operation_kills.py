@@ -60,7 +60,9 @@ class Admin:
 
     def ask(self, key: str, operation: str, seen: Record, die: str | None = None) -> int | None:
         """Do it; the status of the answer, ``None`` if the process died before there was one."""
-        form = {"token": seen.token, "state": seen.state.value, "force": "on", "again": "on"}
+        from celery_idempotent.django.admin.operations import Mark
+
+        form = {"live": str(Mark.of(seen)), "force": "on", "again": "on", "confirmed": "1"}
         form["reason"] = "a test"
         if operation == "complete":
             form["value"] = "17"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -212,7 +211,7 @@ def test_a_live_owner_keeps_its_key_unless_it_is_forced_with_a_reason(
     for given in ({}, {"reason": "because"}, {"force": "on"}, {"force": "on", "reason": "  "}):
         answer = confirm(operator, "a", operation, **given)
         assert answer.status_code == 400
-        assert "Its owner" in text(answer)
+        assert "a live owner" in text(answer)
     after = store.get(identity("a"))
     assert after == before
     assert entries() == []
@@ -233,7 +232,7 @@ def test_what_has_changed_since_its_page_was_shown_is_left_alone(
     stale(store, "a")
     seen = fields(operator.get(address("a", operation)))
     taken = claim(store, "a", lease_ms=1)
-    assert taken.token > int(seen["token"])
+    assert taken.token > int(seen["record"][0].split()[0])
     wait_for(lambda: store.stats().stale, what="a lease that ran out")
     answer = operator.post(address("a", operation), seen)
     assert answer.status_code == 302
@@ -277,24 +276,15 @@ def test_an_operation_that_means_nothing_is_refused(
     serve(memory)
     settle(memory, claim(memory, "a"))
     for operation in ("release", "fail", "requeue"):
-        given = {"token": "1", "state": "COMPLETED"}
-        for ask in (operator.get, functools.partial(operator.post, data=given)):
-            answer = ask(address("a", operation))
-            assert answer.status_code == 302
-            assert "Nothing was done" in text(operator.get(answer["Location"]))
+        answer = operator.get(address("a", operation))
+        assert answer.status_code == 302
+        assert "Nothing was done" in text(operator.get(answer["Location"]))
     assert entries() == []
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("token", ""),
-        ("token", "x"),
-        ("token", str(2**63)),
-        ("token", "-1"),
-        ("state", "DONE"),
-        ("reason", "x" * 501),
-    ],
+    [("record", "x"), ("record", f'1 DONE ["{TASK}","","a"]'), ("reason", "x" * 501)],
 )
 def test_a_form_that_was_tampered_with_does_nothing(
     memory: Store, serve: Serve, operator: Client, field: str, value: str
@@ -371,15 +361,13 @@ def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened
 
     monkeypatch.setattr(memory, "forget", fail)
     answer = confirm(operator, "a", "forget")
-    assert answer.status_code == 503
-    assert "the connection broke" in text(answer)
+    assert "Not known whether it was done" in text(operator.get(answer["Location"]))
     assert entries()[0][2] == (
         "Forget failed (right after that the record was still there, unchanged). Reason: a test"
     )
     looks = iter([memory.get(identity("a"))] * 3)
     monkeypatch.setattr(memory, "get", lambda _: next(looks, None) or fail())
-    answer = confirm(operator, "a", "forget", reason="again")
-    assert answer.status_code == 503
+    confirm(operator, "a", "forget", reason="again")
     assert "the store did not answer: it may have been done). Reason: again" in entries()[1][2]
 
 
@@ -395,8 +383,7 @@ def test_while_the_cache_of_a_hybrid_is_down_nothing_is_forgotten_and_the_operat
     private_redis.freeze() if how == "frozen" else private_redis.stop()
     for tries in range(1, 3):
         answer = confirm(operator, "a", "forget", reason="it was wrong")
-        assert answer.status_code == 503
-        assert "nothing was forgotten" in text(answer)
+        assert "nothing was forgotten" in text(operator.get(answer["Location"]))
         assert len(entries()) == tries
         assert entries()[-1][2] == (
             "Forget failed (right after that the record was still there, unchanged)."

@@ -152,7 +152,7 @@ def test_several_records_are_operated_on_after_one_question(open_as: OpenAs, sto
     page.get_by_label("I know that").check()
     page.get_by_label("Reason").fill("its host is gone")
     page.get_by_role("button", name="Yes, release them").click()
-    expect(page.locator(".messagelist")).to_contain_text("Released: 1 of 1.")
+    expect(page.locator(".messagelist")).to_contain_text("key hangs")
     assert {key for key in about if store.get(about[key])} == {"moves", "paid"}
     expect(rows(page)).to_have_count(2)
     assert listed(page) == {"moves", "paid"}
@@ -237,9 +237,5 @@ def test_each_page_is_accessible_and_fits_light_and_dark_wide_and_narrow(open_as
     page.get_by_label(re.compile("^Select .* key live$")).check()
     page.get_by_label("Action:").select_option(label="Release selected records")
     page.get_by_role("button", name="Go").click()
-    yes = page.get_by_role("button", name="Yes, release them")
-    expect(yes).to_be_visible()
-    look_at(page, "several")
-    yes.click()
-    expect(page.locator(".messagelist")).to_contain_text("1 left alone: the owner is live.")
-    look_at(page, "the list with a message")
+    expect(page.get_by_role("button", name="Yes, release it")).to_be_visible()
+    look_at(page, "an operation that has to be forced")

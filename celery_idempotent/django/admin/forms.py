@@ -43,9 +43,6 @@ _STATE_FILTERS = {
 #: Hours that the charts show, and hours that one bar of them stands for.
 PERIODS = {"24h": ("24 hours", 24, 1), "7d": ("7 days", 168, 6), "30d": ("30 days", 720, 24)}
 
-#: Tokens fit into 64 bits.
-_LARGEST_TOKEN = 2**63 - 1
-
 
 class FilterForm(forms.Form):
     """Which records to list."""
@@ -147,25 +144,29 @@ def _shown_again(completed: int, ran: int, of: int) -> str:
     return f"{', '.join(parts)}, of {of} records: I know that they may be done a second time."
 
 
-class ConfirmForm(forms.Form):
+class OperationForm(forms.Form):
     """Is an operation meant? Without a live owner among the records there is nothing to force.
 
-    Where an effect may come about a second time that takes a tick and a reason.
+    Where an effect may come about a second time that takes a tick and a reason. ``read`` makes a value of a text, where
+    the operation takes one.
     """
 
+    value = forms.CharField(
+        label="Value, in JSON", strip=True, widget=forms.Textarea(attrs={"rows": 3})
+    )
     again = forms.BooleanField(
         error_messages={"required": "If you know that, say so here; else take a look first."}
     )
-    force = forms.BooleanField(required=False)
+    force = forms.BooleanField(
+        required=False,
+        error_messages={"required": "To take the key away from its owner, say so here."},
+    )
     reason = forms.CharField(
         required=False,
         max_length=LONGEST_REASON,
         strip=True,
         widget=forms.Textarea(attrs={"rows": 3}),
     )
-    label = "{operation} also those with a live owner ({live})"
-    #: Says why a live owner's record needs the tick and the reason; empty: without them it is left alone.
-    must_force = ""
 
     def __init__(
         self,
@@ -174,9 +175,12 @@ class ConfirmForm(forms.Form):
         operation: Operation,
         marks: Sequence[SeenRecord],
         live: int,
-        initial: dict[str, object] | None = None,
+        read: Callable[[str], Stored] | None = None,
     ) -> None:
-        super().__init__(data, initial=initial)
+        super().__init__(data)
+        self._read = read
+        if read is None:
+            del self.fields["value"]
         ran = [mark.state for mark in marks if may_repeat(operation, mark.state)]
         if ran:
             self.fields["again"].label = _shown_again(
@@ -185,13 +189,22 @@ class ConfirmForm(forms.Form):
             self.fields["reason"].required = True
         else:
             del self.fields["again"]
-        label = self.label.format(operation=operation.capitalize(), live=live)
-        self.fields["force"].label = label
+        self.fields["force"].label = (
+            f"{operation.capitalize()} also those with a live owner ({live})"
+            if marks
+            else f"{operation.capitalize()} although the owner is live"
+        )
         if not live:
             del self.fields["force"]
-        elif self.must_force:
+        elif not marks:  # without force there is nothing to do
             self.fields["reason"].required = self.fields["force"].required = True
-            self.fields["force"].error_messages["required"] = self.must_force
+
+    def clean_value(self) -> Stored | None:
+        """Return the value as the task would write it."""
+        try:
+            return self._read(self.cleaned_data["value"]) if self._read else None
+        except ValueError as error:
+            raise forms.ValidationError(str(error)) from None
 
     def clean(self) -> dict[str, object]:
         """Refuse to force without a reason."""
@@ -199,41 +212,3 @@ class ConfirmForm(forms.Form):
         if given.get("force") and not given.get("reason") and not self.has_error("reason"):
             self.add_error("reason", "To take a key away from a live owner, say why.")
         return given
-
-
-class OperationForm(ConfirmForm):
-    """An operation on one record, as its operator saw it: on a live owner's it is forced, or not asked for."""
-
-    token = forms.IntegerField(min_value=0, max_value=_LARGEST_TOKEN, widget=forms.HiddenInput)
-    state = forms.ChoiceField(
-        choices=[(state.value, state.value) for state in State], widget=forms.HiddenInput
-    )
-    #: What a key is completed with.
-    value = forms.CharField(
-        label="Value, in JSON", strip=True, widget=forms.Textarea(attrs={"rows": 3})
-    )
-    field_order = ("value", "again", "force", "reason")
-    label = "{operation} it although its owner is live"
-    must_force = "The owner of this key is at work, within its lease. To take the key away from it, say so here."
-
-    def __init__(
-        self,
-        data: QueryDict | None = None,
-        *,
-        operation: Operation,
-        marks: Sequence[SeenRecord],
-        live: int,
-        read: Callable[[str], Stored],
-        initial: dict[str, object] | None = None,
-    ) -> None:
-        super().__init__(data, operation=operation, marks=marks, live=live, initial=initial)
-        self._read = read
-        if operation != "complete":
-            del self.fields["value"]
-
-    def clean_value(self) -> Stored:
-        """Return the value as the task would write it."""
-        try:
-            return self._read(self.cleaned_data["value"])
-        except ValueError as error:
-            raise forms.ValidationError(str(error)) from None

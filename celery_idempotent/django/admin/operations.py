@@ -1,26 +1,37 @@
-"""The page of an operation on one record: what it would do, the confirmation, the outcome."""
+"""The page of an operation on one record or several: what it would do, the confirmation, a message for the outcome.
+
+Nothing is stored between the pages: a form carries the marks of the records (key, token, state), so that each record is
+operated on only if it is still what the question showed. Those with a live owner are a list of their own: they are
+operated on only if the person says so, whatever became of their owners meanwhile.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from django.contrib import messages
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import BadRequest, PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import Operation, OperationRequest, operate
+from celery_idempotent.celery.operations import ON_MANY, Operation, OperationRequest
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
+from celery_idempotent.django.admin.listing import PER_PAGE
 from celery_idempotent.django.admin.wording import ENDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.bulk import DONE, REFUSALS, may_repeat, verdict
+from celery_idempotent.operations.bulk import DONE, REFUSALS, Verdict, execute, verdict
 from celery_idempotent.operations.choosing import EFFECTS
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.stores import get_store
+from celery_idempotent.stores import Store, get_store
+
+#: In which order a question shows verdicts.
+_ORDER: tuple[Verdict, ...] = ("do", "live", "left")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,72 +63,202 @@ class Mark:
         return f"{self.token} {self.state.value} {unparse(self.identity)}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLine:
+    """What is to become of a record. ``record``: as it is now, if there is one."""
+
+    mark: Mark
+    verdict: Verdict
+    text: str
+    address: str
+    record: Record | None
+    stale: bool
+
+
 class OperationPages(Pages):
-    """One page an operation, with a permission of its own."""
+    """The question about an operation, from the page of a record and from the list, and its execution."""
 
     @guarded("GET", "POST")
     def operation_view(
         self, request: HttpRequest, object_id: str, operation: Operation
     ) -> HttpResponse:
         """Ask whether an operation on one record is meant, and do it."""
-        self.permit(request, operation)
         identity = self.identity_of(object_id)
-        store = get_store(celery_app())
-        record = None if identity is None else store.get(identity)
-        if identity is None or record is None:
-            return self.gone(request, identity)
+        self._permit(request, operation)
+        if identity is None:
+            return self.gone(request, None)
         back = self.address_of(identity)
-        sent, now_ms = request.method == "POST", store.now_ms()
-        # Only a task of this app can be asked to write a value.
-        known = operation != "complete" or _is_known(identity)
-        found = verdict(operation, record, now_ms, known=known)
-        if found == "left":
-            messages.warning(request, f"Nothing was done: {REFUSALS[operation]}")
-            return HttpResponseRedirect(back)
-        live = found == "live"
-        form = OperationForm(
-            request.POST if sent else None,
-            operation=operation,
-            marks=() if live else (Mark.of(record),),
-            live=live,
-            read=functools.partial(value_from_json, celery_app(), identity),
-            initial={"token": record.token, "state": record.state.value},
-        )
-        if not form.is_valid():
-            context = {
-                "title": f"{operation.capitalize()}: are you sure?",
-                "operation": operation,
-                "effect": EFFECTS[operation],
-                "record": record,
-                "identity": identity,
-                "live": live,
-                "stale": record.stale(now_ms),
-                "form": form,
-                "back": back,
-                "again": may_repeat(operation, record.state),
-            }
-            return self.render(request, "operation", context, status=400 if sent else 200)
-        given = form.cleaned_data
-        wanted = OperationRequest(
-            operation,
-            who=request.user.get_username(),
-            reason=given["reason"],
-            force=given.get("force", False),
-            value=given.get("value"),
-        )
-        outcome = operate(
-            celery_app(), identity, wanted, token=given["token"], state=State(given["state"])
-        )
-        level, text = ENDINGS[outcome]
-        done = DONE[operation].capitalize()
-        messages.add_message(request, level, text.format(done=done, identity=identity))
-        return HttpResponseRedirect(back)
+        if request.method == "POST":
+            return self._operate(request, operation, back)
+        record = get_store(celery_app()).get(identity)
+        if record is None:
+            return self.gone(request, identity)
+        return self._question(request, operation, [Mark.of(record)], back)
 
-    def permit(self, request: HttpRequest, operation: Operation) -> None:
+    @guarded("GET", "POST")
+    def bulk_view(self, request: HttpRequest) -> HttpResponse:
+        """Ask whether an operation on the ticked records of the list is meant, and do it."""
+        query = request.GET.urlencode()
+        back = self.address("changelist") + (f"?{query}" if query else "")
+        if request.method == "GET":
+            return HttpResponseRedirect(back)  # after a login in between
+        operation = next((each for each in ON_MANY if each == request.POST.get("operation")), None)
+        if operation is None:
+            return _back_with(request, back, "No action selected. Nothing was done.")
+        self._permit(request, operation)
+        return self._operate(request, operation, back)
+
+    def _permit(self, request: HttpRequest, operation: Operation) -> None:
         """Refuse a person without the permission of this operation."""
         if not self.may(request, f"{operation}_record"):
             raise PermissionDenied
 
+    def _operate(self, request: HttpRequest, operation: Operation, back: str) -> HttpResponse:
+        """Do what a form says, or ask about it."""
+        post = request.POST
+        marks, live = _read_marks(post.getlist("record")), _read_marks(post.getlist("live"))
+        if not marks and not live:
+            return _back_with(request, back, "No record selected. Nothing was done.")
+        if len(marks) + len(live) > (1 if operation == "complete" else PER_PAGE):
+            return _back_with(request, back, f"Select {PER_PAGE} records at most.")
+        if not post.get("confirmed"):
+            return self._question(request, operation, marks, back)
+        form = _form(operation, marks, live, request)
+        if not form.is_valid():
+            return self._question(request, operation, [*marks, *live], back, form)
+        force = form.cleaned_data.get("force", False)
+        self._execute(request, operation, marks, form, force=False)
+        if force:
+            self._execute(request, operation, live, form, force=True)
+        elif live:
+            messages.warning(request, f"{len(live)} left alone: the owner is live.")
+        return HttpResponseRedirect(back)
+
+    def _question(
+        self,
+        request: HttpRequest,
+        operation: Operation,
+        marks: Iterable[Mark],
+        back: str,
+        form: OperationForm | None = None,
+    ) -> HttpResponse:
+        """Ask about these records, those first to which something is done; ``form``: again, for it has faults."""
+        store = get_store(celery_app())
+        now_ms = store.now_ms()
+        lines = [self._plan(store, operation, mark, now_ms) for mark in marks]
+        lines.sort(key=lambda line: _ORDER.index(line.verdict))
+        counts = Counter(line.verdict for line in lines)
+        if len(lines) == counts["left"] == 1:
+            return _back_with(request, back, f"Nothing was done. {lines[0].text}")
+        by_verdict = {
+            each: [line.mark for line in lines if line.verdict == each] for each in _ORDER
+        }
+        context = {
+            "title": f"{operation.capitalize()}: are you sure?",
+            "operation": operation,
+            "effect": EFFECTS[operation],
+            "back": back,
+            "lines": lines,
+            "doing": counts["do"],
+            "live": counts["live"],
+            "left": counts["left"],
+            "one": len(lines) == 1,
+            "form": form or _form(operation, by_verdict["do"], by_verdict["live"]),
+        }
+        return self.render(request, "operation", context, status=200 if form is None else 400)
+
+    def _plan(self, store: Store, operation: Operation, mark: Mark, now_ms: int) -> PlanLine:
+        """Say what an operation would do to the record that a mark stands for."""
+        record = store.get(mark.identity)
+        found: Verdict = "left"
+        if record is None:
+            text = "Left alone: there is no such record any more."
+        elif Mark.of(record) != mark:
+            text = "Left alone: it has changed since it was shown."
+        else:
+            # Only a task of this app can be asked to write a value.
+            known = operation != "complete" or _is_known(mark.identity)
+            found = verdict(operation, record, now_ms, known=known)
+            text = {
+                "left": f"Left alone: {REFUSALS[operation]}",
+                "live": "Left alone unless forced: its owner is live.",
+                "do": f"Will be {DONE[operation]}.",
+            }[found]
+        return PlanLine(
+            mark=mark,
+            verdict=found,
+            text=text,
+            address=self.address_of(mark.identity),
+            record=record,
+            stale=record is not None and record.stale(now_ms),
+        )
+
+    def _execute(
+        self,
+        request: HttpRequest,
+        operation: Operation,
+        marks: Sequence[Mark],
+        form: OperationForm,
+        *,
+        force: bool,
+    ) -> None:
+        """Operate on one record after the other, as far as the store answers, and tell each outcome."""
+        wanted = OperationRequest(
+            operation,
+            who=request.user.get_username(),
+            reason=form.cleaned_data["reason"],
+            force=force,
+            value=form.cleaned_data.get("value"),
+        )
+        done, word = 0, DONE[operation].capitalize()
+        ended = list(execute(celery_app(), wanted, marks))
+        for each in ended:
+            identity = each.record.identity
+            if each.outcome is None:
+                text = f"Not known whether it was done: {identity}. {each.trouble}"
+                messages.error(request, text)
+                continue
+            level, text = ENDINGS[each.outcome]
+            if level == messages.SUCCESS and len(marks) > 1:
+                done += 1
+            else:
+                messages.add_message(request, level, text.format(done=word, identity=identity))
+        if done:
+            messages.success(request, f"{word}: {done} of {len(marks)}.")
+        if untried := len(marks) - len(ended):
+            messages.error(request, f"{untried} not tried: the store does not answer.")
+
+
+def _form(
+    operation: Operation,
+    marks: Sequence[Mark],
+    live: Sequence[Mark],
+    request: HttpRequest | None = None,
+) -> OperationForm:
+    read = None
+    if operation == "complete":
+        read = functools.partial(value_from_json, celery_app(), (*marks, *live)[0].identity)
+    return OperationForm(
+        None if request is None else request.POST,
+        operation=operation,
+        marks=marks,
+        live=len(live),
+        read=read,
+    )
+
 
 def _is_known(identity: Identity) -> bool:
     return definition_of(celery_app(), identity.namespace, load=True) is not None
+
+
+def _back_with(request: HttpRequest, back: str, why: str) -> HttpResponse:
+    messages.warning(request, why)
+    return HttpResponseRedirect(back)
+
+
+def _read_marks(texts: Iterable[str]) -> list[Mark]:
+    """Return the marks that a form sent, each once."""
+    try:
+        return list({mark.identity: mark for mark in map(Mark.read, texts)}.values())
+    except ValueError as error:
+        raise BadRequest("This is no record of the list.") from error

@@ -13,11 +13,10 @@ from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
-from celery_idempotent.django.admin.bulk import BulkPages
 from celery_idempotent.django.admin.charts import charts
 from celery_idempotent.django.admin.forms import PERIODS, FilterForm, PeriodForm
 from celery_idempotent.django.admin.listing import list_page
-from celery_idempotent.django.admin.operations import Mark
+from celery_idempotent.django.admin.operations import Mark, OperationPages
 from celery_idempotent.django.admin.values import shown_with_responses
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.views import view_namespaces
@@ -53,7 +52,7 @@ class ListedRecord(NamedTuple):
     mark: Mark
 
 
-class IdempotencyRecordAdmin(BulkPages):
+class IdempotencyRecordAdmin(OperationPages):
     """Pages over the records of the app's store. None of them works for longer because there are more records."""
 
     # -- addresses

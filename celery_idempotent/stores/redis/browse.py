@@ -100,6 +100,7 @@ class _Search:
         self._keys = keys
         self._selection = selection
         self._wanted = selection.wanted
+        self._ends = tuple(f":{key}".encode() for key in selection.keys) or (b"",)
         self._limit = limit
         self._now_ms = now_ms(link)
         self._found: list[Record] = []
@@ -166,7 +167,7 @@ class _Search:
             # A step looks at about so many keys, those of other applications included.
             self._looked_at += max(len(names), count)
             # Of thousands of names often none is wanted: then no record is read.
-            names = [name for name in names if self._selection.names(self._keys.identity(name))]
+            names = [name for name in names if self._is_named(name)]
             buckets = [self._keys.bucket(name) for name in names]
             found = [record for record in self._records(buckets, names) if self._includes(record)]
             room = self._limit - len(self._found)
@@ -247,6 +248,10 @@ class _Search:
         if not self._selection.names(identity) or (state and state not in self._wanted):
             return None
         return unpack_record(identity, packed, summary=True)
+
+    def _is_named(self, name: bytes) -> bool:
+        # The end first: of a million names, all are looked at for one key.
+        return name.endswith(self._ends) and self._selection.names(self._keys.identity(name))
 
     def _take(self, record: Record | None) -> None:
         if self._includes(record):
