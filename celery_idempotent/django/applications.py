@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import celery
 from celery import _state
@@ -14,19 +13,16 @@ from django.utils.module_loading import import_string
 if TYPE_CHECKING:
     from celery import Celery
 
-#: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the one of the views, or the project's.
+#: Names the app, as ``"proj.celery.app"``, or is the app; by default it is the project's.
 APP_SETTING = "CELERY_IDEMPOTENT_APP"
-_VIEWS = "IDEMPOTENCY_HTTP"
 
 
-def celery_app(path: str | None = None) -> Celery:
-    """Return the app at the dotted ``path``, else the one that Django's settings name, else the project's.
+def celery_app() -> Celery:
+    """Return the app that Django's settings name, else the project's.
 
     Raises:
         ImproperlyConfigured: if the setting names none.
     """
-    if path is not None:
-        return cast("Celery", import_string(path.replace(":", ".")))
     return app_of(named_app())
 
 
@@ -52,10 +48,8 @@ def app_of(found: object) -> Celery:
 
 def named_app() -> object:
     """Return what the settings name as the app, ``None`` for nothing."""
-    views = getattr(settings, _VIEWS, None)
-    return getattr(settings, APP_SETTING, None) or (
-        views.get("app") if isinstance(views, Mapping) else None
-    )
+    found: object = getattr(settings, APP_SETTING, None) or None
+    return found
 
 
 def _current_app() -> Celery:

@@ -4,11 +4,10 @@ The options are the fields of a frozen dataclass, an options class. The line ::
 
     lease_ms: int = option(60_000, duration(at_least_ms=100))
 
-is the option ``lease``: the user gives seconds or a timedelta, the field has milliseconds. Tasks and views share the
-options of :class:`SharedOptions`, and each have more of their own::
+is the option ``lease``: the user gives seconds or a timedelta, the field has milliseconds::
 
-    SharedOptions ─┬─ Policy       a task: its attribute idempotency_<name>, or that setting of the app
-                   └─ HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
+    Policy       a task: its attribute idempotency_<name>, or that setting of the app
+    HttpOptions  a view: an argument of its decorator, or an entry of the setting IDEMPOTENCY_HTTP
 
 A reader is a function that takes what the user gave, and returns the value for the field. It refuses by raising a
 ``ValueError`` with the end of a sentence; :func:`read_options` adds the beginning::
@@ -19,24 +18,32 @@ A reader is a function that takes what the user gave, and returns the value for 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar, get_args
+from dataclasses import Field, field, fields
+from typing import Any, Final, TypeVar, get_args
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import milliseconds
-
-StoreErrorPolicy = Literal["closed", "open"]
-Mode = Literal["enforce", "observe", "off"]
-
-#: Views with ``@idempotent_view``, and those with ``@keyed_view``.
-ViewKind = Literal["idempotent", "keyed"]
-ViewKinds = tuple[ViewKind, ...]
 
 #: Options that were removed, as users write them: those of tasks with their prefix. A sentence says what replaces each.
 REMOVED: Final[Mapping[str, str]] = {
     "idempotency_conflict_backoff_max": "A copy comes back after 10 seconds at the most.",
     "idempotency_require_key": "A task that states an idempotency_key needs a key.",
+    "anonymous": "Set scope to celery_idempotent.django.http.session_scope.",
+    "app": "Set CELERY_IDEMPOTENT_APP.",
+    "attributes": "Set a header of the response: replays have it.",
+    "checks": "Put a decorator that validates the request around @idempotent_view.",
     "headers": "All headers are stored but those that belong to one answer.",
+    "max_crashes": "After three ends of its process a request is settled as failed.",
+    "methods": "POST, PUT, PATCH and DELETE are guarded: decorate the handlers that need it.",
+    "mode": "required=False guards the requests that have a key, and no others.",
+    "namespace": "All views have the namespace http: a key that is used for another view gets 422.",
+    "namespaces": "Refuse the paths of other namespaces in a route before the status resource.",
+    "on_conflict": "Set wait to a number of seconds.",
+    "on_pending": "A repetition gets the 202 of the first request.",
+    "on_store_error": "Without the store a request is answered with 503.",
+    "retry_after": "Retry-After is one second.",
+    "show_errors": "The text of an error is shown if the task declares it in idempotency_permanent_errors.",
+    "strict": "A bare value is a key as well.",
 }
 
 T = TypeVar("T")
@@ -45,13 +52,10 @@ T = TypeVar("T")
 Reader = Callable[[object], Any]
 
 
-def option(default: T, read: Callable[[object], T], *, views: ViewKinds = ("idempotent",)) -> T:
-    """Declare one option: its default, which is a value of the field, and its reader.
-
-    ``views`` says which decorators of views take it; tasks ignore that.
-    """
+def option(default: T, read: Callable[[object], T]) -> T:
+    """Declare one option: its default, which is a value of the field, and its reader."""
     # It is a Field; typed as T, a type checker accepts it as the default of a field of type T.
-    declared: T = field(default=default, metadata={"read": read, "views": views})
+    declared: T = field(default=default, metadata={"read": read})
     return declared
 
 
@@ -102,30 +106,14 @@ whole_number = accept_if(
 # -- options classes ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedOptions:
-    """The options that tasks and views share: how a claim is held, and what is done in trouble."""
-
-    lease_ms: int = option(60_000, duration(at_least_ms=100))
-    retention_ms: int = option(24 * 3_600_000, duration())
-    wait_ms: int = option(10_000, duration())
-    max_crashes: int = option(3, whole_number)
-    on_store_error: StoreErrorPolicy = option("closed", one_of(StoreErrorPolicy))
-    atomic: bool = option(False, flag)
-    mode: Mode = option("enforce", one_of(Mode))
-
-
-AnyOptions = TypeVar("AnyOptions", bound=SharedOptions)
-
-
 def fields_by_option(kind: type) -> dict[str, Field[object]]:
     """Return the fields of an options class by the names of the options: the field of ``lease`` is ``lease_ms``."""
     return {each.name.removesuffix("_ms"): each for each in fields(kind)}
 
 
 def read_options(
-    kind: type[AnyOptions], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
-) -> AnyOptions:
+    kind: type[T], sources: Iterable[tuple[str, Mapping[str, object]]], *, prefix: str = ""
+) -> T:
     """Read the options of a class from ``sources``: pairs of a place, for messages, and what was given there.
 
     A later source overrides an earlier one. ``prefix`` stands before the names of options in messages::
@@ -151,14 +139,7 @@ def read_options(
                 values[option_field.name] = option_field.metadata["read"](value)
             except ValueError as error:
                 raise InvalidOption(f"{prefix}{name} of {where} {error}.") from None
-    options = kind(**values)
-    # Last, because the two may come from different sources; the message names the last source.
-    if options.atomic and options.on_store_error == "open":
-        raise InvalidOption(
-            f"{prefix}atomic of {where} cannot be combined with {prefix}on_store_error='open': without the store's "
-            "database there is no transaction."
-        )
-    return options
+    return kind(**values)
 
 
 def unknown_option(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import (
-    SharedOptions,
     accept_if,
     duration,
     fields_by_option,
@@ -27,6 +26,8 @@ from celery_idempotent.settings import Snapshot, loaded
 if TYPE_CHECKING:
     from celery import Celery
 
+StoreErrorPolicy = Literal["closed", "open"]
+Mode = Literal["enforce", "observe", "off"]
 ConflictPolicy = Literal["retry", "wait", "ignore", "raise"]
 
 PREFIX: Final = "idempotency_"
@@ -76,13 +77,20 @@ def _exceptions(value: object) -> tuple[type[Exception], ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy(SharedOptions):
-    """How one task is handled: its options ``idempotency_<name>``, in addition to those that views have, too.
+class Policy:
+    """How one task is handled: its options ``idempotency_<name>``.
 
     A line is a field, its default and its reader: ``idempotency_lease = timedelta(minutes=2)``, on the task or as a
     setting of the app, is read into ``lease_ms=120_000``. The task's own attribute wins over the setting.
     """
 
+    lease_ms: int = option(60_000, duration(at_least_ms=100))
+    retention_ms: int = option(24 * 3_600_000, duration())
+    wait_ms: int = option(10_000, duration())
+    max_crashes: int = option(3, whole_number)
+    on_store_error: StoreErrorPolicy = option("closed", one_of(StoreErrorPolicy))
+    atomic: bool = option(False, flag)
+    mode: Mode = option("enforce", one_of(Mode))
     failure_retention_ms: int | None = option(None, optional(duration()))
     on_conflict: ConflictPolicy = option("retry", one_of(ConflictPolicy))
     permanent_errors: tuple[type[Exception], ...] = option((), _exceptions)
@@ -155,7 +163,13 @@ def read_task_options(
                 )
             raise unknown_option(each, _KNOWN, where=where, prefix=PREFIX)
     about: dict[str, Any] = {each: given.pop(each) for each in KEY_OPTIONS if each in given}
-    return read_options(Policy, [(where, given)], prefix=PREFIX), about
+    policy = read_options(Policy, [(where, given)], prefix=PREFIX)
+    if policy.atomic and policy.on_store_error == "open":
+        raise InvalidOption(
+            f"{PREFIX}atomic of {where} cannot be combined with {PREFIX}on_store_error='open': without the store's "
+            "database there is no transaction."
+        )
+    return policy, about
 
 
 def refuse_unknown_settings(names: list[str]) -> None:

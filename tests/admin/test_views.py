@@ -129,23 +129,6 @@ def test_the_namespace_of_views_is_suggested(memory: Store, serve: Serve, operat
     assert 'placeholder="tenant-1, or user 17"' in page.content.decode()
 
 
-def test_views_that_have_one_name_have_all_of_their_namespaces_suggested(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    from celery_idempotent.django.http import idempotent_view
-
-    def make(namespace: str) -> None:
-        @idempotent_view(namespace=namespace)
-        def view(request: Any) -> Any: ...
-
-    for namespace in ("made first", "made second"):
-        make(namespace)
-    serve(memory)
-    page = operator.get(LIST).content.decode()
-    for namespace in ("made first", "made second"):
-        assert f'<option value="{namespace}">' in page
-
-
 def test_a_scope_that_nobody_can_have_is_told(
     memory: Store, serve: Serve, operator: Client
 ) -> None:

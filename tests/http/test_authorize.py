@@ -22,9 +22,11 @@ app.conf.idempotency_store = "memory://"
 def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with databases.ready(tmp_path_factory.mktemp("authorize")):
         from django.core.management import call_command
+        from django.test import override_settings
 
         call_command("migrate", "auth", verbosity=0)
-        yield
+        with override_settings(CELERY_IDEMPOTENT_APP=app):
+            yield
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def factory() -> Any:
     return RequestFactory()
 
 
-OPTIONS: dict[str, Any] = {"app": f"{__name__}.app", "scope": lambda _: "caller"}
+OPTIONS: dict[str, Any] = {"scope": lambda _: "caller"}
 
 
 class Lost:

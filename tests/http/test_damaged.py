@@ -48,8 +48,8 @@ def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with ready(tmp_path_factory.mktemp("damaged")):
         from django.test import override_settings
 
-        options = {"scope": lambda _: "caller", "app": f"{__name__}.app", "show_errors": "all"}
-        with override_settings(IDEMPOTENCY_HTTP=options):
+        options = {"scope": lambda _: "caller"}
+        with override_settings(IDEMPOTENCY_HTTP=options, CELERY_IDEMPOTENT_APP=app):
             yield
 
 

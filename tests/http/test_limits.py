@@ -52,7 +52,8 @@ LIMITS = {
     "DATA_UPLOAD_MAX_MEMORY_SIZE": 10_000,
     "DATA_UPLOAD_MAX_NUMBER_FIELDS": 100,
     "DATA_UPLOAD_MAX_NUMBER_FILES": 10,
-    "IDEMPOTENCY_HTTP": {"max_request_bytes": 20_000, "app": f"{__name__}.app"},
+    "IDEMPOTENCY_HTTP": {"max_request_bytes": 20_000},
+    "CELERY_IDEMPOTENT_APP": app,
 }
 
 
@@ -104,7 +105,7 @@ def doors() -> dict[str, Any]:
         "keyed": keyed_view(scope=scope),
         "guarded": idempotent_view(scope=scope),
         "guarded by a fingerprint of its own": idempotent_view(scope=scope, fingerprint=scope),
-        "without a key": idempotent_view(scope=scope, required=False, checks=[lambda _: None]),
+        "without a key": idempotent_view(scope=scope, required=False),
     }
 
 

@@ -123,7 +123,7 @@ def test_the_location_is_one_that_the_caller_can_ask(charge: Any) -> None:
     assert json.loads(answer.content)["url"] == answer["Location"]
 
 
-@pytest.mark.parametrize("how", ["scope of the call", "scope of the view", "app", "namespaces"])
+@pytest.mark.parametrize("how", ["scope of the call", "scope of the view", "app"])
 def test_where_the_status_resource_would_not_find_the_key_there_is_no_location(
     charge: Any, settings: Callable[..., None], how: str
 ) -> None:
@@ -132,8 +132,6 @@ def test_where_the_status_resource_would_not_find_the_key_there_is_no_location(
     options: dict[str, Any] = {}
     if how == "app":
         settings(CELERY_IDEMPOTENT_APP=Celery("other", set_as_current=False))
-    elif how == "namespaces":
-        settings(IDEMPOTENCY_HTTP={"namespaces": ["orders.refund"]})
     elif how == "scope of the call":
         options["scope"] = ("tenant", 5)
     view = keyed_view(**({"scope": by} if how == "scope of the view" else {}))(
@@ -149,42 +147,22 @@ def test_where_the_status_resource_would_not_find_the_key_there_is_no_location(
 def test_with_the_scope_of_the_setting_there_is_one_again(
     charge: Any, settings: Callable[..., None]
 ) -> None:
-    settings(IDEMPOTENCY_HTTP={"scope": by, "namespaces": ["orders.charge"]})
+    settings(IDEMPOTENCY_HTTP={"scope": by})
     answer = queue(charge, request(x_tenant="acme"))
     assert look(answer["Location"], x_tenant="acme").status_code == 200
     assert look(answer["Location"], x_tenant="umbrella").status_code == 404
     assert "Location" in queue(charge, request(x_tenant="acme"), scope=by)
 
 
-def test_only_the_namespaces_of_the_setting_are_shown(
-    charge: Any, settings: Callable[..., None]
-) -> None:
-    where = queue(charge)["Location"]
-    settings(IDEMPOTENCY_HTTP={"namespaces": ["orders.refund"]})
-    assert look(where).status_code == 404
-    settings(IDEMPOTENCY_HTTP={"namespaces": ["orders.charge"]})
-    assert look(where).status_code == 200
-
-
 # What is told --------------------------------------------------------------------------------------------------------
 
 
-def test_the_status_resource_tells_no_more_of_an_error_than_the_strictest_view(
-    charge: Any, monkeypatch: pytest.MonkeyPatch, settings: Callable[..., None]
-) -> None:
-    from celery_idempotent.django.http import keyed_view, views
-
-    monkeypatch.setattr(views, "_shown", set())
-    settings(IDEMPOTENCY_HTTP={"show_errors": "all"})
+def test_the_text_of_an_error_that_the_task_does_not_declare_is_not_told(charge: Any) -> None:
     where = queue(charge)["Location"]
     end(charge, error=ValueError("secret"))
-    assert b"secret" in look(where).content
-    keyed_view(show_errors="all")(queue)
-    assert b"secret" in look(where).content
-    keyed_view(show_errors="none")(queue)
-    told = look(where).content
-    assert b"secret" not in told
-    assert b"ValueError" not in told
+    told = look(where)
+    assert json.loads(told.content)["error"]["type"] == "ValueError"
+    assert b"secret" not in told.content
 
 
 def test_a_result_backend_that_is_down_is_503_for_who_asks_and_for_who_posts_again(
@@ -279,18 +257,15 @@ def test_an_unknown_key_and_a_store_that_is_down_are_problems_for_browsers_too(
 
 
 def test_views_and_admin_work_with_the_same_app(settings: Callable[..., None]) -> None:
-    from celery_idempotent.django import applications
     from celery_idempotent.django.applications import celery_app
 
     one, two = (Celery(name, set_as_current=False) for name in ("one", "two"))
     settings(CELERY_IDEMPOTENT_APP=one)
-    assert celery_app(None) is applications.celery_app() is one
-    settings(CELERY_IDEMPOTENT_APP=None, IDEMPOTENCY_HTTP={"app": "testproject.celery:app"})
-    project = applications.celery_app()
-    assert project.main == "testproject"
-    assert celery_app("testproject.celery.app") is project
+    assert celery_app() is one
+    settings(CELERY_IDEMPOTENT_APP="testproject.celery:app")
+    assert celery_app().main == "testproject"
     settings(CELERY_IDEMPOTENT_APP=two)
-    assert applications.celery_app() is two
+    assert celery_app() is two
 
 
 # In a coroutine, and what may be said -------------------------------------------------------------------------------

@@ -155,16 +155,6 @@ def test_what_an_operator_completed_is_told_to_who_polls_and_to_who_posts_again(
     assert site.payments(key) == 0
 
 
-def test_by_setting_a_repetition_is_409_until_the_result_is_there(site: Site) -> None:
-    key = new_key()
-    with site.bank("closed"):
-        first = site.pay(path="/t/refusing/", key=key)
-        assert first.status == 202
-        assert site.pay(path="/t/refusing/", key=key).problem() == (409, "request_in_progress")
-    site.settled(first)
-    assert site.pay(path="/t/refusing/", key=key).status == 200
-
-
 def test_a_request_that_may_have_no_key_gets_one(site: Site) -> None:
     first, second = (site.pay(path="/t/at-once/") for _ in range(2))
     assert first.status == second.status == 202

@@ -91,15 +91,6 @@ def test_the_first_request_and_its_repetition(charge: Any, heard: Heard) -> None
     told(heard, "reserved QUEUED", "replayed")
 
 
-def test_a_request_that_is_refused_while_the_first_is_at_work(charge: Any, heard: Heard) -> None:
-    from celery_idempotent.django.http.options import http_options
-
-    claim(charge)
-    options = http_options({"on_pending": "refuse"})
-    assert queue(charge, idempotency_options=options) == 409
-    told(heard, "conflicted")
-
-
 @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
 def test_a_repetition_of_what_has_ended(charge: Any, heard: Heard, state: State) -> None:
     settle(charge, state)
@@ -152,24 +143,25 @@ def test_a_reservation_of_a_transaction_is_told_once_it_is_committed(
 
 def test_a_view_that_is_asked_twice(heard: Heard) -> None:
     from django.http import HttpResponse
-    from django.test import RequestFactory
+    from django.test import RequestFactory, override_settings
 
     from celery_idempotent.django.http import idempotent_view
 
-    @idempotent_view(app=f"{__name__}.app", scope=lambda _: "ann", namespace="billing")
+    @idempotent_view(scope=lambda _: "ann")
     def pay(_: Any) -> HttpResponse:
         return HttpResponse("paid")
 
     for _ in range(2):
         request = RequestFactory().post("/", headers={"Idempotency-Key": "view"})
-        assert pay(request).status_code == 200
+        with override_settings(CELERY_IDEMPOTENT_APP=app):
+            assert pay(request).status_code == 200
     assert_told(
         heard,
         "claimed PROCESSING",
         "settled COMPLETED",
         "replayed",
         task=heard.events[0][2].task,
-        namespace="billing",
+        namespace="http",
         who=worker_name(os.getpid()),
     )
     assert heard.events[0][2].task.endswith("pay")

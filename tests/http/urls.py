@@ -20,9 +20,9 @@ urlpatterns = [
     *[
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
         for name in (
-            *("plain", "optional", "strict", "patient", "sized", "status", "raising", "template"),
+            *("plain", "optional", "patient", "sized", "status", "raising", "template"),
             *("stream", "file", "stepping", "slow", "coroutine", "rest_inside"),
-            *("observed", "opened", "checked", "held", "aheld", "rest_held"),
+            *("held", "aheld", "rest_held"),
             *("throttled", "by_caller", "form", "form_read", "rest_form", "form_later"),
             *("form_read_later", "form_bare_later", "rest_form_later", "aform_later"),
         )
@@ -36,7 +36,6 @@ urlpatterns = [
     path("t/announcing/", csrf_exempt(views.announcing)),
     path("t/rolled-back/", views.rolled_back),
     path("t/hesitating/", views.hesitating),
-    path("t/refusing/", views.refusing),
     path("t/at-once/", views.at_once),
     path("t/by-session/", csrf_exempt(views.by_session)),
     path("t/things/", views.Things.as_view({"post": "create"})),

@@ -26,7 +26,7 @@ from rest_framework.throttling import SimpleRateThrottle
 from rest_framework.viewsets import ViewSet
 
 from celery_idempotent import current_claim
-from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view
+from celery_idempotent.django.http import enqueue, idempotent_view, keyed_view, session_scope
 from testproject.payments import bank
 from testproject.payments.models import Payment
 from testproject.payments.tasks import pay
@@ -67,12 +67,7 @@ def optional(request: Any) -> HttpResponse:
     return JsonResponse({"run": ran(request)})
 
 
-@idempotent_view(scope=caller, strict=True)
-def strict(request: Any) -> HttpResponse:
-    return JsonResponse({"run": ran(request)})
-
-
-@idempotent_view(scope=caller, on_conflict="wait", wait=20)
+@idempotent_view(scope=caller, wait=20)
 def patient(request: Any) -> HttpResponse:
     number = ran(request)
     time.sleep(1)
@@ -304,12 +299,6 @@ def doomed(**_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@api_view(["POST"])
-@keyed_view(on_pending="refuse")
-def refusing(request: Any) -> Any:
-    return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
-
-
 @non_atomic_requests
 @api_view(["POST"])
 @keyed_view(required=False)
@@ -318,27 +307,8 @@ def at_once(request: Any) -> Any:
     return enqueue(request, pay, kwargs={"payer": request.user.pk, **request.data})
 
 
-@idempotent_view(anonymous="session")
+@idempotent_view(scope=session_scope)
 def by_session(request: Any) -> HttpResponse:
-    return JsonResponse({"run": ran(request)})
-
-
-@idempotent_view(scope=caller, mode="observe")
-def observed(request: Any) -> HttpResponse:
-    return JsonResponse({"run": ran(request)})
-
-
-@idempotent_view(scope=caller, on_store_error="open")
-def opened(request: Any) -> HttpResponse:
-    return JsonResponse({"run": ran(request)})
-
-
-def not_on_sundays(request: Any) -> HttpResponse | None:
-    return HttpResponse("closed", status=403) if "sunday" in request.GET else None
-
-
-@idempotent_view(scope=caller, checks=[not_on_sundays])
-def checked(request: Any) -> HttpResponse:
     return JsonResponse({"run": ran(request)})
 
 

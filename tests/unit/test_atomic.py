@@ -18,8 +18,7 @@ from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigure
 from celery_idempotent.protocol import atomic, claiming, endings, lease, runner
 from celery_idempotent.protocol import claim as claim_module
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
-from celery_idempotent.protocol.options import read_options
-from celery_idempotent.protocol.policy import Policy
+from celery_idempotent.protocol.policy import read_task_options
 from celery_idempotent.records import Identity, Record, SettleRequest, State
 from celery_idempotent.stores.machine import Asked, StoredRecord, decide
 from celery_idempotent.stores.memory import MemoryStore
@@ -457,8 +456,12 @@ class TestTrouble:
         assert "idempotency_store" in str(result.error)
 
     def test_it_cannot_be_open(self):
+        class Open:
+            idempotency_atomic = True
+            idempotency_on_store_error = "open"
+
         with pytest.raises(InvalidOption, match="atomic"):
-            read_options(Policy, [("task t", {"atomic": True, "on_store_error": "open"})])
+            read_task_options(Open, "t", lambda _, default: default)
 
 
 class TestRetries:

@@ -23,7 +23,7 @@ from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from celery_idempotent.django.http.bodies import TOO_LARGE, body_too_large, receive
 from celery_idempotent.django.http.guards import Guard, Guarded
 from celery_idempotent.django.http.keys import read_key
-from celery_idempotent.django.http.options import HttpOptions, refuse_unused
+from celery_idempotent.django.http.options import METHODS, HttpOptions, refuse_unused
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.transactions import (
     non_atomic_databases,
@@ -122,7 +122,8 @@ def keyed_view(view: ViewFunction | None = None, /, **options: object) -> object
 
 
 def _decorator(view: ViewFunction | None, options: dict[str, object], *, guards: bool) -> object:
-    refuse_unused(options, "idempotent" if guards else "keyed")
+    if not guards:
+        refuse_unused(options)
 
     def decorate(target: View) -> View:
         _refuse_class(target, "idempotent_view" if guards else "keyed_view")
@@ -255,21 +256,21 @@ def _read_request(
     """
     request.idempotency_key = None
     request.idempotency_options = options
-    if request.method not in options.methods or options.mode == "off":
+    if request.method not in METHODS:
         return None
     try:
-        key = read_key(request, strict=options.strict, required=options.required)
+        key = read_key(request, required=options.required)
         request.idempotency_key = key
         if receives:
             receive(request, options)
     except RequestRefused as refused:
-        return None if refused.is_observed(options.mode) else refused.response(options.docs_url)
+        return refused.response(options.docs_url)
     return None
 
 
 def _too_large(request: HttpRequest, options: HttpOptions, error: Exception) -> HttpResponseBase:
     """Answer a request over one of Django's own limits, for which Django has a page."""
-    if request.method not in options.methods:
+    if request.method not in METHODS:
         raise error
     roll_back_requests()
     return body_too_large().response(options.docs_url)

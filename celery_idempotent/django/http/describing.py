@@ -20,7 +20,6 @@ from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent import errors
 from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
-from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.records import Record, State
 from celery_idempotent.serializers import Serializer
@@ -53,11 +52,9 @@ class Failure:
     error: dict[str, str]
 
 
-def describe(
-    record: Record, *, key: str, task: IdempotentTask | None, options: HttpOptions
-) -> dict[str, Any]:
+def describe(record: Record, *, key: str, task: IdempotentTask | None) -> dict[str, Any]:
     """Return what the status resource says: JSON, in an order for people."""
-    result, state = _result_of(record, task, options)
+    result, state = _result_of(record, task)
     described: dict[str, object] = {
         "namespace": record.identity.namespace,
         "key": key,
@@ -72,7 +69,7 @@ def describe(
     if state is State.COMPLETED:
         described |= result
     if state.is_failure:
-        failure = failure_of(record, task, options)
+        failure = failure_of(record, task)
         described |= {
             "error": {**failure.error, "code": failure.code, "detail": failure.detail},
             "retryable": failure.retryable,
@@ -80,11 +77,11 @@ def describe(
     return described
 
 
-def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions) -> Failure:
+def failure_of(record: Record, task: IdempotentTask | None) -> Failure:
     """Return why a FAILED record failed.
 
     An error that the task declared permanent is part of its interface, and its text is shown; what any other says may
-    be for the project's own eyes, so only its type is (``show_errors``).
+    be for the project's own eyes, so only its type is.
     """
     error, kind, message = _error_of(record, task)
     permanent = False
@@ -92,10 +89,8 @@ def failure_of(record: Record, task: IdempotentTask | None, options: HttpOptions
         permanent = issubclass(error, task.idempotency_policy.permanent_errors)
     own = error is not None and issubclass(error, errors.IdempotencyError)
     code = _CODES[_OWN[kind]] if kind in _OWN else "task_failed"
-    shown = options.show_errors == "all" or (
-        options.show_errors == "permanent" and (permanent or own)
-    )
-    described = {"type": kind} if options.show_errors != "none" else {}
+    shown = permanent or own
+    described = {"type": kind}
     if shown and message:
         described["message"] = message
     detail = message if shown and message else "The operation failed."
@@ -132,9 +127,7 @@ def _sendable(value: object) -> str:
         return ""
 
 
-def _result_of(
-    record: Record, task: IdempotentTask | None, options: HttpOptions
-) -> tuple[dict[str, object], State]:
+def _result_of(record: Record, task: IdempotentTask | None) -> tuple[dict[str, object], State]:
     """Return the members about the result, and the state: the task that replaced this one may still run.
 
     Raises:
@@ -166,7 +159,6 @@ def _result_of(
         raise RequestRefused(
             "result_unavailable",
             "It is done, and its result cannot be fetched just now. Ask again later.",
-            retry_after=options.retry_after,
         ) from error
     return {"result_kept": False}, record.state
 

@@ -2,12 +2,12 @@
 
 ::
 
-    with a key   body, checks ─ claim ─┬─ Claimed ────▶ the view, in its transactions ─ settle with the response
+    with a key   body ─ claim ─┬─ Claimed ────▶ the view, in its transactions ─ settle with the response
                                        ├─ Settled ────▶ may this caller have it? then the stored response
                                        ├─ Held ───────▶ 409, Retry-After
                                        ├─ Mismatched ─▶ 422
-                                       └─ no answer ──▶ 503, or the view without protection (on_store_error="open")
-    without      checks ─ the view, in its transactions
+                                       └─ no answer ──▶ 503
+    without      the view, in its transactions
 
 To the protocol the view is a body. A response that is not one to repeat (a 503, for instance) leaves that body as an
 exception, and so the key is released, as after any failure.
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponseBase
 
-from celery_idempotent.django.applications import app_of, celery_app, named_app
+from celery_idempotent.django.applications import app_of, named_app
 from celery_idempotent.django.http.bodies import read_body, request_fingerprint
 from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.keys import caller_scope, http_identity
@@ -35,7 +35,7 @@ from celery_idempotent.django.http.messages import (
     read_response,
     response_of,
 )
-from celery_idempotent.django.http.options import HttpOptions
+from celery_idempotent.django.http.options import HTTP_NAMESPACE, METHODS, HttpOptions
 from celery_idempotent.django.http.problems import RequestRefused, problem
 from celery_idempotent.django.http.transactions import (
     atomic_aliases,
@@ -174,10 +174,8 @@ class Guard:
     def __init__(self, name: str, sender: object, options: HttpOptions) -> None:
         self.options = options
         self._name = name
-        path, named = options.app, named_app()
-        self._store: Callable[[], Store] = lambda: get_store(
-            app_of(named) if path is None else celery_app(path)
-        )
+        named = named_app()
+        self._store: Callable[[], Store] = lambda: get_store(app_of(named))
         self._runner = Runner(
             name,
             policy=options.policy,
@@ -193,45 +191,32 @@ class Guard:
             Exception: what the view raises, or the reading of the body; the key is free then.
         """
         options, key = self.options, guarded.key
-        checked = False
         try:
-            if key is not None:
-                read_body(guarded.request, options)
-            refused = self._check(guarded)
-            checked = True
-            if refused is not None:
-                return refused
             if key is None:
                 return self._without_key(guarded)
+            read_body(guarded.request, options)
+            scope = caller_scope(guarded.seen, options)
             call = Call(
-                identity=http_identity(options.namespace, caller_scope(guarded.seen, options), key),
+                identity=http_identity(HTTP_NAMESPACE, scope, key),
                 fingerprint=request_fingerprint(guarded.request, guarded.seen, options),
                 task_id=str(uuid.uuid4()),
                 worker=worker_name(os.getpid()),
             )
             refuse_open_transactions()
-            return self._answer(self._execute(call, guarded), call, guarded)
+            return self._answer(self._execute(call, guarded), guarded)
         except RequestRefused as refusal:
-            begun = getattr(guarded.request, "idempotency_guarded", False)
-            if begun or not refusal.is_observed(options.mode):
-                return refusal.response(options.docs_url)
-            refused = None if checked else self._check(guarded)
-            return self._without_key(guarded) if refused is None else refused
+            return refusal.response(options.docs_url)
         finally:
             # Some middleware hands the same request to its view once more.
             guarded.request.idempotency_guarded = False  # type: ignore[attr-defined]  # ours
 
     def has_work(self, guarded: Guarded) -> bool:
         """Is there anything to do about this request but to call its view?"""
-        checked = self.options.checks and guarded.request.method in self.options.methods
-        due = checked or self._is_atomic(guarded) or atomic_aliases(guarded.non_atomic)
+        due = self._is_atomic(guarded) or atomic_aliases(guarded.non_atomic)
         return guarded.key is not None or bool(due)
 
     def _is_atomic(self, guarded: Guarded) -> bool:
-        options = self.options
-        return (
-            options.atomic and options.mode != "off" and guarded.request.method in options.methods
-        )
+        return self.options.atomic and guarded.request.method in METHODS
 
     def _without_key(self, guarded: Guarded) -> HttpResponseBase:
         """Call the view without a claim; one that is ``atomic`` has its transaction all the same."""
@@ -244,15 +229,6 @@ class Guard:
                 return self._run(guarded)
         except _NotToKeepError as answered:
             return answered.response
-
-    def _check(self, guarded: Guarded) -> HttpResponseBase | None:
-        """Return the answer to a request that is refused whatever its key; also to one that needs none."""
-        if guarded.request.method in self.options.methods:
-            for check in self.options.checks:
-                answer = check(guarded.seen)
-                if answer is not None:
-                    return answer
-        return None
 
     def _execute(self, call: Call, guarded: Guarded) -> CallResult:
         try:
@@ -277,7 +253,6 @@ class Guard:
                 "rolled_back",
                 "The database rolled it back: a deadlock or a serialization failure. Send the same request with"
                 " the same key again.",
-                retry_after=self.options.retry_after,
             )
         with atomic_requests(guarded.non_atomic):
             request.idempotency_guarded = True
@@ -286,7 +261,7 @@ class Guard:
                 raise _NotToKeepError(response)
         return response
 
-    def _answer(self, result: CallResult, call: Call, guarded: Guarded) -> HttpResponseBase:
+    def _answer(self, result: CallResult, guarded: Guarded) -> HttpResponseBase:
         match result:
             case Ran(response):
                 return cast("HttpResponseBase", response)  # what _run returned
@@ -296,15 +271,8 @@ class Guard:
                 raise RequestRefused(
                     "request_in_progress",
                     "The first request with this key has not been answered yet. Ask again later.",
-                    retry_after=self.options.retry_after,
                 )
-            case StoreFailed(barred=barred):
-                if self.options.on_store_error == "open" and not barred:
-                    try:
-                        answer = self._runner.unguarded(call, lambda: self._run(guarded))
-                        return cast("HttpResponseBase", answer)
-                    except _NotToKeepError as answered:
-                        return answered.response
+            case StoreFailed():
                 begun = getattr(guarded.request, "idempotency_guarded", False)
                 known = (
                     "It is not known yet whether it was carried out."
@@ -312,9 +280,7 @@ class Guard:
                     else "Whether an earlier request with this key was carried out is not known; this one was not."
                 )
                 raise RequestRefused(
-                    "store_unavailable",
-                    f"{known} Send the same request with the same key again.",
-                    retry_after=self.options.retry_after,
+                    "store_unavailable", f"{known} Send the same request with the same key again."
                 )
 
     def _refused(self, guarded: Guarded) -> HttpResponseBase | None:
@@ -326,7 +292,7 @@ class Guard:
 
     def _replay(self, record: Record) -> HttpResponseBase:
         if record.state.is_failure:
-            code = failure_of(record, None, self.options).code
+            code = failure_of(record, None).code
             details = {
                 "failed_by_operator": "An operator decided that it is not tried again.",
                 "too_many_crashes": f"The process that worked on it died {record.crashes} times, and it is not tried "
@@ -337,6 +303,6 @@ class Guard:
         if record.value is None:
             raise RequestRefused("result_not_kept", "The response could not be kept.")
         try:
-            return read_response(record.value, self.options.attributes)
+            return read_response(record.value)
         except ResultUnavailable as unavailable:
             raise RequestRefused("result_not_kept", str(unavailable)) from None

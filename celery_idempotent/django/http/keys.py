@@ -49,8 +49,8 @@ _STRING: Final = re.compile(rf"{_QUOTED}(?:; *{_KEY}(?:=(?:{_ITEM}))?)*", re.ASC
 _BARE: Final = re.compile(r"[!#-+\--:<-\[\]-~]+")
 
 
-def read_key(request: HttpRequest, *, strict: bool, required: bool = False) -> str | None:
-    """Return the key, ``None`` if the request has none and it is not ``required``. ``strict``: a bare value is not one.
+def read_key(request: HttpRequest, *, required: bool = False) -> str | None:
+    """Return the key, ``None`` if the request has none and it is not ``required``.
 
     Raises:
         RequestRefused: ``idempotency_key_missing``; ``idempotency_key_invalid``, if the header is malformed, empty,
@@ -72,7 +72,7 @@ def read_key(request: HttpRequest, *, strict: bool, required: bool = False) -> s
         raise _invalid("It is empty.")
     if not (value.isascii() and value.isprintable()):
         raise _invalid("It has characters other than printable ASCII.")
-    key = _key_of(value, strict=strict)
+    key = _key_of(value)
     if not key:
         raise _invalid("It is empty.")
     # With each of its characters escaped, and two quotes. A shorter one cannot be too long.
@@ -84,7 +84,7 @@ def read_key(request: HttpRequest, *, strict: bool, required: bool = False) -> s
     return key
 
 
-def _key_of(value: str, *, strict: bool) -> str:
+def _key_of(value: str) -> str:
     r"""Return the key that a header's value means: ``"a\"b"`` is ``a"b``, and ``17`` is the same key as ``"17"``.
 
     Raises:
@@ -97,8 +97,6 @@ def _key_of(value: str, *, strict: bool) -> str:
                 'It is no string of RFC 9651, such as "8e03978e-40d5": one string in double quotes.'
             )
         return re.sub(r"\\(.)", r"\1", found[1])
-    if strict:
-        raise _invalid('It is to be a string of RFC 9651, in double quotes: "8e03978e-40d5".')
     if "," in value:
         raise _invalid("It was sent more than once, or has a comma outside of double quotes.")
     if not _BARE.fullmatch(value):
@@ -122,18 +120,19 @@ def caller_scope(request: HttpRequest, options: HttpOptions) -> object:
         if scope is not None:
             return scope
         raise _caller_unknown("The request does not say who sends it.")
-    user = getattr(request, "user", None)
-    if user is not None and user.is_authenticated:
-        try:
-            return user_scope(user)
-        except InvalidKey:
-            raise _caller_unknown("The user has no identity of its own.") from None
-    if options.anonymous == "session":
-        return _session_scope(request)
-    raise _caller_unknown("Log in, or send credentials.")
+    if (user := _user_of(request)) is None:
+        raise _caller_unknown("Log in, or send credentials.")
+    return _scope_of(user)
 
 
-def _session_scope(request: HttpRequest) -> tuple[str, ...]:
+def session_scope(request: HttpRequest) -> tuple[object, ...]:
+    """Return the scope of the user, or of the session of a visitor who is not logged in: ``scope=session_scope``.
+
+    Raises:
+        RequestRefused: ``caller_unknown``, without a session that the server keeps.
+    """
+    if (user := _user_of(request)) is not None:
+        return _scope_of(user)
     session = getattr(request, "session", None)
     if session is None:
         raise _caller_unknown("There is no session to know the caller by.")
@@ -145,6 +144,18 @@ def _session_scope(request: HttpRequest) -> tuple[str, ...]:
         raise _caller_unknown("There is no session to know the caller by.")
     # A digest: who reads records must not be able to take over sessions.
     return (*tenant_scope(), "session", hashlib.sha256(key.encode()).hexdigest())
+
+
+def _user_of(request: HttpRequest) -> object:
+    user = getattr(request, "user", None)
+    return user if user is not None and user.is_authenticated else None
+
+
+def _scope_of(user: object) -> tuple[object, ...]:
+    try:
+        return user_scope(user)
+    except InvalidKey:
+        raise _caller_unknown("The user has no identity of its own.") from None
 
 
 def _caller_unknown(detail: str) -> RequestRefused:

@@ -21,19 +21,53 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 from django.http import FileResponse, HttpResponse, HttpResponseBase
 
-from celery_idempotent.django.http.options import KEPT_ATTRIBUTES, NEVER_KEPT, HttpOptions
+from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CONTENT_TYPE: Final = "application/http"
+#: Headers of a response that a replay does not have, lower case. All others are stored with it.
+NEVER_KEPT: Final = frozenset(
+    (
+        # They belong to one answer or one caller's login:
+        *("age", "authentication-info", "date", "set-cookie", "www-authenticate"),
+        # to one connection (RFC 9110, 7.6.1):
+        *("connection", "content-length", "keep-alive", "proxy-authenticate", "proxy-connection"),
+        *("proxy-authentication-info", "te", "trailer", "transfer-encoding", "upgrade", "via"),
+        # and to one trace.
+        *("b3", "server-timing", "traceparent", "tracestate", "traceresponse", "uber-trace-id"),
+        *(
+            "x-amzn-trace-id",
+            "x-b3-sampled",
+            "x-b3-spanid",
+            "x-b3-traceid",
+            "x-cloud-trace-context",
+        ),
+        *("x-correlation-id", "x-request-id"),
+    )
+)
+#: Attributes of a response that are kept for its replays: decorators of Django and of django-csp set them, and their
+#: middleware reads them.
+KEPT_ATTRIBUTES: Final = (
+    "xframe_options_exempt",
+    "_csp_config",
+    "_csp_ro_config",
+    "_csp_config_ro",
+    "_csp_exempt",
+    "_csp_exempt_ro",
+    "_csp_replace",
+    "_csp_replace_ro",
+    "_csp_update",
+    "_csp_update_ro",
+)
 #: Tells a replay from the first answer.
 REPLAYED: Final = "Idempotent-Replayed"
 #: In the record only: the response was sent whole, and its body is not kept.
@@ -94,7 +128,7 @@ def finished(response: HttpResponseBase, options: HttpOptions) -> HttpResponseBa
         b"".join(_chunks(response)), status=response.status_code, headers=response.headers
     )
     whole.cookies = response.cookies
-    for attribute in {*KEPT_ATTRIBUTES, *options.attributes} & vars(response).keys():
+    for attribute in set(KEPT_ATTRIBUTES) & vars(response).keys():
         setattr(whole, attribute, getattr(response, attribute))
     # The file is closed with the response that is sent.
     whole._resource_closers.extend(response._resource_closers)  # type: ignore[attr-defined]  # noqa: SLF001
@@ -114,7 +148,7 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
     if len(body) > options.max_response_bytes:
         body, why = b"", f"it has {len(body)} bytes"
     try:
-        attributes = _attributes_of(response, options)
+        attributes = _attributes_of(response)
     except TypeError as error:
         # Without it the middleware would send the replay as it should not be.
         attributes, body, why = {}, b"", str(error)
@@ -143,7 +177,7 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
     )
 
 
-def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str, object]:
+def _attributes_of(response: HttpResponseBase) -> dict[str, object]:
     """Return what the middleware outside is to find on a replay.
 
     Raises:
@@ -151,7 +185,7 @@ def _attributes_of(response: HttpResponseBase, options: HttpOptions) -> dict[str
     """
     return {
         name: _as_json(getattr(response, name), name)
-        for name in (*KEPT_ATTRIBUTES, *options.attributes)
+        for name in KEPT_ATTRIBUTES
         if hasattr(response, name)
     }
 
@@ -170,8 +204,8 @@ def _as_json(value: object, name: str) -> object:
     raise TypeError(f"its attribute {name} is a {type(value).__name__}, which is not kept")
 
 
-def read_response(stored: Stored, attributes: Collection[str] = ()) -> HttpResponse:
-    """Return the response that was kept, marked as a replay, with its ``attributes`` beside those always kept.
+def read_response(stored: Stored) -> HttpResponse:
+    """Return the response that was kept, marked as a replay.
 
     Raises:
         ResultUnavailable: if its body was not kept, or it cannot be read.
@@ -179,7 +213,7 @@ def read_response(stored: Stored, attributes: Collection[str] = ()) -> HttpRespo
     if stored.content_type != CONTENT_TYPE or stored.compression:
         raise ResultUnavailable("What is stored for this key is no response.")
     try:
-        return _parse(stored, attributes)
+        return _parse(stored)
     except ResultUnavailable:
         raise
     except Exception as error:  # noqa: BLE001  whatever Django says of what is no response
@@ -187,11 +221,11 @@ def read_response(stored: Stored, attributes: Collection[str] = ()) -> HttpRespo
         raise ResultUnavailable(problem) from None
 
 
-def _parse(stored: Stored, more: Collection[str]) -> HttpResponse:
+def _parse(stored: Stored) -> HttpResponse:
     """Return the response of a record, as the first caller got it, with the mark of a replay.
 
-    Headers of ours that the record alone has are taken out. ``more`` are attributes for the project's own middleware,
-    such as ``xframe_options_exempt``: a middleware outside of the view reads them off the response.
+    Headers of ours that the record alone has are taken out. A middleware outside of the view reads attributes such as
+    ``xframe_options_exempt`` off the response.
 
     Raises:
         ResultUnavailable: if the response was too large, or could not be kept for another reason.
@@ -212,7 +246,7 @@ def _parse(stored: Stored, more: Collection[str]) -> HttpResponse:
         del response["Content-Type"]
     if attributes is not None:
         for name, value in json.loads(attributes).items():
-            if name in KEPT_ATTRIBUTES or name in more:
+            if name in KEPT_ATTRIBUTES:
                 setattr(response, name, value)
     return response
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.protocol.telling import Details
+
+logger = logging.getLogger(__name__)
 
 ErrorStatus = Mapping[type[BaseException], int]
 
@@ -167,7 +170,7 @@ def read_request(
     # A Request of Django REST framework wraps Django's.
     plain = getattr(request, "_request", request)
     try:
-        key = read_key(plain, strict=options.strict, required=options.required) or str(uuid.uuid4())
+        key = read_key(plain, required=options.required) or str(uuid.uuid4())
         receive(plain, options, parsed=True)
         if callable(scope):
             scope = scope(request)
@@ -176,8 +179,13 @@ def read_request(
         # The identity that identify() returns, too; but this refuses a key or scope that the client must not send.
         identity = http_identity(definition.identifier.namespace, scope, key)
     except RequestRefused as refused:
-        if not refused.is_observed(definition.policy.mode):
+        if definition.policy.mode != "observe":
             raise
+        logger.warning(
+            "idempotency: observed: a request to task %s would have been refused: %s",
+            task.name,
+            refused.code,
+        )
         return publish_options
     if definition.policy.mode == "observe":
         return {**publish_options, "idempotency_key": key, "idempotency_scope": scope}
@@ -220,13 +228,12 @@ def _check_statuses(error_status: ErrorStatus, definition: Definition) -> None:
 def _url(request: HttpRequest, task: IdempotentTask, identity: Identity, key: str) -> str | None:
     """Return the path of the status, ``None`` if the status resource would not find this record for the caller.
 
-    That resource knows the setting ``IDEMPOTENCY_HTTP`` alone; the options of this view may give another app or scope.
+    That resource knows the setting ``IDEMPOTENCY_HTTP`` alone; this view may have another scope, its task another app.
     """
-    from_setting = http_options()
-    if celery_app(from_setting.app) is not task.app or not from_setting.shows(identity.namespace):
+    if celery_app() is not task.app:
         return None
     try:
-        shown = http_identity(identity.namespace, caller_scope(request, from_setting), key)
+        shown = http_identity(identity.namespace, caller_scope(request, http_options()), key)
     except RequestRefused:
         return None
     return status_url(identity.namespace, key) if shown == identity else None

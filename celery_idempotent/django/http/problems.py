@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Final
 
 from django.core.serializers.json import DjangoJSONEncoder
 from django.http import HttpResponse, JsonResponse
 
-logger = logging.getLogger(__name__)
+#: What ``Retry-After`` says, in seconds.
+RETRY_AFTER: Final = 1
 
 #: code -> status, title, whether the same request with the same key may succeed later.
 CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
@@ -36,25 +36,17 @@ CONDITIONS: Final[dict[str, tuple[int, str, bool]]] = {
 
 
 class RequestRefused(Exception):
-    """A request that is not carried out; carries what :func:`problem` takes."""
+    """A request that is not carried out."""
 
-    def __init__(self, code: str, detail: str, *, retry_after: float | None = None) -> None:
+    def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
         self.code = code
         self.detail = detail
-        self.retry_after = retry_after
 
     def response(self, docs_url: str | None = None) -> HttpResponse:
         """Return the answer."""
-        return problem(self.code, self.detail, retry_after=self.retry_after, docs_url=docs_url)
-
-    def is_observed(self, mode: str) -> bool:
-        """Does the request go on, because the view or the task only observes? Then the log says so."""
-        if mode == "observe":
-            logger.warning(
-                "idempotency: observed: a request would have been refused: %s", self.code
-            )
-        return mode == "observe"
+        wait = RETRY_AFTER if CONDITIONS[self.code][0] in (409, 503) else None
+        return problem(self.code, self.detail, retry_after=wait, docs_url=docs_url)
 
 
 def problem(

@@ -3,7 +3,7 @@
 ::
 
     POST ─ reserve ─┬─ Reserved ──▶ outbox, or publish after COMMIT ──▶ 202, Location: its status
-                    ├─ Held ──────▶ the same 202, or 409
+                    ├─ Held ──────▶ the same 202; 409 while the first request is not committed
                     ├─ Settled ───▶ 200 with the result │ 500, 504 with the error │ retryable: forgotten, reserved again
                     └─ Mismatched ▶ 422
 
@@ -33,7 +33,7 @@ from celery_idempotent.django.http.describing import describe, failure_of
 from celery_idempotent.django.http.messages import REPLAYED
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.orders import ErrorStatus, QueuedRequest, read_request
-from celery_idempotent.django.http.problems import RequestRefused, problem
+from celery_idempotent.django.http.problems import RETRY_AFTER, RequestRefused, problem
 from celery_idempotent.django.testcases import in_testcase
 from celery_idempotent.records import Held, Mismatched, Record, Reserved, Settled, State
 
@@ -155,9 +155,9 @@ def _reserve_or_find(queued: QueuedRequest, *, in_transaction: bool) -> Reserved
             case Held(record, _) if _waits_for_commit(queued, record):
                 attempts += 1
                 if not backoff.pause(attempts, until=give_up, first=0.02):
-                    raise _in_progress_refusal(
-                        queued,
-                        record,
+                    queued.report(signals.conflicted, record)
+                    raise RequestRefused(
+                        "request_in_progress",
                         "The first request with this key is not committed yet. Ask again later.",
                     )
             case Settled(record, _) if _is_retryable(queued, record):
@@ -182,15 +182,9 @@ def _answer(
         case Reserved(record):
             reservations.queue_message(queued, record, in_transaction=in_transaction)
             return _status_response(queued, record, replayed=False)
-        case Held(record, _) if queued.options.on_pending == "refuse":
-            raise _in_progress_refusal(
-                queued,
-                record,
-                "The first request with this key is still being worked on. Ask its status resource, or again later.",
-            )
         case Settled(record, _) if record.state.is_failure:
             queued.report(signals.replayed, record)
-            failure = failure_of(record, queued.task, queued.options)
+            failure = failure_of(record, queued.task)
             answer = problem(
                 failure.code,
                 failure.detail,
@@ -216,31 +210,17 @@ def _status_of(kind: type[BaseException] | None, error_status: ErrorStatus) -> i
 
 def _waits_for_commit(queued: QueuedRequest, record: Record) -> bool:
     """Does this request wait until the first one has committed its reservation? Not in a TestCase: it never commits."""
-    return (
-        queued.options.on_pending == "accept"
-        and record.uncommitted
-        and not in_testcase(transaction.get_connection(queued.using))
-    )
+    return record.uncommitted and not in_testcase(transaction.get_connection(queued.using))
 
 
 def _is_retryable(queued: QueuedRequest, record: Record) -> bool:
     """Did the first request fail, and not for good? Then this one tries again."""
-    return record.state.is_failure and failure_of(record, queued.task, queued.options).retryable
-
-
-def _in_progress_refusal(queued: QueuedRequest, record: Record, detail: str) -> RequestRefused:
-    """Report the conflict, and return the refusal with this ``detail`` for the client."""
-    queued.report(signals.conflicted, record)
-    return RequestRefused(
-        "request_in_progress",
-        detail,
-        retry_after=queued.options.retry_after,
-    )
+    return record.state.is_failure and failure_of(record, queued.task).retryable
 
 
 def _status_response(queued: QueuedRequest, record: Record, *, replayed: bool) -> HttpResponse:
     """Return the answer about an operation that has not failed: 200 once it is done, 202 while it is not."""
-    described = describe(record, key=queued.key, task=queued.task, options=queued.options)
+    described = describe(record, key=queued.key, task=queued.task)
     status = 200 if described["settled"] else 202
     body = {**described, "url": queued.url}
     response = JsonResponse(body, status=status, encoder=DjangoJSONEncoder)
@@ -248,7 +228,7 @@ def _status_response(queued: QueuedRequest, record: Record, *, replayed: bool) -
     if queued.url:
         response["Location" if status == 202 else "Content-Location"] = queued.url
     if status == 202:
-        response["Retry-After"] = str(max(round(queued.options.retry_after), 1))
+        response["Retry-After"] = str(RETRY_AFTER)
     if replayed:
         response[REPLAYED] = "true"
     return response

@@ -89,11 +89,7 @@ def _with_retries(queued: QueuedRequest, verb: Callable[[], T]) -> T:
         return backoff.persist(verb, until=time.monotonic() + REQUEST_RETRY_SECONDS)
     except STORE_ERRORS as error:
         queued.report(signals.store_failed, error=error)
-        raise RequestRefused(
-            "store_unavailable",
-            _UNSURE,
-            retry_after=queued.options.retry_after,
-        ) from error
+        raise RequestRefused("store_unavailable", _UNSURE) from error
 
 
 def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool) -> None:
@@ -118,9 +114,7 @@ def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool
         if in_transaction or not isinstance(error, (OperationalError, DatabaseError, OSError)):
             raise
         logger.warning("idempotency: %s is not queued: %s", record.identity, type(error).__name__)
-        raise RequestRefused(
-            "not_queued", _UNSURE, retry_after=queued.options.retry_after
-        ) from error
+        raise RequestRefused("not_queued", _UNSURE) from error
 
 
 def _stage_message(queued: QueuedRequest, record: Record) -> None:

@@ -26,8 +26,7 @@ class StatusView(APIView):
 
     def get_permissions(self) -> Sequence[_SupportsHasPermission]:
         """Callers are known by the project's own rule, or else are to log in."""
-        options = http_options()
-        known = options.scope is not None or options.anonymous == "session"
+        known = http_options().scope is not None
         return super().get_permissions() if known else [IsAuthenticated()]
 
     def get(self, request: Request, namespace: str, key: str) -> HttpResponseBase:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -19,8 +18,7 @@ from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.describing import describe
 from celery_idempotent.django.http.keys import caller_scope, http_identity
 from celery_idempotent.django.http.options import HttpOptions, http_options
-from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.django.http.views import least_shown
+from celery_idempotent.django.http.problems import RETRY_AFTER, RequestRefused
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.stores import get_store
@@ -67,7 +65,6 @@ def status(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
 def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     """Answer a request for a status; ``request`` may be one of Django REST framework, with its own user."""
     options = http_options()
-    options = replace(options, show_errors=least_shown(options.show_errors))
     try:
         described = _look_up(request, _text(namespace), _text(key), options)
     except RequestRefused as refusal:
@@ -80,7 +77,7 @@ def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     response["Cache-Control"] = "private, no-cache"
     patch_vary_headers(response, _VARY)
     if not described["settled"]:
-        response["Retry-After"] = str(max(round(options.retry_after), 1))
+        response["Retry-After"] = str(RETRY_AFTER)
     plain: HttpRequest = getattr(request, "_request", request)
     found = get_conditional_response(plain, etag=response["ETag"], response=response)
     assert found is not None, "there was a response"
@@ -101,18 +98,16 @@ def _found(app: Celery, identity: Identity) -> Record | None:
 def _look_up(
     request: HttpRequest, namespace: str, key: str, options: HttpOptions
 ) -> dict[str, object]:
-    app = celery_app(options.app)
+    app = celery_app()
     scope = caller_scope(request, options)
     try:
         identity = http_identity(namespace, scope, key)
-        record = _found(app, identity) if options.shows(namespace) else None
+        record = _found(app, identity)
     except RequestRefused:
         record = None
     except (StoreUnavailable, StoreMisconfigured) as error:
-        raise RequestRefused(
-            "store_unavailable", "Ask again later.", retry_after=options.retry_after
-        ) from error
+        raise RequestRefused("store_unavailable", "Ask again later.") from error
     if record is None:
         # The same answer for a key that never existed, was forgotten, or belongs to another caller.
         raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
-    return describe(record, key=key, task=find_task(app, namespace, load=True), options=options)
+    return describe(record, key=key, task=find_task(app, namespace, load=True))

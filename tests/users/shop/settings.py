@@ -23,4 +23,5 @@ STATIC_URL = "/static/"
 ROOT_URLCONF = "tests.users.shop.urls"
 CELERY_TASK_ALWAYS_EAGER = True
 CELERY_IDEMPOTENCY_STORE = os.environ["SHOP_STORE"]
-IDEMPOTENCY_HTTP = {"scope": "tests.users.shop.views.anybody", "app": "tests.users.shop.celery.app"}
+IDEMPOTENCY_HTTP = {"scope": "tests.users.shop.views.anybody"}
+CELERY_IDEMPOTENT_APP = "tests.users.shop.celery.app"
