@@ -7,12 +7,11 @@ exactly; it turns tuples into lists and the keys of dicts into str. Pickle keeps
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from kombu import compression, serialization
+from kombu import serialization
 from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, SerializerNotInstalled
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
@@ -20,10 +19,8 @@ from celery_idempotent.records import Stored
 
 _JSON = "application/json"
 
-#: A value that takes more bytes once decompressed is not read, unless results may be larger.
+#: A value that an operator gives has at most so many bytes.
 LARGEST: Final = 16 * 1024 * 1024
-#: lzma asks for the memory that the head of a body names; its strongest preset takes 65 MiB.
-_LZMA_MEMORY: Final = 128 * 1024 * 1024
 
 _dumps: Callable[..., tuple[str, str, str | bytes]] = serialization.dumps
 _loads: Callable[..., object] = serialization.loads
@@ -59,7 +56,6 @@ class Serializer:
 
     name: str = "json"
     accept: Iterable[str] = ("json",)
-    compression: str | None = None
     _accepted: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,14 +81,6 @@ class Serializer:
                 f"accepts {', '.join(accept) or 'nothing'}): add it to result_accept_content or "
                 "accept_content, or choose another."
             )
-        if self.compression is not None:
-            try:
-                compression.get_encoder(self.compression)
-            except KeyError:
-                raise InvalidOption(
-                    f"idempotency_compression {self.compression!r} is not installed; installed are "
-                    f"{', '.join(sorted(compression.encoders()))}."
-                ) from None
         object.__setattr__(self, "accept", accept)
         object.__setattr__(self, "_accepted", accepted)
 
@@ -110,15 +98,7 @@ class Serializer:
             return _not_stored("too-large", value, len(body))
         if not self._reads_back(content_type, content_encoding, body):
             return _not_stored("unserializable", value)
-        if self.compression is None:
-            return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
-        packed, method = compression.compress(body, self.compression)
-        return Stored(
-            content_type=content_type,
-            content_encoding=content_encoding,
-            body=packed,
-            compression=method,
-        )
+        return Stored(content_type=content_type, content_encoding=content_encoding, body=body)
 
     def _reads_back(self, content_type: str, content_encoding: str, body: bytes) -> bool:
         """Whether a body can be loaded: most formats write things that they cannot read.
@@ -135,15 +115,12 @@ class Serializer:
             return False
         return True
 
-    def load(self, stored: Stored, *, max_bytes: int = 0) -> object:
+    def load(self, stored: Stored) -> object:
         """Return the value that was stored.
-
-        A compressed one is not unpacked beyond ``max_bytes`` or :data:`LARGEST`, whichever is more:
-        a kilobyte may hold a gigabyte.
 
         Raises:
             StoreMisconfigured: if the app does not accept the format, or lacks its package.
-            ResultUnavailable: if the body is damaged or too large, or the code it needs has changed.
+            ResultUnavailable: if the body is damaged, or the code it needs has changed.
         """
         content_type = stored.content_type
         name = _names.get(content_type)
@@ -154,7 +131,7 @@ class Serializer:
                 "accept_content, or forget the key."
             )
         try:
-            return decode(stored, self._accepted, limit=max(max_bytes, LARGEST))
+            return decode(stored, self._accepted)
         except (ContentDisallowed, SerializerNotInstalled):
             problem = f"A stored result is {name!r}, whose package is not installed here."
             raise StoreMisconfigured(problem) from None
@@ -163,42 +140,21 @@ class Serializer:
         raise ResultUnavailable(f"A stored result of type {name} cannot be read ({cause}).")
 
 
-def decode(stored: Stored, accept: Collection[str] | None, *, limit: int = LARGEST) -> object:
-    """Return the value in a stored body, of up to ``limit`` bytes once decompressed: the one way from bytes to values.
+def decode(stored: Stored, accept: Collection[str] | None) -> object:
+    """Return the value in a stored body: the one way from bytes to values.
 
     ``accept`` holds content types.
 
     Raises:
         ContentDisallowed: if its format is not accepted.
         DecodeError: if the body is damaged, or the code it needs has changed.
-        ResultUnavailable: if it cannot be decompressed, or is too large then.
         SerializerNotInstalled: if the package of its format is missing.
-        StoreMisconfigured: if its compression is not installed.
     """
-    body = stored.body
-    if stored.compression:
-        name = _names.get(stored.content_type)
-        try:
-            found = _decompress(body, stored.compression, limit)
-        except KeyError:
-            raise StoreMisconfigured(
-                f"A stored result is compressed as {stored.compression!r}, which is not installed here."
-            ) from None
-        except Exception as error:  # noqa: BLE001  each compressor has errors of its own
-            problem = (
-                f"A stored result of type {name} cannot be decompressed ({type(error).__name__})."
-            )
-            raise ResultUnavailable(problem) from None
-        if found is None:
-            raise ResultUnavailable(
-                f"A stored result of type {name} has more than {limit} bytes once decompressed."
-            )
-        body = found
-    return _loads(body, stored.content_type, stored.content_encoding, accept=accept)
+    return _loads(stored.body, stored.content_type, stored.content_encoding, accept=accept)
 
 
 def to_bytes(stored: Stored) -> bytes:
-    """Return an uncompressed value and its format in one piece, as messages are stored."""
+    """Return a value and its format in one piece, as messages are stored."""
     return f"{stored.content_type}\n{stored.content_encoding}\n".encode() + stored.body
 
 
@@ -208,60 +164,6 @@ def from_bytes(content: bytes) -> Stored:
     return Stored(
         content_type=content_type.decode(), content_encoding=content_encoding.decode(), body=body
     )
-
-
-def _decompress(body: bytes, method: str, limit: int) -> bytes | None:
-    """Return what is in a compressed body, ``None`` if there is more of it than the limit.
-
-    Raises:
-        KeyError: if the compression is not installed.
-        Exception: if the body is damaged; each compressor has errors of its own.
-    """
-    decoder = compression.get_decoder(method)
-    unpacker = _unpacker(decoder)
-    if unpacker is None:
-        whole: bytes = decoder(body)
-    else:
-        whole = unpacker.decompress(body, limit + 1)
-        if len(whole) <= limit and not unpacker.eof:
-            raise EOFError("it ends too early")
-    return whole if len(whole) <= limit else None
-
-
-def _unpacker(decoder: object) -> Any:
-    """Return a decompressor that unpacks a bounded size at a time; ``None`` for a compressor that a project registered.
-
-    What the standard library and zstd call so stands beside their ``decompress()``.
-    """
-    module = sys.modules.get(getattr(decoder, "__module__", None) or "")
-    if getattr(module, "decompress", None) is not decoder:
-        return None
-    if (make := getattr(module, "LZMADecompressor", None)) is not None:
-        return make(memlimit=_LZMA_MEMORY)
-    if (make := getattr(module, "Decompressor", None)) is not None:
-        return _Brotli(make())
-    for name in ("decompressobj", "BZ2Decompressor", "ZstdDecompressor"):
-        if (make := getattr(module, name, None)) is not None:
-            return make()
-    return None
-
-
-class _Brotli:
-    """Brotli's unpacker in the words of the others."""
-
-    def __init__(self, unpacker: Any) -> None:
-        self._unpacker = unpacker
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._unpacker.is_finished())
-
-    def decompress(self, body: bytes, limit: int) -> bytes:
-        try:
-            found: bytes = self._unpacker.process(body, output_buffer_limit=limit)
-        except TypeError:  # before brotli 1.2 there was no such limit
-            found = self._unpacker.process(body)
-        return found
 
 
 def _not_stored(

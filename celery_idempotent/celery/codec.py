@@ -43,7 +43,6 @@ class TaskCodec:
         self._serializer = Serializer(
             policy.serializer or first_accepted((conf.result_serializer, *accept), accept),
             accept,
-            policy.compression,
         )
         #: An app may publish what it does not accept, as long as it does not run it.
         accept = tuple(conf.accept_content)
@@ -106,7 +105,7 @@ class TaskCodec:
             StoreMisconfigured: if the app does not accept its format.
             ResultUnavailable: if it cannot be read.
         """
-        return self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+        return self._serializer.load(stored)
 
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
@@ -161,7 +160,7 @@ class TaskCodec:
             )
             return unstored, None
         backend: AnyBackend = self._app.backend  # its stubs are narrower than it is
-        written = self._serializer.load(stored, max_bytes=self._policy.max_result_bytes)
+        written = self._serializer.load(stored)
         try:
             error = backend.exception_to_python(written)
         except Exception as damaged:  # noqa: BLE001  whatever Celery makes of what is no exception

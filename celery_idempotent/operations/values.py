@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 #: So many characters of a value are shown.
 LONGEST = 10_000
 
-#: Bodies of more bytes are not even read; compressed ones may hold a thousand times as much.
-_LARGEST, _LARGEST_COMPRESSED = 1024 * 1024, 16 * 1024
+#: Bodies of more bytes are not even read.
+_LARGEST = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,4 +111,4 @@ def _codec(app: Celery, record: Record) -> TaskCodec:
 
 def too_large(stored: Stored) -> bool:
     """Is this more than is read for people?"""
-    return len(stored.body) > (_LARGEST_COMPRESSED if stored.compression else _LARGEST)
+    return len(stored.body) > _LARGEST

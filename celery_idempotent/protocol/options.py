@@ -26,8 +26,12 @@ from celery_idempotent.settings import milliseconds
 
 #: Options that were removed, as users write them: those of tasks with their prefix. A sentence says what replaces each.
 REMOVED: Final[Mapping[str, str]] = {
+    "idempotency_compression": "Values are stored as their serializer writes them: register one with kombu that"
+    " compresses.",
     "idempotency_conflict_backoff_max": "A copy comes back after 10 seconds at the most.",
     "idempotency_require_key": "A task that states an idempotency_key needs a key.",
+    "idempotency_replicas": "The server's min-replicas-to-write does it.",
+    "idempotency_replica_timeout": "The server's min-replicas-to-write does it.",
     "anonymous": "Set scope to celery_idempotent.django.http.session_scope.",
     "app": "Set CELERY_IDEMPOTENT_APP.",
     "attributes": "Set a header of the response: replays have it.",

@@ -64,10 +64,6 @@ _METHODS: Final = (
 
 _UNSET: Final = object()
 
-_kombu_name = optional(
-    accept_if(lambda value: isinstance(value, str), "must be a name of kombu's registry")
-)
-
 
 def _exceptions(value: object) -> tuple[type[Exception], ...]:
     types = tuple(value) if isinstance(value, (tuple, list)) else (value,)
@@ -96,8 +92,12 @@ class Policy:
     permanent_errors: tuple[type[Exception], ...] = option((), _exceptions)
     store_result: bool = option(True, flag)
     max_result_bytes: int = option(1024 * 1024, whole_number)
-    serializer: str | None = option(None, _kombu_name)
-    compression: str | None = option(None, _kombu_name)
+    serializer: str | None = option(
+        None,
+        optional(
+            accept_if(lambda value: isinstance(value, str), "must be a name of kombu's registry")
+        ),
+    )
     on_stale: OnStale = option("interrupt", one_of(OnStale))
     publish_once: bool = option(False, flag)
     fused_result: bool = option(True, flag)

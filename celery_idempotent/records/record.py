@@ -76,14 +76,12 @@ class Identity:
 class Stored:
     """A serialized value or exception, as kombu's registry wrote it.
 
-    ``compression`` is the content type of its compression, empty without one. The ``body`` is not in the ``repr``,
-    which ends up in logs and error reports.
+    The ``body`` is not in the ``repr``, which ends up in logs and error reports.
     """
 
     content_type: str
     content_encoding: str
     body: bytes = field(repr=False)
-    compression: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,10 +2,8 @@
 
 ::
 
-    1 byte   number of a known pair of content type and encoding, 0 for any other; plus 128 if
-             the body is compressed
+    1 byte   number of a known pair of content type and encoding, 0 for any other
     [0:      content type and encoding, each after its length in 2 bytes]
-    [128:    1 byte for a known compression, or 0 and its name after its length in 2 bytes]
     the body, to the end
 """
 
@@ -24,7 +22,7 @@ LETTERS = {
 }
 STATES = {letter: state for state, letter in LETTERS.items()}
 
-#: What kombu's serializers write. Numbers are stored: add, never change; below 128.
+#: What kombu's serializers write. Numbers are stored: add, never change.
 _CONTENT = {
     1: ("application/json", "utf-8"),
     2: ("application/x-python-serialize", "binary"),
@@ -36,18 +34,7 @@ _CONTENT = {
 }
 _CONTENT_CODES = {pair: code for code, pair in _CONTENT.items()}
 
-#: What kombu's compressors are called. Numbers are stored: add, never change.
-_COMPRESSION = {
-    1: "application/x-gzip",
-    2: "application/x-bz2",
-    3: "application/x-lzma",
-    4: "application/x-brotli",
-    5: "application/zstd",
-}
-_COMPRESSION_CODES = {name: code for code, name in _COMPRESSION.items()}
-
 _OTHER = 0
-_COMPRESSED = 128
 
 
 def pack_value(value: Stored) -> bytes:
@@ -56,11 +43,7 @@ def pack_value(value: Stored) -> bytes:
     names = b""
     if code == _OTHER:
         names = pack_text(value.content_type) + pack_text(value.content_encoding)
-    if not value.compression:
-        return bytes((code,)) + names + value.body
-    method = _COMPRESSION_CODES.get(value.compression, _OTHER)
-    name = pack_text(value.compression) if method == _OTHER else b""
-    return bytes((code | _COMPRESSED,)) + names + bytes((method,)) + name + value.body
+    return bytes((code,)) + names + value.body
 
 
 def unpack_value(packed: bytes, at: int) -> Stored:
@@ -77,7 +60,7 @@ def unpack_value(packed: bytes, at: int) -> Stored:
 
 def _unpack_value(packed: bytes, at: int) -> Stored:
     """Read a value from this place to the end: see the drawing at the beginning of this module."""
-    code, compressed = packed[at] & ~_COMPRESSED, packed[at] & _COMPRESSED
+    code = packed[at]
     at += 1
     if code == _OTHER:
         content_type, at = unpack_text(packed, at)
@@ -85,23 +68,10 @@ def _unpack_value(packed: bytes, at: int) -> Stored:
     elif code in _CONTENT:
         content_type, content_encoding = _CONTENT[code]
     else:
-        raise _unknown("content", code)
-    compression = ""
-    if compressed:
-        method = packed[at]
-        at += 1
-        if method == _OTHER:
-            compression, at = unpack_text(packed, at)
-        elif method in _COMPRESSION:
-            compression = _COMPRESSION[method]
-        else:
-            raise _unknown("compression", method)
-    return Stored(
-        content_type=content_type,
-        content_encoding=content_encoding,
-        body=packed[at:],
-        compression=compression,
-    )
+        raise StoreMisconfigured(
+            f"a value of content code {code} was written by a newer version of celery-idempotent: upgrade this one"
+        )
+    return Stored(content_type=content_type, content_encoding=content_encoding, body=packed[at:])
 
 
 def pack_text(text: str) -> bytes:
@@ -114,10 +84,3 @@ def unpack_text(packed: bytes, at: int) -> tuple[str, int]:
     """Return the text at ``at``, and where it ends."""
     end = at + 2 + int.from_bytes(packed[at : at + 2], "big")
     return packed[at + 2 : end].decode(), end
-
-
-def _unknown(kind: str, code: int) -> StoreMisconfigured:
-    return StoreMisconfigured(
-        f"a value of {kind} code {code} was written by a newer version of celery-idempotent:"
-        " upgrade this one"
-    )

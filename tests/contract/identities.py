@@ -111,34 +111,6 @@ class IdentityContract(ContractBase):
         assert found is not None
         assert found.value == value
 
-    @pytest.mark.parametrize(
-        "compression",
-        [
-            "application/x-gzip",
-            "application/x-bz2",
-            "application/x-lzma",
-            "application/x-brotli",
-            "application/zstd",
-            "application/x-\u20ac",
-        ],
-    )
-    @pytest.mark.parametrize("content_type", ["application/json", "text/html"])
-    def test_a_value_says_how_it_is_compressed(
-        self, store: Store, content_type: str, compression: str
-    ) -> None:
-        """A reader needs the method to read it. Methods that a store has no short form for are stored by name."""
-        value = Stored(
-            content_type=content_type,
-            content_encoding="utf-8",
-            body=bytes(range(256)),
-            compression=compression,
-        )
-        record = self.claim(store)
-        assert store.checkpoint(KEY, token=record.token, name="pay", value=value)
-        assert self.found(store).steps == (("pay", value),)
-        assert self.settle(store, record, value=value)
-        assert self.found(store).value == value
-
     @pytest.mark.parametrize("text", ["", "\u00fc@h\u00f6st:1", "x" * 1000])
     def test_any_owner_comes_back_as_it_was(self, store: Store, text: str) -> None:
         """Task ids are any text, host names too: nothing may rely on UUIDs, on ASCII or on a length."""

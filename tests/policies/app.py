@@ -98,7 +98,6 @@ def _define(app: Celery) -> None:
         name="observed_failing", idempotency_key="label", idempotency_mode="observe", **_permanent
     )(refuse)
     keyed(name="off", idempotency_mode="off")(work)
-    keyed(name="compressed", idempotency_compression="gzip")(large)
     idempotent(name="everything", idempotency_key=ALL_ARGUMENTS)(echo)
     idempotent(name="fingerprinted", idempotency_key="key")(echo_key)
 
@@ -175,12 +174,6 @@ def failing(self: Any, key: str) -> dict[str, Any]:
         raise RuntimeError("not today")
     _note("end", key)
     return {"run": uuid.uuid4().hex}
-
-
-def large(self: Any, key: str) -> dict[str, Any]:
-    """Return a lot that compresses well."""
-    _note("start", key)
-    return {"run": uuid.uuid4().hex, "much": "idempotent " * 5_000}
 
 
 def echo(self: Any, label: str, *values: Any, **named: Any) -> dict[str, Any]:

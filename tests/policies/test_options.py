@@ -25,7 +25,6 @@ OPTIONS: list[tuple[str, Any, str, Any, Any]] = [
     ("on_stale", "fail", "on_stale", "fail", None),
     ("on_store_error", "open", "on_store_error", "open", "fail"),
     ("mode", "observe", "mode", "observe", "watch"),
-    ("compression", "gzip", "compression", "gzip", "zipp"),
     ("lease", 0.5, "lease_ms", 500, 0.05),
     ("retention", timedelta(days=2), "retention_ms", 172_800_000, -1),
     ("failure_retention", 60, "failure_retention_ms", 60_000, "60"),
@@ -73,13 +72,12 @@ class TestEveryWay:
 
     def test_an_attribute_wins(self, option, value, field, kept, bad):
         default = make().idempotency_policy
-        others = {"mode": "enforce", "on_stale": "interrupt", "compression": "bzip2"}
+        others = {"mode": "enforce", "on_stale": "interrupt"}
         other = others.get(option, getattr(default, field))
         if isinstance(other, int) and field.endswith("_ms"):
             other = timedelta(milliseconds=other)
         task = make(attributes={f"idempotency_{option}": other}, **{f"idempotency_{option}": value})
-        found = getattr(task.idempotency_policy, field)
-        assert found == ("bzip2" if option == "compression" else getattr(default, field))
+        assert getattr(task.idempotency_policy, field) == getattr(default, field)
 
     def test_a_bad_value_is_refused_when_the_task_is_defined(self, option, value, field, kept, bad):
         with pytest.raises(InvalidOption, match=f"idempotency_{option}"):
@@ -105,7 +103,6 @@ class TestOnAWorker:
             idempotency_on_conflict="ignore",
             idempotency_publish_once=True,
             idempotency_on_stale="requeue",
-            idempotency_compression="gzip",
             idempotency_lease={"seconds": 20},
         )
         site.worker(concurrency=2, wanted={"prefix": prefix})
@@ -124,9 +121,7 @@ class TestOnAWorker:
         first.get(timeout=PATIENCE)
         record = site.record("work", key)
         assert record is not None
-        assert record.value is not None
         assert record.state is State.COMPLETED
-        assert record.value.compression == "application/x-gzip"
         assert site.ledger.count("start", key) == 1
 
     @NAMESPACE_TOO

@@ -62,15 +62,3 @@ class TestArguments:
         on_redis.idle(key)
         assert on_redis.ledger.count("start", key) == 1
         assert on_redis.ledger.count("mismatched", task_id=by_name.id) == 0
-
-
-class TestCompression:
-    def test_a_compressed_result_comes_back_as_it_was(self, shared, key):
-        first = shared.publish("compressed", key).get(timeout=PATIENCE)
-        assert shared.publish("compressed", key).get(timeout=PATIENCE) == first
-        assert shared.ledger.count("start", key) == 1
-        record = shared.record("compressed", key)
-        assert record is not None
-        assert record.value is not None
-        assert record.value.compression == "application/x-gzip"
-        assert len(record.value.body) < len(first["much"]) / 20

@@ -25,7 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "idempotency_lease": 300,
         "idempotency_on_conflict": "ignore",
         "idempotency_serializer": "pickle",
-        "idempotency_compression": "gzip",
         "result_accept_content": ["json", "pickle"],
     },
 }

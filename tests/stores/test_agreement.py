@@ -66,7 +66,6 @@ values = st.builds(
     content_type=st.sampled_from(["application/json", "text/html"]),
     content_encoding=st.just("utf-8"),
     body=st.sampled_from([b"", b"17", b"S\0\0\0\1x"]),
-    compression=st.sampled_from(["", "", "application/x-gzip", "other"]),
 )
 #: Which of the tokens that a key has had, from the last one.
 ages = st.sampled_from([0, 0, 0, 0, 1, 2])

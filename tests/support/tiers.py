@@ -43,6 +43,8 @@ def run_until_seen(
                 stateful_step_count=steps,
                 phases=_PHASES,
                 deadline=None,
+                # Where CI is set, every repetition would try the same.
+                derandomize=False,
                 suppress_health_check=list(HealthCheck),
             ),
         )

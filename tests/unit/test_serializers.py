@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import decimal
 import os
@@ -14,10 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kombu import compression, serialization
+from kombu import serialization
 from kombu.exceptions import SerializerNotInstalled
 
-from celery_idempotent import serializers
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 from celery_idempotent.serializers import NotStored, Serializer, first_accepted
@@ -201,47 +199,6 @@ def test_a_damaged_body_is_reported_without_its_content(serializer: Serializer, 
     assert SECRET not in str(caught.value)
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
-
-
-def compressed(body: bytes, method: str) -> Stored:
-    packed, content_type = compression.compress(body, method)
-    return Stored(
-        content_type="application/json",
-        content_encoding="utf-8",
-        body=packed,
-        compression=content_type,
-    )
-
-
-@pytest.mark.parametrize("method", sorted(compression.encoders()))
-def test_a_compressed_value_is_read_as_far_as_allowed(method: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serializers, "LARGEST", 1000)
-    assert JSON.load(compressed(b'"%s"' % (b"x" * 998), method)) == "x" * 998
-    larger = compressed(b'"%s"' % (b"x" * 999), method)
-    with pytest.raises(ResultUnavailable, match="more than 1000 bytes once decompressed"):
-        JSON.load(larger)
-    assert JSON.load(larger, max_bytes=1001) == "x" * 999
-
-
-@pytest.mark.parametrize("method", sorted(compression.encoders()))
-def test_a_compressed_value_that_is_damaged_is_told_so(method: str):
-    whole = compressed(b'"%s"' % SECRET.encode(), method)
-    for body in (whole.body[:-1], whole.body[:3], b"", SECRET.encode()):
-        with pytest.raises(ResultUnavailable, match="cannot be decompressed") as caught:
-            JSON.load(dataclasses.replace(whole, body=body))
-        assert SECRET not in str(caught.value)
-
-
-def test_a_compressor_of_ones_own_is_asked_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serializers, "LARGEST", 4)
-    compression.register(lambda body: body[::-1], lambda body: body[::-1], "x/backwards")
-    try:
-        assert JSON.load(compressed(b"12", "x/backwards")) == 12
-        with pytest.raises(ResultUnavailable, match="more than 4 bytes"):
-            JSON.load(compressed(b"12345", "x/backwards"))
-    finally:
-        for registered in ("_encoders", "_decoders"):
-            del vars(compression)[registered]["x/backwards"]
 
 
 def test_accept_takes_names_and_content_types():

@@ -210,7 +210,7 @@ def read_response(stored: Stored) -> HttpResponse:
     Raises:
         ResultUnavailable: if its body was not kept, or it cannot be read.
     """
-    if stored.content_type != CONTENT_TYPE or stored.compression:
+    if stored.content_type != CONTENT_TYPE:
         raise ResultUnavailable("What is stored for this key is no response.")
     try:
         return _parse(stored)
