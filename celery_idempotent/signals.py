@@ -19,7 +19,6 @@ from celery_idempotent.records import Identity, Record, State
 
 __all__ = [
     "Event",
-    "amended",
     "claimed",
     "conflicted",
     "emit",
@@ -91,8 +90,6 @@ interrupted = Signal(name="idempotency_interrupted")
 lease_lost = Signal(name="idempotency_lease_lost")
 #: A stale record's message was published again: by a sweep, or by an operator.
 requeued = Signal(name="idempotency_requeued")
-#: An operator set the result of a step of an unfinished record, or took it away.
-amended = Signal(name="idempotency_amended")
 #: A record was deleted, by an operator, by code, or by a request that tries a failure again: the next call runs.
 forgotten = Signal(name="idempotency_forgotten")
 #: A sweep is done; ``event.count`` records were interrupted.

@@ -101,7 +101,6 @@ OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
             "%(identity)s did not run or did not end in time, and is queued again (crash %(crashes)s)",
         ),
     ),
-    signals.amended: ("amended", Line(logging.WARNING, "%(who)s amended %(identity)s%(why)s")),
     signals.forgotten: ("forgotten", Line(logging.WARNING, "%(who)s forgot %(identity)s%(why)s")),
     signals.swept: ("swept", Line(logging.DEBUG, "a sweep interrupted %(count)s")),
     signals.settle_failed: (

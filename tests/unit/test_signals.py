@@ -102,7 +102,6 @@ def fail(error: BaseException) -> Callable[[], object]:
 
 def test_there_is_one_for_each_outcome():
     assert set(NAMES) == {
-        "amended",
         "forgotten",
         "requeued",
         "reserved",
