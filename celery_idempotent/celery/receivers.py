@@ -20,11 +20,15 @@ WATCH = 1.0
 def make_store(sender: WorkController, **_: object) -> None:
     """Make the store before the pool's processes are forked: they inherit its modules, and import none of them.
 
+    They inherit the pool's hard time limit as well, which may be an option of the command line.
+
     Raises:
         SystemExit: if no task could run: the worker would take messages, and get rid of them.
     """
+    from celery_idempotent.celery import running
     from celery_idempotent.celery.checks import check_or_raise
 
+    running.pool_time_limit = sender.time_limit
     try:
         check_or_raise(sender.app)
     except Exception as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -39,6 +40,13 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
 
 logger = logging.getLogger(__name__)
+
+#: The hard time limit of this worker's pool, in seconds; a task or message may have a limit of its own.
+pool_time_limit: float | None = None
+
+#: A limit begins before the task is called, by the time that Celery's signals and ``before_start`` take. A run that
+#: is ended this close to its limit, in seconds or as a share of it, has met the limit.
+_MARGIN_S, _MARGIN = 0.5, 0.1
 
 #: Words of a stamp that a publisher set in headers of its own.
 _OF_THIS_MESSAGE = frozenset({stamp.RAW_KEY, stamp.RAW_SCOPE, stamp.KEEP_FAILURE})
@@ -116,6 +124,7 @@ def call_of(
     elif definition.fuses:
         make_result = partial(RequestResult, task, request, task_id)
     waits = policy.on_conflict == "wait"
+    limit = (request.timelimit or (None,))[0] or task.time_limit or pool_time_limit
     return Call(
         identity=identity,
         fingerprint=identified.fingerprint,
@@ -123,6 +132,7 @@ def call_of(
         task_id=task_id,
         worker=worker_name(os.getpid()),
         longest_wait_ms=republish.longest_wait_ms(task, request) if waits else None,
+        ends_at=_ends_at(limit) if limit else float("inf"),
         on_settled=on_settled,
         make_result=make_result,
         message=_message(task, definition, request),
@@ -132,6 +142,11 @@ def call_of(
         control=(Ignore, Reject, Retry),
         keep_failure=stamp.KEEP_FAILURE in said,
     )
+
+
+def _ends_at(limit_s: float) -> float:
+    """Return when a run that begins now meets its hard time limit, less the margin (``time.monotonic``)."""
+    return time.monotonic() + limit_s - max(_MARGIN_S, _MARGIN * limit_s)
 
 
 def identify_delivery(

@@ -62,6 +62,8 @@ class Call:
     worker: str
     #: Bounds how long the policy ``"wait"`` may hold its worker.
     longest_wait_ms: int | None = None
+    #: When the caller's hard time limit has ended this call (``time.monotonic``), less a margin.
+    ends_at: float = float("inf")
     #: Called with the token once this call has settled its record.
     on_settled: Callable[[int], None] | None = None
     #: Returns, for a value or an exception, the result as the caller stores it elsewhere.

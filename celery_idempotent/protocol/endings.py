@@ -101,6 +101,9 @@ class Endings:
             return self.settle(call, claim, settlement)
         # After SystemExit and the like the process has a moment left, and the lease ends the claim anyway.
         at_exit = not isinstance(error, Exception)
+        if at_exit and time.monotonic() >= call.ends_at:
+            # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
+            return End.LEFT_TO_LEASE
         end = self.release(claim, at_exit=at_exit, error=error)
         if end is End.GONE and not at_exit and self.check_newer_claim(call, claim):
             return End.NEWER_CLAIM

@@ -89,6 +89,23 @@ class TestLimits:
             assert stage.starts(key) == 2
         assert stage.effects("k") == stage.effects("deaf") == 1
 
+    @pytest.mark.skipif(celery.VERSION[:2] < (5, 5), reason="Celery 5.4 drops such a message")
+    @pytest.mark.parametrize("given", ["message", "setting", "command line"])
+    def test_a_task_that_always_meets_its_hard_limit_is_failed_after_the_crashes_allowed(
+        self, set_stage: SetStage, given: str
+    ):
+        conf: dict[str, Any] = {"task_time_limit": 1} if given == "setting" else {}
+        stage = set_stage(task_acks_on_failure_or_timeout=False, idempotency_lease=LONG, **conf)
+        stage.worker(arguments=["--time-limit", "1"] if given == "command line" else [])
+        options = {"time_limit": 1} if given == "message" else {}
+        stage.send("work", "k", "", "never", **options)
+        # SIGTERM ends each run, and comes before SIGKILL: the run must not take it for a shutdown.
+        wait_for(lambda: stage.state("k") is State.FAILED, SOON, "the key to be FAILED")
+        assert stage.starts("k") == 4
+        assert stage.effects("k") == 0
+        assert stage.record("k").crashes == 4
+        assert type(stage.fails(stage.send("work", "k"))) is TooManyCrashes
+
 
 class TestRevokes:
     def revoke(self, stage: Stage, task_id: str, number: str, **options: Any) -> None:

@@ -122,14 +122,17 @@ class TestEnds:
         site.value(bystander)
         assert site.count("effect", f"{key}-bystander") == 1
 
-    def test_a_hard_limit_gives_the_key_back(self, site: Site, pool: str, key: str, gate: str):
+    def test_a_hard_limit_is_a_crash_whose_key_waits_for_the_lease(
+        self, site: Site, pool: str, key: str, gate: str
+    ):
         if pool == "eventlet":
             pytest.skip("Celery's eventlet pool knows no time limits")
         late = site.send("work", key, gate, time_limit=1)
         assert type(site.end(late, "FAILURE")).__name__ == "TimeLimitExceeded"
-        site.noted("signal released", key)
-        assert site.record(key) is None
+        assert site.record(key).state is State.PROCESSING
         site.value(site.send("work", key))
+        assert site.record(key).crashes == 1
+        assert site.count("signal released", key) == 0
         assert (site.count("start", key), site.count("effect", key)) == (2, 1)
         assert "could not look after" not in site.workers[0].log
         assert "Traceback" not in site.workers[0].log.partition("Hard time limit")[2]
