@@ -28,7 +28,7 @@ def make_store(sender: WorkController, **_: object) -> None:
     from celery_idempotent.celery import running
     from celery_idempotent.celery.checks import check_or_raise
 
-    running.pool_time_limit = sender.time_limit
+    running.pool_time_limit = sender.time_limit  # type: ignore[attr-defined]  # Celery has it
     try:
         check_or_raise(sender.app)
     except Exception as error:
