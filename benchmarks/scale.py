@@ -100,9 +100,6 @@ def fill(server: Server, store: RedisStore, count: int) -> Iterator[int]:
             while left:
                 left -= len(connection.recv(left))
             yield len(names)
-    # The search for what an older version left INTERRUPTED, which ends some sweeps later.
-    with redis.Redis(port=server.port) as client:
-        client.set(keys.indexed, "done")
 
 
 def _rehash(servers: Sequence[Server], keys: int) -> None:

@@ -20,9 +20,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.redis.keyspace import Keyspace
-from celery_idempotent.stores.redis.scripts import script
 from celery_idempotent.stores.redis.store import RedisStore
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -187,60 +185,6 @@ def test_the_newest_come_first_also_where_they_share_a_bucket_and_a_millisecond(
     assert sorted(found[10:]) == sorted(each.key for each in wanted[:10])
 
 
-def as_an_older_version(store: RedisStore, client: redis.Redis) -> None:
-    """Take away what nobody wrote before there was an index of what is interrupted."""
-    for bucket in range(1024):
-        client.delete(store._keys.interrupted(bucket))
-    client.delete(store._keys.indexed)
-
-
-def test_what_an_older_version_interrupted_is_found_after_some_sweeps(redis_store, redis_client):
-    # Bound to no one's number of keys: others share this server.
-    for n in range(30):
-        claim(redis_store, Identity(namespace="charge", key=f"done-{n}"), complete=True)
-    interrupt(redis_store, Identity(namespace="charge", key="old"))
-    record = redis_store.get(Identity(namespace="charge", key="old"))
-    as_an_older_version(redis_store, redis_client)
-    assert all_keys(redis_store, INTERRUPTED) == []
-    sweeps = 0
-    while redis_client.get(redis_store._keys.indexed) != b"done":
-        redis_store.prune(limit=10)
-        sweeps += 1
-        assert sweeps < 1000, "the search for them does not end"
-    assert all_keys(redis_store, INTERRUPTED) == ["old"]
-    stats = redis_store.stats()
-    assert (stats.interrupted, stats.at_least) == (1, frozenset())
-    assert redis_store.get(Identity(namespace="charge", key="old")) == record
-    # Found once: later sweeps look at no key.
-    read = []
-    exchange = redis_store._link.exchange
-    redis_store._link.exchange = lambda commands: read.extend(commands) or exchange(commands)
-    redis_store.prune(limit=10)
-    assert [each for each in read if each.words[0] == b"SCAN"] == []
-
-
-def test_what_is_claimed_while_it_is_indexed_does_not_count_as_interrupted(
-    redis_store, redis_client
-):
-    old = Identity(namespace="charge", key="old")
-    interrupt(redis_store, old)
-    as_an_older_version(redis_store, redis_client)
-    exchange, claims = redis_store._link.exchange, []
-
-    def overtaken(commands):
-        index = script("index").digest
-        if not claims and any(index in each.words for each in commands):
-            redis_store._link.exchange = exchange
-            claims.append(old)
-            claim(redis_store, old)
-        return exchange(commands)
-
-    redis_store._link.exchange = overtaken
-    wait_for(lambda: redis_store.prune(limit=10) or claims, what="a prune that found it")
-    assert redis_store.stats().interrupted == 0
-    assert all_keys(redis_store, INTERRUPTED) == []
-
-
 def test_a_prefix_with_a_star_lists_only_its_own(redis_url, prefix):
     stores = [RedisStore(redis_url, prefix=f"{prefix}{end}") for end in ("*", "x")]
     claim(stores[1], Identity(namespace="charge", key="theirs"), complete=True)
@@ -266,11 +210,6 @@ def test_the_counters_of_an_hour_are_kept_for_as_long_as_they_are_asked_for(
     (counted,) = redis_store.counts(hours=2)
     left_s = redis_client.ttl(redis_store._keys.counts(counted.hour))
     assert (COUNTED_HOURS - 1) * 3600 < left_s <= COUNTED_HOURS * 3600
-
-
-def test_a_count_says_that_the_search_for_old_ones_goes_on(redis_store, redis_client):
-    redis_client.set(redis_store._keys.indexed, "0:17")
-    assert redis_store.stats().at_least == {"interrupted"}
 
 
 def test_those_of_one_task_among_many_are_found_in_few_round_trips(redis_store):

@@ -44,7 +44,7 @@ class Browsing(Servers):
         """Count what the indexes know."""
         at_ms = now_ms(self._link)
         now = b"%d" % at_ms
-        commands = [plain(0, b"GET", self._keys.swept), plain(0, b"GET", self._keys.indexed)]
+        commands = [plain(0, b"GET", self._keys.swept)]
         for bucket in range(BUCKETS):
             leases = self._keys.leases(bucket)
             commands += (
@@ -53,7 +53,7 @@ class Browsing(Servers):
                 plain(bucket, b"ZCOUNT", self._keys.interrupted(bucket), b"(" + now, b"+inf"),
                 plain(bucket, b"ZCOUNT", self._keys.failures(bucket), b"(" + now, b"+inf"),
             )
-        swept, indexed, *answers = self._ask_all(commands)
+        swept, *answers = self._ask_all(commands)
         stale, unsettled, interrupted, failed = (sum(answers[n::4]) for n in range(4))
         return Stats(
             live=unsettled - stale,
@@ -62,8 +62,6 @@ class Browsing(Servers):
             failed=failed,
             now_ms=at_ms,
             swept_ms=None if swept is None else int(swept),
-            # While the search for what is not in the index goes on.
-            at_least=frozenset({"interrupted"} if indexed and b":" in indexed else ()),
         )
 
     def note_sweep(self) -> None:

@@ -13,8 +13,6 @@
     idem:{0}!counts:484722                      hash: how often which outcome (of which task) in
                                                 that hour since the epoch
     idem:{0}!swept                              when the last sweep ended, ms since the epoch
-    idem:{0}!indexed                            how far the search for INTERRUPTED records without
-                                                an entry in their index is
 
     idem.cache:{7}:payments.charge:acct_1:order-17   the same record, where this is a cache before
                                                      another store (see cache.py)
@@ -107,11 +105,6 @@ class Keyspace:
     def swept(self) -> bytes:
         """Name the time at which the last sweep ended."""
         return b"%b:{0}!swept" % self._start
-
-    @property
-    def indexed(self) -> bytes:
-        """Name the place up to which the index of interrupted records is complete."""
-        return b"%b:{0}!indexed" % self._start
 
     def generation(self, bucket: int) -> bytes:
         """Name a number that changes, in a cache, whenever a record of the bucket is forgotten."""

@@ -23,7 +23,6 @@ VERBS = (
     "claim",
     "due",
     "forget",
-    "index",
     "interrupt",
     "mark_delivered",
     "note_sweep",

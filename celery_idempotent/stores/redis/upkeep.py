@@ -6,13 +6,12 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
 from redis.exceptions import ClusterCrossSlotError
 
-from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
+from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Record, State, SweepReport
 from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.redis.facts import Servers, now_ms
@@ -22,12 +21,6 @@ from celery_idempotent.stores.redis.scripts import Command, Reply, plain, script
 
 #: No script works on more records, or looks into more indexes, than this: Redis serves no other client while one runs.
 _PER_SCRIPT, _PER_LOOK = 50, 256
-
-#: While the index of INTERRUPTED records is not complete: how many keys a prune looks at, in steps of how many.
-_PER_PRUNE, _PER_SCAN = 5_000, 500
-
-#: What stands at :attr:`Keyspace.indexed` once it is complete, or if this user may not scan.
-_INDEXED, _REFUSED = b"done", b"refused"
 
 #: A bucket, and the names in one of its indexes whose time has come.
 _Due: TypeAlias = tuple[int, list[bytes]]
@@ -92,46 +85,7 @@ class Upkeep(Servers):
                         [prune.call(b, (index(b),), b"%d" % len(names)) for b, names in due]
                     )
                 )
-        self._complete_index()
         return pruned
-
-    def _complete_index(self) -> None:
-        """Index what was INTERRUPTED by an older version, which had no such index: a few thousand keys at each prune.
-
-        Two processes that do so at once index the same keys twice, which changes nothing. Where the user has no right
-        to ``SCAN`` the index stays as it is: upkeep must not need more rights than the verbs do.
-        """
-        place = self._ask(plain(0, b"GET", self._keys.indexed))
-        if place in (_INDEXED, _REFUSED):
-            return
-        # Not urgent: if the server takes no writes at the moment, the next prune tries again.
-        with suppress(StoreUnavailable):
-            try:
-                place = self._index_step(place)
-            except StoreMisconfigured:
-                place = _REFUSED
-            self._ask(plain(0, b"SET", self._keys.indexed, place))
-
-    def _index_step(self, place: bytes | None) -> bytes:
-        """Look at the next keys from a place on; return the place after them."""
-        node, at = map(int, place.split(b":")) if place else (0, 0)
-        nodes, looked_at = self._link.nodes(), 0
-        while node < len(nodes) and looked_at < _PER_PRUNE:
-            words = (b"SCAN", b"%d" % at, b"MATCH", self._keys.pattern, b"COUNT", b"%d" % _PER_SCAN)
-            after, names = self._ask(plain(nodes[node], *words))
-            self._index(names)
-            looked_at += _PER_SCAN
-            at = int(after)
-            node += not at
-        return _INDEXED if node >= len(nodes) else b"%d:%d" % (node, at)
-
-    def _index(self, names: Sequence[bytes]) -> None:
-        """Index those of these records that are INTERRUPTED."""
-        located = [(self._keys.bucket(name), name) for name in names]
-        states = self._ask_all([plain(b, b"GETRANGE", name, b"0", b"0") for b, name in located])
-        found = [each for each, state in zip(located, states, strict=True) if state == b"I"]
-        index = script("index")
-        self._ask_all([index.call(b, (self._keys.interrupted(b), name)) for b, name in found])
 
     def _rounds(
         self, index: Callable[[int], bytes], limit: int
