@@ -27,7 +27,7 @@ from celery_idempotent.celery.models import validation_of
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import InvalidKey, InvalidOption, StoreMisconfigured
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.identifier import Identifier
+from celery_idempotent.identity.keys import Identifier
 from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.policy import (
     Policy,

@@ -200,9 +200,8 @@ def send_deferred(
     send_call: SendCall = partial(send, call.args, call.kwargs)
     if not call.reserve or definition is None:
         return send_call(**options)
-    task_id = str(options.get("task_id"))
     stamped = stamp.stamp_of(as_mapping(options.get("headers")), options.get("task_id"))
-    identified = definition.identifier.from_stamp(stamped, call.args, call.kwargs, task_id=task_id)
+    identified = Identified.from_header(stamped, definition.identifier.namespace)
     if identified is None:
         # The stamp was taken away meanwhile: no key is known that could be reserved.
         return send_call(**options)
@@ -238,9 +237,7 @@ def _claim_of_retrying_run(
 
 def _identified_of(claim: Claim) -> Identified:
     """Return the identity of a run, from its claim."""
-    record, old_record = claim.record, claim.old_record
-    old = None if old_record is None else Identified(old_record.identity, old_record.fingerprint)
-    return Identified(record.identity, record.fingerprint, old)
+    return Identified(claim.record.identity, claim.record.fingerprint)
 
 
 def _send_retry(

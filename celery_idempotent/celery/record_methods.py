@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.operations import OperationRequest, operate_or_raise
 from celery_idempotent.celery.typed import TaskBase
-from celery_idempotent.identity.identified import Identified
-from celery_idempotent.records import Identity, Record
+from celery_idempotent.records import Record
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ class RecordMethods(TaskBase):
             InvalidKey: if the key or scope cannot be used.
             StoreUnavailable: if the store did not answer.
         """
-        store = get_store(self.app)
-        return next(filter(None, map(store.get, self._identities(key, scope))), None)
+        return get_store(self.app).get(self._ours().identifier.identity(key, scope))
 
     def idempotency_forget(
         self,
@@ -133,12 +131,4 @@ class RecordMethods(TaskBase):
         return self._operate(request, key, scope)
 
     def _operate(self, request: OperationRequest, key: object, scope: object) -> bool:
-        identities = self._identities(key, scope)
-        return True in [operate_or_raise(self.app, identity, request) for identity in identities]
-
-    def _identities(self, key: object, scope: object) -> list[Identity]:
-        """Return the identity of a key, and its former one, if a deploy changed the namespace."""
-        identifier = self._ours().identifier
-        identified = identifier.renamed(Identified(identifier.identity(key, scope)))
-        old = identified.old
-        return [identified.identity, *([old.identity] if old else [])]
+        return operate_or_raise(self.app, self._ours().identifier.identity(key, scope), request)

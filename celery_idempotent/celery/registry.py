@@ -61,21 +61,15 @@ def namespaces(app: Celery) -> list[str]:
 def find_task(app: Celery, namespace: str, *, load: bool = False) -> IdempotentTask | None:
     """Return the task that the records of a namespace belong to, ``None`` if no task of this process has it.
 
-    ``load``: import the app's tasks if it is none of those that this process knows already. While a deploy renames a
-    namespace, the old one belongs to the task that has it as ``idempotency_namespace_before``, unless another task has
-    taken the name over.
+    ``load``: import the app's tasks if it is none of those that this process knows already.
     """
-    renamed = None
     for task, definition in idempotent_tasks(app):
-        identifier = definition.identifier
-        if identifier.namespace == namespace:
+        if definition.identifier.namespace == namespace:
             return task
-        if identifier.old_rules is not None and identifier.old_rules.namespace == namespace:
-            renamed = task
-    if renamed is None and load:
-        load_tasks(app)
-        return find_task(app, namespace)
-    return renamed
+    if not load:
+        return None
+    load_tasks(app)
+    return find_task(app, namespace)
 
 
 def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definition | None:

@@ -69,14 +69,11 @@ class Dropped(Ignore):
     """A duplicate is dropped: the worker's main process sends an event, so that monitors see it."""
 
 
-def conflict(
-    task: IdempotentTask, request: Context, record: Record, left_ms: int, *, other: bool = False
-) -> NoReturn:
+def conflict(task: IdempotentTask, request: Context, record: Record, left_ms: int) -> NoReturn:
     """Another run holds the key, or its result is not there yet: republish this copy, drop or fail it, by the policy.
 
-    Two kinds of copies are always republished, and their result state is not written: a redelivery (it has the
-    holder's task id), which may be the broker's only copy, and whose failure would fail the chord and chain of the run
-    at work; and a call of another operation (``other``), which only shares the key that the call had before a deploy.
+    A redelivery, which has the holder's task id, is always republished, and its result state is not written: it may be
+    the broker's only copy, and its failure would fail the chord and chain of the holder's run.
     """
     policy = task.idempotency_policy
     same = record.task_id == request.id
@@ -87,7 +84,7 @@ def conflict(
         else f"{record.identity} is held by {record.owner}, whose lease ends in {left:.1f} s unless it is renewed."
     )
     error = InProgress(message, record.task_id, left)
-    duplicate = not same and not other
+    duplicate = not same
     if request.is_eager or (policy.on_conflict == "raise" and duplicate):
         raise error
     if policy.on_conflict == "ignore" and duplicate:

@@ -226,15 +226,14 @@ class Request(CeleryRequest):
             definition = task.idempotency_definition()
             if terminated or definition is None or not self._may_be_queued(definition.policy):
                 return
-            for identity in _identities_of(self):
-                job = Unreserve(
-                    identity=identity,
-                    task_id=self.id,
-                    store=get_store(task.app),
-                    reporter=definition.runner.reporter,
-                    give_up=time.monotonic() + UNRESERVE_RETRY_SECONDS,
-                )
-                background.put(job)
+            job = Unreserve(
+                identity=_identity_of(self),
+                task_id=self.id,
+                store=get_store(task.app),
+                reporter=definition.runner.reporter,
+                give_up=time.monotonic() + UNRESERVE_RETRY_SECONDS,
+            )
+            background.put(job)
         except Exception:
             logger.exception("idempotency: could not free the key of revoked task %s", self.id)
 
@@ -263,43 +262,40 @@ class Request(CeleryRequest):
             return  # a hard time limit comes here twice
         self._loss_handled = True
         try:
-            held = self._lost()
-            for lost in held:
-                background.put(lost)
-            for lost in held:
-                if gone(lost.pid):
-                    # Before the message goes back. A child that is still to be killed is not waited for:
-                    # the pool kills it only when this has returned.
-                    lost.looked.wait(LOSS_TIMEOUT)
+            lost = self._lost()
+            if lost is None:
+                return
+            background.put(lost)
+            if gone(lost.pid):
+                # Before the message goes back. A child that is still to be killed is not waited for: the pool kills it
+                # only when this has returned.
+                lost.looked.wait(LOSS_TIMEOUT)
         except Exception:
             logger.exception("idempotency: could not look after task %s of a lost child", self.id)
 
-    def _lost(self) -> list[Lost]:
+    def _lost(self) -> Lost | None:
         pid: Any = self.worker_pid
         if not pid or pid == os.getpid() or pid > _LARGEST_PID:
-            return []  # never started, or a pool without processes
+            return None  # never started, or a pool without processes
         task = self.task
         definition = task.idempotency_definition()
         if definition is None:
-            return []  # one of Celery's own, or switched off
-        return [
-            Lost(
-                task=task,
-                identity=identity,
-                task_id=self.id,
-                pid=pid,
-                # Here, not in the thread: a child that is forked while a thread imports the store's modules
-                # would find their import locks taken for ever.
-                store=get_store(task.app),
-                reporter=definition.runner.reporter,
-                give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
-            )
-            for identity in _identities_of(self)
-        ]
+            return None  # one of Celery's own, or switched off
+        return Lost(
+            task=task,
+            identity=_identity_of(self),
+            task_id=self.id,
+            pid=pid,
+            # Here, not in the thread: a child that is forked while a thread imports the store's modules would find
+            # their import locks taken for ever.
+            store=get_store(task.app),
+            reporter=definition.runner.reporter,
+            give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
+        )
 
 
-def _identities_of(request: Request) -> list[Identity]:
-    """Return what a delivery is about, as its task would say, and what it was about before a deploy."""
+def _identity_of(request: Request) -> Identity:
+    """Return what a delivery is about, as its task would say."""
     headers = request.request_dict
     args, kwargs, _ = request._payload  # type: ignore[attr-defined]  # noqa: SLF001
     identified: Identified = request.task.identify_delivery(
@@ -309,8 +305,7 @@ def _identities_of(request: Request) -> list[Identity]:
         task_id=request.id,
         nesting=headers.get("replaced_task_nesting") or 0,
     )
-    old = identified.old
-    return [identified.identity, *([old.identity] if old else [])]
+    return identified.identity
 
 
 def gone(pid: int) -> bool:

@@ -23,13 +23,23 @@ from celery_idempotent.celery.typed import Options, Result
 from celery_idempotent.errors import FingerprintMismatch, IdempotencyError
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import read_stamp, with_stamp
-from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.telling import Line
-from celery_idempotent.records import Held, Mismatched, Reservation, Reserved, Settled, State
+from celery_idempotent.records import (
+    Held,
+    Mismatched,
+    Record,
+    Reservation,
+    Reserved,
+    ReserveRequest,
+    Settled,
+    State,
+)
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
+
+logger = logging.getLogger(__name__)
 
 _UNRESERVED = Line(logging.WARNING, "%(task)s is published unreserved: %(error)s")
 
@@ -93,7 +103,7 @@ def reserve_and_send(
             try:
                 sent = send_call(**options)
             except BaseException:
-                key_change.give_back(store, identified, record)
+                give_back(store, record)
                 raise
             report(signals.reserved, identity, record.task_id, record, state=State.QUEUED)
             return sent
@@ -105,16 +115,33 @@ def _reserve(
     """Reserve the key; a mark that a retention of 0 left is forgotten first, if it is no answer for this call."""
     policy = definition.policy
     while True:
-        answer = key_change.reserve(
-            store,
-            identified,
-            task_id=options["task_id"],
-            deadline_ms=lost_after_ms(options),
-            keep_ms=policy.keep_ms,
+        answer = store.reserve(
+            ReserveRequest(
+                identity=identified.identity,
+                fingerprint=identified.fingerprint,
+                task_id=options["task_id"],
+                deadline_ms=lost_after_ms(options),
+                keep_ms=policy.keep_ms,
+            )
         )
         if not isinstance(answer, (Settled, Mismatched)) or not policy.forgets(answer.record):
             return answer
         store.forget_mark(answer.record.identity, token=answer.record.token)
+
+
+def give_back(store: Store, record: Record) -> None:
+    """Release a reservation whose message is not sent.
+
+    Nothing is raised if the store fails: the caller has an error of its own to raise, and the reservation ends anyway.
+    """
+    try:
+        store.release(record.identity, token=record.token)
+    except IdempotencyError as error:
+        logger.warning(
+            "idempotency: could not release the reservation of %s, its deadline will end it: %s",
+            record.identity,
+            error,
+        )
 
 
 def _use_task_id(options: Options, task_id: str) -> None:

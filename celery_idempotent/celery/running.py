@@ -75,8 +75,8 @@ def run_once(  # noqa: RET503  a conflict always raises
             if (result := call.result_of(value)) is not None:
                 result.write_replayed(get_store(task.app))
             return value
-        case Conflict(record, left_ms, other):
-            republish.conflict(task, request, record, left_ms, other=other)
+        case Conflict(record, left_ms):
+            republish.conflict(task, request, record, left_ms)
         case StoreFailed(error) as failed:
             if failed.barred or definition.policy.on_store_error != "open":
                 republish.after_store_failure(task, request, failed)
@@ -128,7 +128,6 @@ def call_of(
     return Call(
         identity=identity,
         fingerprint=identified.fingerprint,
-        old=identified.old,
         task_id=task_id,
         worker=worker_name(os.getpid()),
         longest_wait_ms=republish.longest_wait_ms(task, request) if waits else None,
@@ -174,9 +173,7 @@ def identify_delivery(
     header = stamp.stamp_of(headers, task_id)
     if header is not None:
         try:
-            stamped = definition.identifier.from_stamp(
-                header, args, kwargs, task_id=own_id, nesting=nesting
-            )
+            stamped = Identified.from_header(header, definition.identifier.namespace)
         except InvalidKey as error:
             if definition.policy.mode != "observe":
                 raise

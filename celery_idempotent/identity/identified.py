@@ -22,37 +22,22 @@ _FINGERPRINT_HEX = re.compile(f"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
 
 @dataclass(slots=True)
 class Identified:
-    """The identity of one call and its fingerprint, which is None where it is off.
-
-    ``old`` is the identity by the old rules, while a deploy changes keys and where it differs (see identifier.py).
-    """
+    """The identity of one call and its fingerprint, which is None where it is off."""
 
     identity: Identity
     fingerprint: bytes | None = None
-    old: Identified | None = None
 
     #: The items of a stamp that these are written to.
-    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint", "next"})
+    WORDS: ClassVar[frozenset[str]] = frozenset({"key", "scope", "fingerprint"})
 
     def to_header(self) -> dict[str, object]:
-        """Return what goes into the message's stamp.
-
-        While a deploy changes keys, old workers have to find the key that they know in its usual place. So the new key
-        stands beside it, as ``next``.
-        """
+        """Return what goes into the message's stamp."""
         header: dict[str, object] = {"key": self.identity.key}
         if self.identity.scope:
             header["scope"] = self.identity.scope
         if self.fingerprint is not None:
             header["fingerprint"] = self.fingerprint.hex()
-        if self.old is not None and not self.old.same_key(self):
-            return {**self.old.to_header(), "next": header}
         return header
-
-    def same_key(self, other: Identified) -> bool:
-        """Do both have the same key and scope? Their namespaces may differ."""
-        mine, theirs = self.identity, other.identity
-        return (mine.key, mine.scope) == (theirs.key, theirs.scope)
 
     @classmethod
     def from_header(cls, header: object, namespace: str) -> Identified | None:

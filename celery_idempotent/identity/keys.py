@@ -26,7 +26,6 @@ from typing import TypeAlias, TypedDict
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.identity import arguments
-from celery_idempotent.identity.described import Described, described, described_parameters
 from celery_idempotent.identity.fingerprints import (
     NoFormError,
     default_form,
@@ -133,19 +132,18 @@ class _AboutId(TypedDict):
 
 
 class About(_AboutId, total=False):
-    """What :meth:`KeyRules.identify` takes beside the arguments of a call."""
+    """What :meth:`Identifier.identify` takes beside the arguments of a call."""
 
     nesting: int
     key: object
     scope: object
 
 
-class KeyRules:
-    """One set of rules by which a task's calls have their keys, scopes and fingerprints, compiled once.
+class Identifier:
+    """The rules by which a task's calls have their keys, scopes and fingerprints, compiled once.
 
     ``signature`` is the task's, without ``self``. ``validate`` is applied to the arguments before the body gets them.
-    The other keyword arguments are the values of the options ``idempotency_key`` and so on, or with the suffix
-    ``_before`` those of ``idempotency_key_before`` and so on.
+    The other keyword arguments are the values of the options ``idempotency_key`` and so on.
 
     Raises:
         InvalidOption: if one of them cannot be used with this task.
@@ -161,7 +159,6 @@ class KeyRules:
         namespace: str | None = None,
         fingerprint: object = arguments.ALL_ARGUMENTS,
         validate: Validate | None = None,
-        suffix: str = "",
     ) -> None:
         # Options are read once, here: a call then only asks compiled rules, and a bad option stops the worker at start.
         self.task_name = task_name
@@ -170,19 +167,15 @@ class KeyRules:
         self.parameters = parameters = arguments.Parameters(signature)
         if not is_text(self.namespace):
             raise InvalidOption(
-                f"idempotency_namespace{suffix} of task {task_name} is 1 to {MAX_CHARS} printable "
+                f"idempotency_namespace of task {task_name} is 1 to {MAX_CHARS} printable "
                 "characters; the default is the name of the task."
             )
-        self._key = arguments.compile_rule(
-            key, parameters, what=f"idempotency_key{suffix}", task=task_name
-        )
+        self._key = arguments.compile_rule(key, parameters, what="idempotency_key", task=task_name)
         scope_rule = arguments.compile_rule(
-            scope, parameters, what=f"idempotency_scope{suffix}", task=task_name
+            scope, parameters, what="idempotency_scope", task=task_name
         )
         if isinstance(scope_rule, arguments.AllArguments):
-            raise InvalidOption(
-                f"idempotency_scope{suffix} of task {task_name} cannot be ALL_ARGUMENTS."
-            )
+            raise InvalidOption(f"idempotency_scope of task {task_name} cannot be ALL_ARGUMENTS.")
         self._scope = scope_rule
         self._fingerprint = arguments.compile_rule(
             fingerprint, parameters, what="idempotency_fingerprint", task=task_name
@@ -193,21 +186,6 @@ class KeyRules:
     def lacks_scope(self) -> bool:
         """Does a rule make the key, and none its scope?"""
         return self._key is not None and self._scope is None
-
-    def described(self) -> tuple[str, Described, Described]:
-        """Return what is written about the namespace, the key and the scope."""
-        return self.namespace, described(self._key), described(self._scope)
-
-    def described_fingerprint(self) -> tuple[Described, dict[str, str]]:
-        """Return what is written about the fingerprint, and about the parameters that it, key and scope read.
-
-        A call without a key has no fingerprint.
-        """
-        fingerprint = self._fingerprint if self._key is not None else None
-        rules = [self._key, self._scope, fingerprint]
-        return described(fingerprint), described_parameters(
-            self.parameters, rules, self._default_forms
-        )
 
     def identity(self, key: object, scope: object = None) -> Identity:
         """Return the identity of a raw key and scope, to ask about a key without a call.

@@ -14,7 +14,6 @@ from celery_idempotent.protocol.claim import StepCodec
 from celery_idempotent.records import EndState, Identity, Record, ResultWrite, Stored
 
 if TYPE_CHECKING:
-    from celery_idempotent.identity.identified import Identified
     from celery_idempotent.protocol.at_commit import OnCommit
     from celery_idempotent.stores.base import Store
 
@@ -82,8 +81,6 @@ class Call:
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
     #: Attempts to claim, of earlier rounds of the message, that no store answered.
     unanswered: tuple[bytes, ...] = ()
-    #: The identity of the call by the old rules, while a deploy changes keys.
-    old: Identified | None = None
 
     def fails(self, error: BaseException) -> bool:
         """Is this an error of the body, rather than what becomes of its message, or the end of the process?"""
@@ -160,14 +157,10 @@ class Replay:
 
 @dataclass(slots=True)
 class Conflict:
-    """Another run holds the key, for ``left_ms`` more unless it renews its lease.
-
-    ``other``: it is a run of another operation, which had the same key as this one before a deploy changed the keys.
-    """
+    """Another run holds the key, for ``left_ms`` more unless it renews its lease."""
 
     record: Record
     left_ms: int
-    other: bool = False
 
 
 @dataclass(slots=True)

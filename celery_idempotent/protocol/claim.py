@@ -89,8 +89,6 @@ class Claim:
     #: calls, relies on that: it writes LOST only while the instance has no phase, so it overwrites nothing.
     phase = Phase.RUNNING
 
-    #: While a deploy changes keys: the record under the old identity, claimed together with this one.
-    old_record: Record | None = None
     #: A newer claim has the key, and the signal ``lease_lost`` was sent.
     superseded = False
     #: When the settle began (``time.monotonic``), for the duration in its report; ``None`` before, and for a claim
@@ -207,14 +205,8 @@ class Claim:
         self.renew()
 
     def derived_key(self, name: str) -> str:
-        """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run.
-
-        With one exception, while a deploy changes keys: if a worker of the new version runs the operation first and
-        crashes, and one of the old version runs it again, that has another key.
-        """
-        identity, old_record = self.record.identity, self.old_record
-        if old_record is not None and old_record.created_ms < self.record.created_ms:
-            identity = old_record.identity  # the first run may have used it with the outside system
+        """Return a key for one part of the operation, to hand to an outside system: a UUID, the same for every run."""
+        identity = self.record.identity
         parts = (identity.namespace, identity.scope, identity.key, name)
         framed = b"".join(b"%d:%b" % (len(part.encode()), part.encode()) for part in parts)
         return str(uuid.UUID(bytes=hashlib.sha256(framed).digest()[:16]))

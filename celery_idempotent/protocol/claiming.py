@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from celery_idempotent import backoff
-from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
 from celery_idempotent.protocol.claim import Claim, ObservedClaim, UnguardedClaim
 from celery_idempotent.protocol.policy import Policy
@@ -28,7 +26,6 @@ from celery_idempotent.records import (
     Record,
     Renewal,
     Settled,
-    SettleRequest,
     State,
 )
 from celery_idempotent.stores.base import Store
@@ -41,15 +38,13 @@ class AnsweredAttempt(NamedTuple):
     """An attempt to claim that the store has answered.
 
     ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`). ``sent`` is the time just
-    before the request was sent (``time.monotonic``): the lease cannot have begun earlier. ``old_record`` is the record
-    under the old identity, if a deploy changes keys and that was claimed as well.
+    before the request was sent (``time.monotonic``): the lease cannot have begun earlier.
     """
 
     answer: Answer
     attempt: bytes
     sent: float
     store: Store
-    old_record: Record | None = None
 
 
 class Claiming:
@@ -80,7 +75,7 @@ class Claiming:
             raise
 
     def claim_once(self, call: Call, attempt: bytes) -> AnsweredAttempt:
-        """Claim the identity of a call and, while a deploy changes keys, its old one as well."""
+        """Claim the key of a call once."""
         store = self._store()
         request = ClaimRequest(
             identity=call.identity,
@@ -95,27 +90,6 @@ class Claiming:
             # A sweep leaves alone what is only observed.
             on_stale="interrupt" if self._policy.mode == "observe" else self._policy.on_stale,
         )
-        answer, sent = self._claim_identity(store, request)
-        old, old_record = call.old, None
-        if old is not None:
-            # The new record alone has the message, and says what becomes of a stale claim.
-            old_request = replace(
-                request,
-                identity=old.identity,
-                fingerprint=old.fingerprint,
-                on_stale="interrupt",
-                message=None,
-            )
-            answer, old_record = key_change.claim_both(
-                answer,
-                lambda: self._claim_identity(store, old_request)[0],
-                settle=self._settle_as,
-                store=store,
-            )
-        return AnsweredAttempt(answer, attempt, sent, store, old_record)
-
-    def _claim_identity(self, store: Store, request: ClaimRequest) -> tuple[Answer, float]:
-        """Claim one identity; return the answer, and when the request was sent (``time.monotonic``)."""
         sent = time.monotonic()
         while isinstance(answer := store.claim(request), (Settled, Mismatched)):
             record = answer.record
@@ -125,12 +99,7 @@ class Claiming:
             # another one: delete the record, and claim again.
             store.forget_mark(request.identity, token=record.token)
             sent = time.monotonic()
-        return answer, sent
-
-    def _settle_as(self, record: Record, old_record: Record) -> None:
-        """Give a claim the end state that the same operation has under its old identity."""
-        keep_ms = self._policy.keep_ms_of(old_record.state)
-        self._store().settle(SettleRequest.ending_as(old_record, record=record, keep_ms=keep_ms))
+        return AnsweredAttempt(answer, attempt, sent, store)
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         """Release what an attempt without an answer may have claimed: repeat it, and learn the token of that claim."""
@@ -145,12 +114,7 @@ class Claiming:
     def make_claim(self, call: Call, record: Record, answered: AnsweredAttempt) -> Claim:
         """Make the claim of a run, for an attempt that was answered with :class:`Claimed`."""
         kind = ObservedClaim if self._policy.mode == "observe" else Claim
-        store, old_record = answered.store, answered.old_record
-        if old_record is not None:
-            store = key_change.two_record_store(store, old_record)
-        claim = kind(store, record, self._renewal(record), self._codec, sent=answered.sent)
-        if old_record is not None:
-            claim.old_record = old_record
+        claim = kind(answered.store, record, self._renewal(record), self._codec, sent=answered.sent)
         claim.requeues = record.reserved or call.message is not None
         return claim
 

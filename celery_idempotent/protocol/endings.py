@@ -162,15 +162,12 @@ class Endings:
 
     def check_newer_claim(self, call: Call, claim: Claim) -> bool:
         """Return whether the store has a newer claim of the key; if so, report that this one lost its lease."""
-        # While a deploy changes keys, a claim has two records.
-        ours = [record for record in (claim.record, claim.old_record) if record is not None]
         try:
-            found = [claim.store.get(record.identity) for record in ours]
+            found = claim.store.get(claim.record.identity)
         except STORE_ERRORS:
             return False
         # A record that is gone was released or forgotten: the key is free.
-        pairs = zip(found, ours, strict=True)
-        if all(stored is None or stored.token == claimed.token for stored, claimed in pairs):
+        if found is None or found.token == claim.token:
             return False
         self._report_lease_lost(call, claim)
         return True
@@ -332,22 +329,15 @@ class Endings:
         self._report(signals.store_failed, call, claim, error=error)
 
     def _report_lease_lost(self, call: Call, claim: Claim) -> None:
-        """Report once that a newer claim has the key; release the new identity of a claim that has two."""
+        """Report once that a newer claim has the key."""
         if claim.superseded:
             return
         claim.superseded = True
         self._report(signals.lease_lost, call, claim, observed=self.policy.mode == "observe")
-        if claim.old_record is not None and claim.phase is not Phase.RELEASED:
-            # The newer claim may hold the old identity alone: else the new identity would stay claimed for a lease.
-            claim.phase = Phase.RELEASED
-            with suppress(*STORE_ERRORS):
-                claim.store.release(claim.record.identity, token=claim.token)
 
     def _report(
         self, outcome: Signal, about: Call | Record, claim: Claim, **details: Unpack[Details]
     ) -> None:
-        # With two identities claim.store is key_change's wrapper. Counters go to the task's own store: the default.
-        store = claim.store if claim.old_record is None else None
         self._reporter.report(
-            outcome, about.identity, about.task_id, claim.record, store=store, **details
+            outcome, about.identity, about.task_id, claim.record, store=claim.store, **details
         )

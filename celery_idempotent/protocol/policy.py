@@ -38,9 +38,6 @@ KEY_OPTIONS: Final = (
     "scope",
     "namespace",
     "fingerprint",
-    "key_before",
-    "scope_before",
-    "namespace_before",
 )
 
 #: Settings of the app that are no attribute of a task.

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_idempotent import backoff, errors, signals
-from celery_idempotent.protocol import at_commit, key_change, unfinished
+from celery_idempotent.protocol import at_commit, unfinished
 from celery_idempotent.protocol.atomic import AtomicRun, in_transaction
 from celery_idempotent.protocol.calls import (
     STORE_ERRORS,
@@ -171,7 +171,7 @@ class Runner:
             self._report(signals.replayed, call, ended, store=store, seconds=waited)
             return Replay(ended, 0)
         self._report(signals.conflicted, call, record, store=store, seconds=waited)
-        return Conflict(record, left_ms, other=key_change.is_other(call.old, record))
+        return Conflict(record, left_ms)
 
     # -- without protection --------------------------------------------------------------------------------------------
 
@@ -272,14 +272,13 @@ class Runner:
             claim_var.set(claim)
             if not claim.store.joined():  # else no other thread could see it, or renew it
                 heartbeat.add(claim)
-            store = claim.store if answered.old_record is None else None
             took, state = time.monotonic() - answered.sent, State.PROCESSING
             self.reporter.report(
                 signals.claimed,
                 call.identity,
                 call.task_id,
                 record,
-                store=store,
+                store=claim.store,
                 state=state,
                 seconds=took,
             )

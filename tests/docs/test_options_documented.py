@@ -28,10 +28,6 @@ SHOWN_BY = {
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
     "fused_result": "tests/policies/test_effects.py::TestFusedResult",
     "key": "tests/worker/test_delivery.py::test_is_found_in_positional_and_keyword_arguments_alike",
-    **{
-        f"{name}_before": "tests/worker/test_deploying.py::test_every_operation_takes_effect_once"
-        for name in ("key", "scope", "namespace")
-    },
     "lease": "tests/migrations/test_redis_lock.py::TestWorkThatTakesLonger",
     "max_crashes": "tests/faults/test_lost_workers.py::test_a_task_that_kills_its_process_each_time_is_failed",
     "max_result_bytes": "tests/faults/test_pools_and_results.py::"

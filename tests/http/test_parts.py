@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
-from celery_idempotent.records import Identity, State, Stored
+from celery_idempotent.records import State, Stored
 from tests.sql.databases import ready
 from tests.support.waiting import wait_for
 
@@ -797,32 +797,6 @@ def test_the_message_that_a_sweep_would_send_is_the_one_that_was_sent(
         assert first["headers"][header] == second["headers"][header]
     assert first["headers"]["idempotency"]["keep_failure"] is True
     assert first["body"] == second["body"]
-
-
-@pytest.mark.parametrize("first", ["before", "after"])
-def test_a_task_that_got_another_name_answers_for_its_old_one(
-    factory: Any, shop: Any, first: str
-) -> None:
-    from celery_idempotent import IdempotentTask
-    from celery_idempotent.django.http.status import _found
-
-    @shop.app.task(
-        base=IdempotentTask,
-        name="shop.pay",
-        idempotency_namespace_before="shop.charge",
-        shared=False,
-    )
-    def pay(amount: int) -> int:
-        return amount
-
-    one, other = (shop, pay) if first == "before" else (pay, shop)
-    before = waiting(shop)
-    assert [queue(factory, each).status_code for each in (one, other, one)] == [202] * 3
-    assert waiting(shop) == before + 1
-    found = pay.idempotency_record("k", scope="ann")
-    assert found.task_id == record(shop).task_id
-    identity = Identity(namespace="shop.pay", scope="ann", key="k")
-    assert _found(shop.app, identity) == found
 
 
 def test_a_task_that_is_switched_off_is_published_as_ever(factory: Any, shop: Any) -> None:

@@ -29,8 +29,7 @@ from celery_idempotent.errors import InvalidKey, InvalidOption, KeyMissing
 from celery_idempotent.identity.arguments import ALL_ARGUMENTS, Parameters, compile_rule
 from celery_idempotent.identity.fingerprints import MAX_DEPTH
 from celery_idempotent.identity.identified import Identified
-from celery_idempotent.identity.identifier import Identifier
-from celery_idempotent.identity.keys import canonical, task_id_key
+from celery_idempotent.identity.keys import Identifier, canonical, task_id_key
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 from tests.support.pydantic_tasks import make_pydantic_task
 

@@ -43,13 +43,6 @@ def test_a_namespace_may_have_no_task(app):
     assert registry.definition_of(app, "shop.pay") is None
 
 
-def test_a_namespace_of_before_a_deploy_belongs_to_the_task_that_had_it(app):
-    task(app, "shop.pay", idempotency_namespace="new", idempotency_namespace_before="old")
-    assert name_of(app, "old") == "shop.pay"
-    task(app, "shop.other", idempotency_namespace="old")
-    assert name_of(app, "old") == "shop.other"
-
-
 def test_tasks_that_are_switched_off_are_known_and_celerys_own_are_not(app):
     task(app, "shop.off", idempotency_mode="off")
     app.task(name="shop.plain")(run)

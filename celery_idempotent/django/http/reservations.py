@@ -25,13 +25,13 @@ from django.db import DatabaseError, transaction
 from kombu.exceptions import OperationalError
 
 from celery_idempotent import backoff, signals
+from celery_idempotent.celery.reserving import give_back
 from celery_idempotent.django.http.orders import QueuedRequest
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.transactions import first_on_commit
-from celery_idempotent.protocol import key_change
 from celery_idempotent.protocol.calls import STORE_ERRORS
 from celery_idempotent.protocol.telling import Line
-from celery_idempotent.records import Record, Reservation, State
+from celery_idempotent.records import Record, Reservation, ReserveRequest, State
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,16 @@ def reserve_key(queued: QueuedRequest, task_id: str, *, uncommitted: bool) -> Re
     message = None if uncommitted else queued.message(task_id)
     return _with_retries(
         queued,
-        lambda: key_change.reserve(
-            queued.store,
-            queued.identified,
-            task_id=task_id,
-            deadline_ms=UNCOMMITTED_MS if uncommitted else queued.lost_after_ms,
-            keep_ms=queued.definition.policy.keep_ms,
-            message=message,
-            uncommitted=uncommitted,
+        lambda: queued.store.reserve(
+            ReserveRequest(
+                identity=queued.identified.identity,
+                fingerprint=queued.identified.fingerprint,
+                task_id=task_id,
+                deadline_ms=UNCOMMITTED_MS if uncommitted else queued.lost_after_ms,
+                keep_ms=queued.definition.policy.keep_ms,
+                message=message,
+                uncommitted=uncommitted,
+            )
         ),
     )
 
@@ -164,4 +166,4 @@ class _AtCommit:
 
 def _free_key(queued: QueuedRequest, record: Record) -> None:
     """Give the key back, so that a repetition of the request is not told that the first is in progress."""
-    key_change.give_back(queued.store, queued.identified, record)
+    give_back(queued.store, record)

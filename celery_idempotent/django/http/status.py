@@ -13,14 +13,13 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.cache import get_conditional_response, patch_vary_headers
 from django.views.decorators.http import require_safe
 
-from celery_idempotent.celery.registry import definition_of, find_task
+from celery_idempotent.celery.registry import find_task
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.django.http.describing import describe
 from celery_idempotent.django.http.keys import caller_scope, http_identity
 from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import RETRY_AFTER, RequestRefused
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
-from celery_idempotent.identity.identified import Identified
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -86,13 +85,7 @@ def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
 
 def _found(app: Celery, identity: Identity) -> Record | None:
     """Return the record of a key, or that of its former identity if a deploy changed the namespace."""
-    store = get_store(app)
-    record = store.get(identity)
-    if record is not None:
-        return record
-    definition = definition_of(app, identity.namespace, load=True)
-    old = definition and definition.identifier.renamed(Identified(identity)).old
-    return store.get(old.identity) if old else None
+    return get_store(app).get(identity)
 
 
 def _look_up(
