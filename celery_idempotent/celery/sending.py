@@ -63,7 +63,7 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
     except Exception as error:
         due = delivery.take_due(request)
         if due is not None and not isinstance(error, (Ignore, Reject, Retry)):
-            left_ms = task.idempotency_policy.failed_keep_ms // 2 - due.age_ms
+            left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
             with suppress(_NeverDeliverableError):
                 _deliver(task, request, due, left_ms, partial(_send_failure, task, request, error))
             if not _celery_sends_it(request):

@@ -26,7 +26,7 @@ def fail_record(
 ) -> bool:
     """Settle a record FAILED that no worker runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
     definition = definition_of(app, record.identity.namespace)
-    keep_ms = Policy().failed_keep_ms if definition is None else definition.policy.failed_keep_ms
+    keep_ms = Policy().settled_keep_ms if definition is None else definition.policy.settled_keep_ms
     value = _plain_error(app, error) if definition is None else definition.codec.dump_error(error)
     return end_record(
         store,

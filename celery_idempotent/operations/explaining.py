@@ -313,12 +313,8 @@ class _Teller:
             return (
                 "For how long it is kept is not known here: no task of this app has its namespace."
             )
-        keep_ms = (
-            self.policy.failed_keep_ms
-            if record.state is State.FAILED
-            else self.policy.settled_keep_ms
-        )
-        return f"Kept until {self._at(record.updated_ms + keep_ms)}, by the options that its task has now."
+        until = self._at(record.updated_ms + self.policy.settled_keep_ms)
+        return f"Kept until {until}, by the options that its task has now."
 
     def _at(self, ms: int) -> str:
         return moment(ms, self.now_ms)

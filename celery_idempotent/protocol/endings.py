@@ -231,7 +231,7 @@ class Endings:
             record=claim.record,
             state=settlement.state,
             value=value,
-            keep_ms=self.policy.keep_ms_of(settlement.state),
+            keep_ms=self.policy.settled_keep_ms,
             replaced=claim.replaced,
         )
         if not settlement.write(claim.store, request):

@@ -20,7 +20,7 @@ from celery_idempotent.protocol.options import (
     unknown_option,
     whole_number,
 )
-from celery_idempotent.records import OnStale, Record, State
+from celery_idempotent.records import OnStale, Record
 from celery_idempotent.settings import Snapshot, loaded
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ class Policy:
     on_store_error: StoreErrorPolicy = option("closed", one_of(StoreErrorPolicy))
     atomic: bool = option(False, flag)
     mode: Mode = option("enforce", one_of(Mode))
-    failure_retention_ms: int | None = option(None, optional(duration()))
     on_conflict: ConflictPolicy = option("retry", one_of(ConflictPolicy))
     permanent_errors: tuple[type[Exception], ...] = option((), _exceptions)
     store_result: bool = option(True, flag)
@@ -102,29 +101,18 @@ class Policy:
     @property
     def keep_ms(self) -> int:
         """How much longer than its lease the record of an unfinished run is kept."""
-        return max(self.retention_ms, self.failed_keep_ms, self.lease_ms)
+        return max(self.retention_ms, self.lease_ms)
 
     @property
     def settled_keep_ms(self) -> int:
-        """How long a COMPLETED record is kept; a retention of 0 leaves a mark for one lease (see :meth:`forgets`)."""
+        """How long a settled record is kept; a retention of 0 leaves a mark for one lease (see :meth:`forgets`)."""
         return self.retention_ms or self.lease_ms
-
-    @property
-    def failed_keep_ms(self) -> int:
-        """How long a FAILED record is kept."""
-        kept = self.failure_retention_ms
-        return (self.retention_ms if kept is None else kept) or self.lease_ms
-
-    def keep_ms_of(self, state: State) -> int:
-        """How long a record in an end state is kept."""
-        return self.failed_keep_ms if state.is_failure else self.settled_keep_ms
 
     def forgets(self, record: Record) -> bool:
         """Is this settled record but the mark of a retention of 0, and no answer for another task?"""
-        if record.state.is_failure:
-            kept = self.failure_retention_ms
-            return not (self.retention_ms if kept is None else kept)
-        return record.state.settled and not self.retention_ms and not record.replaced
+        if self.retention_ms or not record.state.settled:
+            return False
+        return record.state.is_failure or not record.replaced
 
 
 _TASK_OPTIONS: Final = (*KEY_OPTIONS, *fields_by_option(Policy))

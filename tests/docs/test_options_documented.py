@@ -24,7 +24,6 @@ OPTIONS = sorted(
 SHOWN_BY = {
     "atomic": "tests/policies/test_effects.py::TestAtomic",
     "check_at_start": "tests/worker/test_setup.py::test_nothing_is_said_where_nobody_wants_it",
-    "failure_retention": "tests/policies/test_effects.py::TestFailureRetention",
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
     "fused_result": "tests/policies/test_effects.py::TestFusedResult",
     "key": "tests/worker/test_delivery.py::test_is_found_in_positional_and_keyword_arguments_alike",

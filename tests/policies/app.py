@@ -110,7 +110,7 @@ def _define(app: Celery) -> None:
     idempotent(name="by_number", idempotency_key="key.number")(work)
     keyed(name="exclusive", idempotency_retention=0)(work)
     keyed(name="forgetful", idempotency_retention=1, idempotency_lease=0.5)(work)
-    failures: dict[str, Any] = {"idempotency_failure_retention": 1, "idempotency_lease": 0.5}
+    failures: dict[str, Any] = {"idempotency_retention": 1, "idempotency_lease": 0.5}
     idempotent(name="forgiving", idempotency_key="label", **failures, **_permanent)(refuse)
     if app.conf.get("with_an_atomic_task"):
         keyed(name="atomic", idempotency_atomic=True, idempotency_on_store_error="closed")(work)

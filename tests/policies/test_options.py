@@ -27,7 +27,6 @@ OPTIONS: list[tuple[str, Any, str, Any, Any]] = [
     ("mode", "observe", "mode", "observe", "watch"),
     ("lease", 0.5, "lease_ms", 500, 0.05),
     ("retention", timedelta(days=2), "retention_ms", 172_800_000, -1),
-    ("failure_retention", 60, "failure_retention_ms", 60_000, "60"),
     ("permanent_errors", (KeyError,), "permanent_errors", (KeyError,), ("KeyError",)),
     ("max_crashes", 1, "max_crashes", 1, -1),
     ("store_result", False, "store_result", False, 0),

@@ -49,7 +49,6 @@ class TestDefaults:
         assert policy() == Policy(
             lease_ms=60_000,
             retention_ms=DAY,
-            failure_retention_ms=None,
             on_conflict="retry",
             permanent_errors=(),
             max_crashes=3,
@@ -58,13 +57,9 @@ class TestDefaults:
             serializer=None,
         )
 
-    def test_failures_are_kept_as_long_as_results(self):
-        assert policy(idempotency_retention=10).failed_keep_ms == 10_000
-        assert policy(idempotency_failure_retention=5).failed_keep_ms == 5_000
-
     def test_without_retention_a_mark_is_kept_for_one_lease(self):
         found = policy(idempotency_retention=0, idempotency_lease=7)
-        assert (found.settled_keep_ms, found.failed_keep_ms, found.keep_ms) == (7000, 7000, 7000)
+        assert (found.settled_keep_ms, found.keep_ms) == (7000, 7000)
 
     @pytest.mark.parametrize("state", State)
     def test_without_retention_a_settled_record_is_but_a_mark(self, state):
@@ -77,20 +72,12 @@ class TestDefaults:
         )
         assert policy(idempotency_retention=0).forgets(record) is state.settled
         assert not policy().forgets(record)
-        failed = state is State.FAILED
-        assert policy(idempotency_failure_retention=0).forgets(record) is failed
-        kept = policy(idempotency_retention=0, idempotency_failure_retention=9)
-        assert kept.forgets(record) is (state is State.COMPLETED)
         carried_on = replace(record, replaced=True)
-        assert policy(idempotency_retention=0).forgets(carried_on) is failed
+        assert policy(idempotency_retention=0).forgets(carried_on) is (state is State.FAILED)
 
-    def test_an_unfinished_record_outlives_its_lease_by_the_longest_of_all(self):
-        found = policy(
-            idempotency_retention=10, idempotency_failure_retention=20, idempotency_lease=30
-        )
-        assert found.keep_ms == 30_000
-        found = policy(idempotency_retention=10, idempotency_failure_retention=90)
-        assert found.keep_ms == 90_000
+    @pytest.mark.parametrize(("retention", "kept"), [(10, 30_000), (90, 90_000)])
+    def test_an_unfinished_record_is_kept_for_the_retention_or_its_lease(self, retention, kept):
+        assert policy(idempotency_retention=retention, idempotency_lease=30).keep_ms == kept
 
     def test_a_policy_is_frozen(self):
         with pytest.raises(AttributeError):
@@ -105,9 +92,6 @@ GOOD = [
     ("retention", 0, "retention_ms", 0),
     ("retention", timedelta(days=7), "retention_ms", 7 * DAY),
     ("retention", 0.0001, "retention_ms", 1),
-    ("failure_retention", None, "failure_retention_ms", None),
-    ("failure_retention", 0, "failure_retention_ms", 0),
-    ("failure_retention", 60, "failure_retention_ms", 60_000),
     ("on_conflict", "raise", "on_conflict", "raise"),
     ("on_conflict", "retry", "on_conflict", "retry"),
     ("permanent_errors", (ValueError, KeyError), "permanent_errors", (ValueError, KeyError)),
@@ -137,8 +121,6 @@ BAD = [
     ("retention", -0.001, "between 0 and ten years"),
     ("retention", None, "seconds or a timedelta"),
     ("retention", [], "seconds or a timedelta"),
-    ("failure_retention", "never", "seconds or a timedelta"),
-    ("failure_retention", -1, "between 0 and ten years"),
     ("on_conflict", "wat", "'retry', 'wait', 'ignore', 'raise'"),
     ("on_conflict", None, "'retry', 'wait', 'ignore', 'raise'"),
     ("on_conflict", ["retry"], "'retry', 'wait', 'ignore', 'raise'"),

@@ -408,11 +408,9 @@ class TestEndings:
         assert names(events) == ["claimed", "settled"]
         assert execute(never) == Replay(record, 0)
 
-    def test_a_permanent_error_is_kept_for_the_retention_of_failures(self, execute, memory, clock):
+    def test_a_permanent_error_is_kept_for_the_retention(self, execute, memory, clock):
         with pytest.raises(ValueError):
-            execute(
-                raising(ValueError()), permanent_errors=(ValueError,), failure_retention_ms=3000
-            )
+            execute(raising(ValueError()), permanent_errors=(ValueError,), retention_ms=3000)
         clock.advance(2999)
         assert memory.get(IDENTITY) is not None
         clock.advance(1)
