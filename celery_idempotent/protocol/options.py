@@ -26,6 +26,7 @@ from celery_idempotent.settings import milliseconds
 
 #: Options that were removed, as users write them: those of tasks with their prefix. A sentence says what replaces each.
 REMOVED: Final[Mapping[str, str]] = {
+    "idempotency_check_at_start": "Every worker logs what the checks find.",
     "idempotency_compression": "Values are stored as their serializer writes them: register one with kombu that"
     " compresses.",
     "idempotency_conflict_backoff_max": "A copy comes back after 10 seconds at the most.",

@@ -42,7 +42,6 @@ KEY_OPTIONS: Final = (
 
 #: Settings of the app that are no attribute of a task.
 SETTINGS: Final = (
-    "check_at_start",
     "store",
     "sweep_interval",
 )

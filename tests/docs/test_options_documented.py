@@ -23,7 +23,6 @@ OPTIONS = sorted(
 #: The checklist: where each option is shown to do on a real worker what the reference says.
 SHOWN_BY = {
     "atomic": "tests/policies/test_effects.py::TestAtomic",
-    "check_at_start": "tests/worker/test_setup.py::test_nothing_is_said_where_nobody_wants_it",
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
     "fused_result": "tests/policies/test_effects.py::TestFusedResult",
     "key": "tests/worker/test_delivery.py::test_is_found_in_positional_and_keyword_arguments_alike",

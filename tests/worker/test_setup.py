@@ -112,16 +112,6 @@ def test_sweeps_that_nobody_takes_do_not_pile_up_in_rabbitmq(open_site: Callable
             channel.queue_delete(queue)
 
 
-def test_nothing_is_said_where_nobody_wants_it(
-    open_evicting: Callable[..., Any], evicting: Server, key: str
-) -> None:
-    site = open_evicting(evicting, idempotency_check_at_start=False)
-    worker = site.worker()
-    assert site.app.tasks["keyed"].delay(key).get(timeout=30)
-    worker.stop()
-    assert findings(worker) == []
-
-
 def test_a_store_that_hangs_keeps_no_worker_from_its_start_nor_from_its_end(
     open_evicting: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -197,7 +187,7 @@ class TestRefusals:
             ({"idempotency_store": "nonsense://x"}, "starts with 'nonsense': use one of"),
             ({"idempotency_store": "redis://h:port/1"}, "URL cannot be read"),
             ({"idempotency_store": "django://"}, "DATABASES, but settings are not configured"),
-            ({"idempotency_check_at_start": False, "idempotency_store": "no"}, "is not a URL"),
+            ({"idempotency_store": "no"}, "is not a URL"),
             ({"idempotency_lease": -1}, "idempotency_lease of task"),
             ({"idempotency_sweep_interval": 0}, "must be at least 0.1 seconds"),
             ({"idempotency_stroe": "redis://"}, "did you mean idempotency_store?"),

@@ -18,14 +18,13 @@ _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING}
 
 
 def begin(app: Celery) -> None:
-    """Run the checks, unless the app switches that off, in a thread.
+    """Run the checks in a thread.
 
     A server that does not answer must not delay the worker's first message, nor its end: the thread is a daemon.
     """
     has_loaded_tasks(app)
-    if app.conf.get("idempotency_check_at_start", True):
-        name = "celery-idempotent-checks"
-        threading.Thread(target=_report, args=(app,), name=name, daemon=True).start()
+    name = "celery-idempotent-checks"
+    threading.Thread(target=_report, args=(app,), name=name, daemon=True).start()
 
 
 def _report(app: Celery) -> None:
