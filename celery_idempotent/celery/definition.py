@@ -126,8 +126,7 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         ),
         keyed=about.get("key") is not None,
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
-        fuses=policy.fused_result
-        and policy.mode == "enforce"
+        fuses=policy.mode == "enforce"
         and inspect.getattr_static(task, "backend") is vars(base)["backend"],
         settings=settings,
     )

@@ -31,6 +31,7 @@ REMOVED: Final[Mapping[str, str]] = {
     " compresses.",
     "idempotency_conflict_backoff_max": "A copy comes back after 10 seconds at the most.",
     "idempotency_failure_retention": "A failed key is kept for the idempotency_retention.",
+    "idempotency_fused_result": "The settle stores the result where store and result backend are one Redis database.",
     "idempotency_key_before": "Messages in flight keep their key; give a changed key to a task with a new name.",
     "idempotency_namespace_before": "Set idempotency_namespace to the old name.",
     "idempotency_scope_before": "Messages in flight keep their scope.",

@@ -95,7 +95,6 @@ class Policy:
     )
     on_stale: OnStale = option("interrupt", one_of(OnStale))
     publish_once: bool = option(False, flag)
-    fused_result: bool = option(True, flag)
 
     @property
     def keep_ms(self) -> int:

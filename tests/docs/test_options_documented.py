@@ -24,7 +24,6 @@ OPTIONS = sorted(
 SHOWN_BY = {
     "atomic": "tests/policies/test_effects.py::TestAtomic",
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
-    "fused_result": "tests/policies/test_effects.py::TestFusedResult",
     "key": "tests/worker/test_delivery.py::test_is_found_in_positional_and_keyword_arguments_alike",
     "lease": "tests/migrations/test_redis_lock.py::TestWorkThatTakesLonger",
     "max_crashes": "tests/faults/test_lost_workers.py::test_a_task_that_kills_its_process_each_time_is_failed",

@@ -52,6 +52,16 @@ _OUTCOMES = (
 )
 
 
+class Apart(IdempotentTask):
+    """A task whose results Celery stores, for it has a backend of its own."""
+
+    abstract = True
+
+    @property
+    def backend(self) -> Any:
+        return self.app.backend
+
+
 class Refused(Exception):
     """The bank will never accept this card."""
 
@@ -114,7 +124,7 @@ def _define(app: Celery) -> None:
     idempotent(name="forgiving", idempotency_key="label", **failures, **_permanent)(refuse)
     if app.conf.get("with_an_atomic_task"):
         keyed(name="atomic", idempotency_atomic=True, idempotency_on_store_error="closed")(work)
-    keyed(name="apart", idempotency_fused_result=False)(work)
+    app.task(name="apart", base=Apart, bind=True, shared=False, idempotency_key="key")(work)
     keyed(name="unstored", idempotency_store_result=False, idempotency_lease=0.5)(work)
 
     saying = partial(app.task, base=Saying, bind=True, shared=False)
