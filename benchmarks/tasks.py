@@ -86,7 +86,7 @@ def make_app(
 
         abstract = True
 
-        @property
+        @property  # type: ignore[misc]  # of a property with a setter
         def backend(self) -> Any:
             return self.app.backend
 

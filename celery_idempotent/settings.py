@@ -1,15 +1,8 @@
-"""Reads settings: durations, and snapshots that show when what was made from settings has to be made again.
-
-::
-
-    app.conf.idempotency_lease = 30     the definition of each task is made anew at its next use
-    app.conf.idempotency_store = …      so is the store of the app; runs at work go on with theirs
-"""
+"""Reads settings: the app behind a proxy, its loaded configuration, and durations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,37 +14,6 @@ def real_app(app: Celery) -> Celery:
     """Return the app that a proxy stands for, such as ``current_app``, or ``app`` of a shared task."""
     current = getattr(app, "_get_current_object", None)
     return app if current is None else current()
-
-
-class Snapshot:
-    """The values of some settings that were changed in this process: ``app.conf.name = value``, ``app.conf.update()``.
-
-    Only these can change later. Configuration modules and defaults are read once.
-    """
-
-    __slots__ = ("_conf", "_keys", "_set", "_size")
-
-    def __init__(self, app: Celery, names: Iterable[str]) -> None:
-        self._conf = conf = loaded(app)
-        self._keys = [conf._key(key) for name in names for key in conf._to_keys(name)]  # noqa: SLF001  the only way to ask
-        self._size = len(conf.changes)
-        self._set = self._look()
-
-    def holds(self, app: Celery) -> bool:
-        """Are all values as they were? This is asked for every call of a task, so it has to be cheap."""
-        conf = app.conf
-        if conf is not self._conf:
-            return False
-        if len(conf.changes) != self._size:
-            if self._look() != self._set:
-                return False
-            self._size = len(conf.changes)
-        unchanged: bool = self._set.items() <= conf.changes.items()
-        return unchanged
-
-    def _look(self) -> dict[str, object]:
-        changes = self._conf.changes
-        return {key: changes[key] for key in self._keys if key in changes}
 
 
 def loaded(app: Celery) -> Any:

@@ -6,8 +6,6 @@
     idempotency_key, …, parameters of run() ──▶ Identifier ─┼─▶ Definition, made by bind(), one per task and app
     idempotency_serializer, … ────────────────▶ TaskCodec ──┤
                                    all three ─▶ Runner ─────┘
-
-It is made anew when a setting changes: :class:`~celery_idempotent.settings.Snapshot` says whether one has.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ from celery_idempotent.protocol.policy import (
     own_settings,
     read_task_options,
     refuse_unknown_settings,
-    snapshot,
 )
 from celery_idempotent.protocol.runner import Runner
-from celery_idempotent.settings import Snapshot
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
@@ -55,7 +51,7 @@ class Definition:
 
     ``keyed``: the task has a rule for its key. ``overridden``: a base class after ours has a
     ``__call__`` of its own, which is the way to ``run``. ``fuses``: its settle may store the result,
-    for it has no result backend of its own. ``settings``: those of the app that it was made of.
+    for it has no result backend of its own.
     """
 
     policy: Policy
@@ -65,7 +61,6 @@ class Definition:
     keyed: bool
     overridden: bool
     fuses: bool
-    settings: Snapshot
 
     def identify(
         self,
@@ -106,7 +101,6 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
             would be settled before it runs.
     """
     name = str(task.name)
-    settings = snapshot(app)
     refuse_unknown_settings(own_settings(app))
     policy, about = read_task_options(task, name, app.conf.get)
     codec = TaskCodec(app, name, policy)
@@ -128,7 +122,6 @@ def define(task: type[AnyTask], base: type, app: Celery) -> Definition:
         overridden=next(each for each in behind if "__call__" in vars(each)) is not Task,
         fuses=policy.mode == "enforce"
         and inspect.getattr_static(task, "backend") is vars(base)["backend"],
-        settings=settings,
     )
 
 

@@ -93,35 +93,20 @@ class IdempotentTask(RecordMethods):
 
         Celery's lazy finalize shows a task to other threads while one thread is still binding it. To bind it here, too,
         does no harm, and then nothing is published unstamped, or through whatever app is current in this thread.
-
-        Nor does it where settings are others by now.
         """
-        definition = self._definition
-        # Not self.app, which asks whether the task is bound: it is, or it had no definition.
-        if definition is None or not definition.settings.holds(self._app):  # type: ignore[attr-defined]  # Celery has it
-            if is_celerys_own(self):
-                return None
+        if self._definition is None and not is_celerys_own(self):
             self.bind(self.app)
         return self._definition
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; an option takes effect, or is refused.
+        """Set an attribute; options are read when the task is defined.
 
         Raises:
-            InvalidOption: for a bad value.
+            InvalidOption: for an option.
         """
-        if not name.startswith(PREFIX) or self._definition is None:
-            return super().__setattr__(name, value)
-        before = {name: vars(type(self))[name]} if name in vars(type(self)) else {}
-        setattr(type(self), name, value)
-        try:
-            self.bind(self.app)
-        except InvalidOption:
-            delattr(type(self), name)
-            for known, option in before.items():
-                setattr(type(self), known, option)
-            raise
-        return None
+        if name.startswith(PREFIX):
+            raise InvalidOption(f"{name} of task {self.name} is read when the task is defined.")
+        super().__setattr__(name, value)
 
     def idempotency_definition(self) -> Definition | None:
         """Return the definition of a task that is not left alone, nor switched off."""

@@ -21,7 +21,7 @@ from celery_idempotent.protocol.options import (
     whole_number,
 )
 from celery_idempotent.records import OnStale, Record
-from celery_idempotent.settings import Snapshot, loaded
+from celery_idempotent.settings import loaded
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -164,11 +164,6 @@ def refuse_unknown_settings(names: list[str]) -> None:
     for name in names:
         if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _KNOWN:
             raise unknown_option(name.removeprefix(PREFIX), _KNOWN, where="the app", prefix=PREFIX)
-
-
-def snapshot(app: Celery) -> Snapshot:
-    """Return the settings that the options of the app's tasks are made of."""
-    return Snapshot(app, [PREFIX + name for name in _TASK_OPTIONS])
 
 
 def own_settings(app: Celery) -> list[str]:

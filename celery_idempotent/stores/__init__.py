@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import InvalidOption
-from celery_idempotent.settings import Snapshot, real_app
+from celery_idempotent.settings import real_app
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 
 if TYPE_CHECKING:
@@ -58,15 +58,8 @@ _WHAT_TO_SET = (
     " nor the broker is a Redis that could keep the idempotency records"
 )
 
-#: The settings that a store is made of; without the first, of the app's result backend or its broker.
-_SETTINGS = (
-    "idempotency_store",
-    "result_backend",
-    "broker_url",
-)
-
-#: The store of each app, and what it was made of.
-_stores: weakref.WeakKeyDictionary[Celery, tuple[Snapshot, Store]] = weakref.WeakKeyDictionary()
+#: The store of each app.
+_stores: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 #: Those of apps that have none.
 _memories: weakref.WeakKeyDictionary[Celery, Store] = weakref.WeakKeyDictionary()
 
@@ -114,37 +107,30 @@ def get_store(app: AnyCelery) -> Store:
 
     It is the setting ``idempotency_store``, else the Redis of the app's result backend or of its broker.
 
-    The same app always gets the same store, also in a child that it forked, until it is set to
-    another; two apps never share one. An app that has none gets the memory of this process where
+    The settings are read once: the same app always gets the same store, also in a child that it
+    forked; two apps never share one. An app that has none gets the memory of this process where
     all of it happens there: its runs are eager, or its broker is ``memory://``, as in Celery's
     fixtures.
     """
     app = real_app(app)
     known = _stores.get(app)
     if known is not None:
-        settings, store = known
-        if settings.holds(app):
-            return store
-        # It is not closed: a run that holds a claim goes on with it.
-        logger.warning(
-            "idempotency: the store of %s was set anew: records stay where they are", app
-        )
-        _stores.pop(app, None)
-    settings, made = Snapshot(app, _SETTINGS), _store_of(app)
+        return known
+    made = _store_of(app)
     if made is None:
         if not _all_is_here(app):
             raise InvalidOption(_WHAT_TO_SET)
         return _in_memory(app)
     # Two threads may both get here; the first store stays.
-    return _stores.setdefault(app, (settings, made))[1]
+    return _stores.setdefault(app, made)
 
 
 def swap_store(app: Celery, store: Store | None) -> None:
-    """Let the app use this store, in this process, until it is set to another; with ``None``, what it is set to."""
+    """Let the app use this store in this process; with ``None`` its settings are read again."""
     app = real_app(app)
     _stores.pop(app, None)
     if store is not None:
-        _stores[app] = Snapshot(app, _SETTINGS), store
+        _stores[app] = store
 
 
 def _all_is_here(app: Celery) -> bool:

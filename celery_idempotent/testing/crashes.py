@@ -19,7 +19,7 @@ from celery_idempotent.records import Selection, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing.clock import FakeClock
 from celery_idempotent.testing.delivery import Delivery, message_of
-from celery_idempotent.testing.isolation import isolated_records
+from celery_idempotent.testing.isolation import isolated_records, redefined
 from celery_idempotent.testing.processes import (
     AFTER_THE_RUN,
     RETURN,
@@ -234,27 +234,13 @@ def _stage(task: AnyTask) -> Iterator[Callable[[], None]]:
         if isinstance(store, MemoryStore):
             yield lambda: clock.advance(ms=_leases_end_in_ms(store))
         else:
-            with _short_lease(task):
+            with redefined(task, idempotency_lease=_SHORT_LEASE_S):
                 yield lambda: time.sleep(_leases_end_in_ms(store) / 1000)
 
 
 def _leases_end_in_ms(store: Store) -> int:
     page = store.list(Selection(states=frozenset({State.PROCESSING})), limit=MAX_KILLS)
     return max([0, *((each.deadline_ms or 0) - page.now_ms + 1 for each in page.records)])
-
-
-@contextmanager
-def _short_lease(task: AnyTask) -> Iterator[None]:
-    kind, name = task.__class__, "idempotency_lease"  # not that of a proxy
-    before = {name: vars(kind)[name]} if name in vars(kind) else {}
-    setattr(task, name, _SHORT_LEASE_S)
-    try:
-        yield
-    finally:
-        delattr(kind, name)
-        for known, value in before.items():
-            setattr(kind, known, value)
-        task.bind(task.app)
 
 
 def _at(event: int) -> Kill:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from celery import current_app
 
+from celery_idempotent.celery.registry import idempotent_tasks
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.settings import real_app
 from celery_idempotent.stores import get_store, swap_store
@@ -58,12 +59,31 @@ def idempotency_off(app: AnyCelery) -> Iterator[None]:
 
     Those that set ``idempotency_mode`` themselves stay as they are.
     """
-    before = app.conf.get("idempotency_mode")
-    app.conf.idempotency_mode = "off"
+    with ExitStack() as stack:
+        for task, _ in idempotent_tasks(app):
+            if not hasattr(task, "idempotency_mode"):
+                stack.enter_context(redefined(task, idempotency_mode="off"))
+        yield
+
+
+@contextmanager
+def redefined(task: Any, **options: object) -> Iterator[None]:
+    """Let a task have other options for the length of the block: it is bound anew, at its begin and at its end."""
+    kind = task.__class__  # not that of a proxy
+    before = {name: vars(kind)[name] for name in options if name in vars(kind)}
+    _bind(kind, task.app, options)
     try:
         yield
     finally:
-        app.conf.idempotency_mode = before or "enforce"
+        for name in options:
+            delattr(kind, name)
+        _bind(kind, task.app, before)
+
+
+def _bind(kind: Any, app: Celery, options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        setattr(kind, name, value)
+    kind.bind(app)
 
 
 class IsolatedRecords:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from celery_idempotent import IdempotentTask, InvalidOption
 from celery_idempotent.celery import reaper
 from celery_idempotent.records import Counted
 from celery_idempotent.stores import Store
@@ -142,8 +143,11 @@ def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
 def test_a_bad_option_is_a_finding_of_the_system_checks(serve: Serve, project: None) -> None:
     from django.core import checks
 
+    def bad() -> None: ...
+
     app = serve("memory://")
-    app.conf.idempotency_lease = -1
+    with pytest.raises(InvalidOption):
+        app.task(name="bad", base=IdempotentTask, shared=False, idempotency_lease=-1)(bad)
     found = checks.run_checks(tags=["idempotency"])
     assert [(each.id, type(each)) for each in found] == [("celery_idempotent.E013", checks.Error)]
 

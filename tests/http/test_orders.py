@@ -13,6 +13,7 @@ from celery import Celery
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import Claimed, ClaimRequest, SettleRequest, State, Stored
 from tests.sql.databases import ready
+from tests.support.apps import redefine
 from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.waiting import wait_for
 
@@ -304,7 +305,7 @@ class WithoutTextError(Exception):
 
 
 def test_a_permanent_error_without_a_text_is_permanent_all_the_same(charge: Any) -> None:
-    charge.idempotency_permanent_errors = (WithoutTextError,)
+    redefine(charge, idempotency_permanent_errors=(WithoutTextError,))
     queue(charge)
     end(charge, error=WithoutTextError())
     told = json.loads(queue(charge).content)
@@ -315,7 +316,7 @@ def test_a_permanent_error_without_a_text_is_permanent_all_the_same(charge: Any)
 def test_a_permanent_error_that_cannot_be_made_again_is_permanent_all_the_same(
     charge: Any, permanent: tuple[type[Exception], ...]
 ) -> None:
-    charge.idempotency_permanent_errors = permanent
+    redefine(charge, idempotency_permanent_errors=permanent)
     queue(charge)
     end(charge, error=CardError("declined", "card"))
     answer = queue(charge)
@@ -325,7 +326,7 @@ def test_a_permanent_error_that_cannot_be_made_again_is_permanent_all_the_same(
 
 
 def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -> None:
-    charge.idempotency_permanent_errors = (CardError, WithoutTextError)
+    redefine(charge, idempotency_permanent_errors=(CardError, WithoutTextError))
     statuses: dict[type[Exception], int] = {CardError: 402}
     queue(charge, error_status=statuses)
     end(charge, error=CardError("declined", "card"))
@@ -348,7 +349,7 @@ def test_a_declared_failure_has_the_status_that_the_view_gives_it(charge: Any) -
 def test_a_status_that_would_never_be_sent_is_refused(
     charge: Any, statuses: dict[type[Exception], int], said: str
 ) -> None:
-    charge.idempotency_permanent_errors = (CardError,)
+    redefine(charge, idempotency_permanent_errors=(CardError,))
     with pytest.raises(InvalidOption, match=said):
         queue(charge, error_status=statuses)
 
@@ -361,7 +362,7 @@ def test_what_is_sent_after_the_commit_is_the_call_as_it_was(
 
     from celery_idempotent.django.http import enqueue
 
-    charge.idempotency_mode = mode
+    redefine(charge, idempotency_mode=mode)
     messages(app)
     with transaction.atomic():
         order = {"amount": 1}

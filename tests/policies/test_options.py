@@ -1,89 +1,12 @@
-"""Each option of a policy as an attribute, as a setting of the app, and through a namespace as in Django."""
+"""Options that are settings of the app, also through a namespace as in Django, take effect on a worker."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from celery import Celery
 
-from celery_idempotent import IdempotentTask
-from celery_idempotent.errors import InvalidOption
 from celery_idempotent.records import State
 from tests.policies.conftest import PATIENCE
 from tests.support.waiting import wait_for
-
-#: Option, a value, its field of the policy and what it is there, a value that is refused.
-OPTIONS: list[tuple[str, Any, str, Any, Any]] = [
-    ("on_conflict", "ignore", "on_conflict", "ignore", "drop"),
-    ("wait", 2, "wait_ms", 2000, "2"),
-    ("wait", timedelta(milliseconds=1500), "wait_ms", 1500, -1),
-    ("publish_once", True, "publish_once", True, "yes"),
-    ("on_stale", "requeue", "on_stale", "requeue", "retry"),
-    ("on_stale", "fail", "on_stale", "fail", None),
-    ("on_store_error", "open", "on_store_error", "open", "fail"),
-    ("mode", "observe", "mode", "observe", "watch"),
-    ("lease", 0.5, "lease_ms", 500, 0.05),
-    ("retention", timedelta(days=2), "retention_ms", 172_800_000, -1),
-    ("permanent_errors", (KeyError,), "permanent_errors", (KeyError,), ("KeyError",)),
-    ("max_crashes", 1, "max_crashes", 1, -1),
-    ("store_result", False, "store_result", False, 0),
-    ("max_result_bytes", 10, "max_result_bytes", 10, 1.5),
-    ("serializer", "json", "serializer", "json", 5),
-    ("atomic", True, "atomic", True, "yes"),
-]
-EVERY_OPTION = pytest.mark.parametrize(
-    ("option", "value", "field", "kept", "bad"), OPTIONS, ids=lambda each: str(each)
-)
-
-
-def make(*, namespace: str = "", attributes: dict[str, Any] | None = None, **settings: Any) -> Any:
-    """Return a task of an app with these settings."""
-    app = Celery("options", broker="memory://", backend="cache+memory://", set_as_current=False)
-    settings = {"idempotency_store": "memory://", **settings}
-    if namespace:
-        named = {f"{namespace}_{name}".upper(): value for name, value in settings.items()}
-        app.config_from_object(SimpleNamespace(**named), namespace=namespace)
-    else:
-        app.conf.update(settings)
-
-    @app.task(name="work", base=IdempotentTask, shared=False, **(attributes or {}))
-    def work(key: str) -> None: ...
-
-    return app.tasks["work"]
-
-
-@EVERY_OPTION
-class TestEveryWay:
-    def test_as_an_attribute(self, option, value, field, kept, bad):
-        task = make(attributes={f"idempotency_{option}": value})
-        assert getattr(task.idempotency_policy, field) == kept
-
-    def test_as_a_setting(self, option, value, field, kept, bad):
-        task = make(**{f"idempotency_{option}": value})
-        assert getattr(task.idempotency_policy, field) == kept
-
-    def test_through_a_namespace(self, option, value, field, kept, bad):
-        task = make(namespace="CELERY", **{f"idempotency_{option}": value})
-        assert getattr(task.idempotency_policy, field) == kept
-
-    def test_an_attribute_wins(self, option, value, field, kept, bad):
-        default = make().idempotency_policy
-        others = {"mode": "enforce", "on_stale": "interrupt"}
-        other = others.get(option, getattr(default, field))
-        if isinstance(other, int) and field.endswith("_ms"):
-            other = timedelta(milliseconds=other)
-        task = make(attributes={f"idempotency_{option}": other}, **{f"idempotency_{option}": value})
-        assert getattr(task.idempotency_policy, field) == getattr(default, field)
-
-    def test_a_bad_value_is_refused_when_the_task_is_defined(self, option, value, field, kept, bad):
-        with pytest.raises(InvalidOption, match=f"idempotency_{option}"):
-            make(attributes={f"idempotency_{option}": bad})
-        with pytest.raises(InvalidOption, match=f"idempotency_{option}"):
-            make(namespace="CELERY", **{f"idempotency_{option}": bad})
-
 
 PLAIN_TOO = pytest.mark.parametrize(
     "prefix", [pytest.param("", id="settings", marks=pytest.mark.wide), "CELERY"]

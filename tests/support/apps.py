@@ -21,6 +21,7 @@ __all__ = [
     "environment",
     "forget_results",
     "hurry",
+    "redefine",
     "wait_at",
     "wanted",
 ]
@@ -89,3 +90,11 @@ def hurry(sender: Any, **_: Any) -> None:
     pool: Any = getattr(sender.pool, "_pool", None)
     if pool is not None and hasattr(pool, "maintain_pool"):
         sender.hub.call_repeatedly(0.1, pool.maintain_pool)
+
+
+def redefine(task: Any, **options: Any) -> None:
+    """Define a task anew, with other options: a running process reads them once."""
+    kind = type(task.app.tasks[task.name])
+    for name, value in options.items():
+        setattr(kind, name, value)
+    kind.bind(task.app)

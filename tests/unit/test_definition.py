@@ -1,4 +1,4 @@
-"""A task that is used while another thread is still binding it, and options that are set when it is in use."""
+"""A task that is used while another thread is still binding it, and options that are set after its definition."""
 
 from __future__ import annotations
 
@@ -79,78 +79,28 @@ def test_headers_handed_on_to_another_call_do_not_hand_on_the_key() -> None:
     assert runs == ["a", "b"]
 
 
-class TestSetAfterItsFirstUse:
+class TestSetAfterItsDefinition:
+    """Settings are read once."""
+
     @pytest.fixture
-    def app(self) -> Iterator[Celery]:
+    def task(self) -> Iterator[Any]:
         app = Celery("later", broker="memory://", backend="cache+memory://", set_as_current=False)
-        app.conf.idempotency_store = MemoryStore()
-        yield app
+        app.conf.update(idempotency_store=MemoryStore(), idempotency_lease=7)
+
+        @app.task(base=IdempotentTask, idempotency_key="key", shared=False)
+        def task(key: str) -> None: ...
+
+        yield app.tasks[task.name]
         app.close()
 
-    @pytest.fixture
-    def runs(self) -> list[str]:
-        return []
-
-    @pytest.fixture
-    def task(self, app: Celery, runs: list[str]) -> Any:
-        @app.task(base=IdempotentTask, idempotency_key="key", shared=False)
-        def task(key: str) -> None:
-            runs.append(key)
-
-        for _ in range(2):
-            task.apply(("first",))
-        assert runs == ["first"]
-        return task
-
-    def test_a_store_is_used(self, app, task, runs):
-        second = app.conf.idempotency_store = MemoryStore()
-        task.apply(("first",))
-        assert runs == ["first", "first"]
-        assert get_store(app) is second
-        assert task.idempotency_record("first") is not None
-
-    def test_whatever_else_is_set_leaves_the_store_alone(self, app, task, runs):
-        store = get_store(app)
-        app.conf.task_track_started = True
-        app.conf.update(task_ignore_result=True, something="of mine")
-        task.apply(("first",))
-        assert get_store(app) is store
-        assert runs == ["first"]
-
-    def test_a_mode_is_that_of_the_next_call(self, app, task, runs):
-        late = task.acks_late
-        app.conf.idempotency_mode = "off"
-        task.apply(("first",))
-        assert task.acks_late is app.conf.task_acks_late is not late
-        app.conf.idempotency_mode = "enforce"
-        task.apply(("first",))
-        assert task.acks_late is late
-        assert runs == ["first", "first"]
-
-    def test_so_is_one_of_the_task(self, task, runs):
-        task.idempotency_mode = "off"
-        task.apply(("first",))
-        task.idempotency_mode = "enforce"
-        task.apply(("first",))
-        assert runs == ["first", "first"]
-
-    def test_so_is_any_other_option(self, app, task):
-        app.conf.idempotency_lease = 7
+    def test_a_setting_of_the_app_has_no_effect(self, task):
+        store = get_store(task.app)
+        task.app.conf.update(idempotency_store=MemoryStore(), idempotency_lease=8)
+        assert get_store(task.app) is store
         assert task.idempotency_policy.lease_ms == 7000
-        task.idempotency_lease = 8
-        assert task.idempotency_policy.lease_ms == 8000
 
-    def test_what_cannot_be_is_refused(self, app, task):
-        with pytest.raises(InvalidOption, match="idempotency_mode"):
-            task.idempotency_mode = "of"
-        assert task.idempotency_policy.mode == "enforce"
-        app.conf.idempotency_mode = "of"
-        for _ in range(2):
-            with pytest.raises(InvalidOption, match="idempotency_mode"):
-                task.delay("second")
-
-    def test_a_store_that_cannot_be_is_refused(self, app, task):
-        app.conf.idempotency_store = "nonsense://"
-        for _ in range(2):
-            with pytest.raises(InvalidOption, match="nonsense"):
-                get_store(app)
+    def test_an_option_of_the_task_is_refused(self, task):
+        with pytest.raises(InvalidOption, match="is read when the task is defined"):
+            task.idempotency_mode = "off"
+        task.rate_limit = 5
+        assert task.rate_limit == 5

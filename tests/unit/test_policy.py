@@ -13,6 +13,7 @@ from celery import Celery
 
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
 from celery_idempotent.errors import InvalidOption
+from celery_idempotent.protocol.options import REMOVED
 from celery_idempotent.protocol.policy import Policy, is_explicit, own_settings
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.settings import milliseconds
@@ -104,6 +105,12 @@ GOOD = [
     ("max_result_bytes", 0, "max_result_bytes", 0),
     ("serializer", "json", "serializer", "json"),
     ("serializer", None, "serializer", None),
+    ("wait", timedelta(milliseconds=1500), "wait_ms", 1500),
+    ("publish_once", True, "publish_once", True),
+    ("on_stale", "fail", "on_stale", "fail"),
+    ("on_store_error", "open", "on_store_error", "open"),
+    ("mode", "observe", "mode", "observe"),
+    ("atomic", True, "atomic", True),
 ]
 
 BAD = [
@@ -141,6 +148,12 @@ BAD = [
     ("serializer", 1, "name of kombu's registry"),
     ("serializer", "nonsense", "is not installed"),
     ("serializer", "pickle", "does not accept"),
+    ("wait", "2", "seconds or a timedelta"),
+    ("publish_once", "yes", "True or False"),
+    ("on_stale", "retry", "'interrupt', 'fail', 'requeue'"),
+    ("on_store_error", "fail", "'closed', 'open'"),
+    ("mode", "watch", "'enforce', 'observe', 'off'"),
+    ("atomic", 1, "True or False"),
 ]
 
 
@@ -195,6 +208,13 @@ class TestNames:
     def test_an_unknown_attribute_fails_with_the_one_that_was_meant(self, wrong, meant):
         with pytest.raises(InvalidOption, match=rf"{wrong} .*did you mean {meant}\?"):
             define(**{wrong: 1})
+
+    @pytest.mark.parametrize("name", [each for each in REMOVED if each.startswith("idempotency_")])
+    def test_a_removed_option_fails_with_what_replaces_it(self, name):
+        with pytest.raises(InvalidOption, match=f"{name} of task .* was removed. {REMOVED[name]}"):
+            define(**{name: 1})
+        with pytest.raises(InvalidOption, match=f"{name} of the app was removed. {REMOVED[name]}"):
+            define(make_app(**{name: 1}))
 
     def test_an_attribute_like_nothing_known_fails_with_all_that_are(self):
         with pytest.raises(InvalidOption, match=r"known are .*idempotency_lease.*"):

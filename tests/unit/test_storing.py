@@ -109,7 +109,7 @@ class Apart(IdempotentTask):
 
     abstract = True
 
-    @property
+    @property  # type: ignore[misc]  # of a property with a setter
     def backend(self) -> Any:
         return self.app.backend
 

@@ -41,6 +41,7 @@ from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, S
 from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
+from tests.support.apps import redefine
 from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.workers import child_environment
 
@@ -299,7 +300,7 @@ class TestForwardedHeaders:
             "child": task(child),
             "does": lambda _: None,
         }
-        family["child"].idempotency_fingerprint = None
+        redefine(family["child"], idempotency_fingerprint=None)
         return family
 
     @staticmethod
