@@ -73,29 +73,11 @@ def test_coroutines_run_at_the_same_time_and_each_key_once(site: Site, asgi: Web
         assert post(asgi, "coroutine", key=key).status == 201
 
 
-def test_headers_that_belong_to_one_answer_are_not_repeated(site: Site) -> None:
-    key = new_key()
-    first, again = (post(site, "plain", key=key) for _ in range(2))
-    assert first.headers["X-Request-ID"]
-    assert first.headers["Set-Cookie"]
-    assert again.headers["Location"] == "/things/1/"
-    for name in ("X-Request-ID", "Set-Cookie"):
-        assert again.headers[name] is None
-    assert "1970" not in str(again.headers.get_all("Date"))
-
-
 def test_safe_methods_pass(site: Site) -> None:
     for key in (None, new_key(), "bad key,"):
         answer = site.ask("GET", "/t/classy/", key=key)
         assert (answer.status, answer.json) == (200, {"key": None})
     assert site.ask("OPTIONS", "/t/classy/").status == 200
-
-
-def test_where_a_key_is_optional_requests_without_one_run_each_time(site: Site) -> None:
-    (site.directory / "runs-None").unlink(missing_ok=True)
-    assert [post(site, "optional", key=None).json["run"] for _ in range(2)] == [1, 2]
-    key = new_key()
-    assert [post(site, "optional", key=key).json["run"] for _ in range(2)] == [1, 1]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 413, 429, 500, 502, 503])
@@ -115,47 +97,6 @@ def test_any_other_answer_is_kept(site: Site, status: int) -> None:
     first, again = (site.ask("POST", path, b"", key=key, X_Caller="c") for _ in range(2))
     assert (first.status, again.status) == (status, status)
     assert (again.replayed, again.body) == (True, first.body)
-
-
-def test_an_exception_frees_the_key(site: Site) -> None:
-    key = new_key()
-    assert post(site, "raising", key=key).status == 404
-    assert post(site, "raising", key=key).body == b"found"
-    assert post(site, "raising", key=key).replayed
-
-
-def test_without_a_caller_it_is_403_and_nothing_runs(site: Site) -> None:
-    key = new_key()
-    answer = site.ask("POST", "/t/plain/", b"", key=key)
-    assert answer.problem() == (403, "caller_unknown")
-    assert runs(site, key) == 0
-
-
-def test_the_same_key_of_another_caller_is_another_key(site: Site) -> None:
-    key = new_key()
-    answers = [
-        post(site, "plain", key=key, X_Caller=each) for each in ("carol", "dave", "1", '"1"')
-    ]
-    assert [answer.replayed for answer in answers] == [False] * 4
-    assert len({answer.body for answer in answers}) == 4
-
-
-def test_a_request_over_the_limit_is_413(site: Site) -> None:
-    key = new_key()
-    assert post(site, "sized", b"x" * 1001, key=key).problem() == (413, "request_too_large")
-    assert runs(site, key) == 0
-    assert post(site, "sized", b"x" * 1000, key=key).status == 200
-
-
-def test_a_response_over_the_limit_is_sent_whole_and_its_repetition_is_410(site: Site) -> None:
-    key = new_key()
-    path = "/t/sized/?size=5000"
-    first, again = (site.ask("POST", path, b"", key=key, X_Caller="c") for _ in range(2))
-    assert (first.status, len(first.body)) == (200, 5002)
-    assert again.problem() == (410, "result_not_kept")
-    assert "200" in again.json["detail"]
-    assert again.json["retryable"] is False
-    assert runs(site, key) == 1
 
 
 def test_a_stream_is_sent_once_and_its_repetition_is_410(site: Site, web: Web) -> None:
@@ -205,29 +146,6 @@ def test_a_step_of_a_view_runs_once_over_its_failures(site: Site) -> None:
     assert post(site, "stepping", key=key).status == 503
     assert post(site, "stepping", key=key).json == {"charged": 1}
     assert runs(site, key) == 1
-
-
-def test_forms_and_files_count_and_their_boundary_does_not(site: Site) -> None:
-    def upload(boundary: str, content: bytes, field: str = "x") -> Answer:
-        body = (
-            f'--{boundary}\r\nContent-Disposition: form-data; name="field"\r\n\r\n{field}\r\n'
-            f'--{boundary}\r\nContent-Disposition: form-data; name="bill"; filename="b.txt"\r\n'
-            "Content-Type: text/plain\r\n\r\n"
-        ).encode() + content
-        body += f"\r\n--{boundary}--\r\n".encode()
-        kind = f"multipart/form-data; boundary={boundary}"
-        return post(site, "plain", body, key=key, Content_Type=kind)
-
-    key = new_key()
-    first = upload("one", b"content")
-    assert first.status == 201
-    assert upload("two", b"content").body == first.body
-    assert upload("three", b"Content").problem()[0] == 422
-    assert upload("four", b"content", "y").problem()[0] == 422
-    key, kind = new_key(), "application/x-www-form-urlencoded"
-    first = post(site, "plain", b"a=1&b=2", key=key, Content_Type=kind)
-    assert post(site, "plain", b"b=2&a=1", key=key, Content_Type=kind).body == first.body
-    assert post(site, "plain", b"b=2&a=2", key=key, Content_Type=kind).problem()[0] == 422
 
 
 def test_when_the_process_of_a_view_is_killed_the_key_is_free_after_its_lease(site: Site) -> None:

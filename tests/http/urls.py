@@ -20,7 +20,7 @@ urlpatterns = [
     *[
         path(f"t/{name}/", csrf_exempt(getattr(views, name)))
         for name in (
-            *("plain", "optional", "patient", "sized", "status", "raising", "template"),
+            *("plain", "patient", "status", "template"),
             *("stream", "file", "stepping", "slow", "coroutine", "rest_inside"),
             *("held", "aheld", "rest_held"),
             *("throttled", "by_caller", "form", "form_read", "rest_form", "form_later"),

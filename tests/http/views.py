@@ -15,7 +15,7 @@ from asgiref.sync import sync_to_async
 from celery.signals import before_task_publish
 from django.conf import settings
 from django.db.transaction import non_atomic_requests
-from django.http import FileResponse, Http404, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.http import FileResponse, HttpResponse, JsonResponse, StreamingHttpResponse
 from django.template import engines
 from django.template.response import TemplateResponse
 from django.views import View
@@ -62,11 +62,6 @@ def plain(request: Any) -> HttpResponse:
     return response
 
 
-@idempotent_view(scope=caller, required=False)
-def optional(request: Any) -> HttpResponse:
-    return JsonResponse({"run": ran(request)})
-
-
 @idempotent_view(scope=caller, wait=20)
 def patient(request: Any) -> HttpResponse:
     number = ran(request)
@@ -74,24 +69,11 @@ def patient(request: Any) -> HttpResponse:
     return JsonResponse({"run": number})
 
 
-@idempotent_view(scope=caller, max_request_bytes=1000, max_response_bytes=1000)
-def sized(request: Any) -> HttpResponse:
-    number = ran(request)
-    return HttpResponse(f"{number} " + "x" * int(request.GET.get("size", "1")))
-
-
 @guarded
 def status(request: Any) -> HttpResponse:
     """Answer with any status, once with that, afterwards with 200."""
     number = ran(request)
     return JsonResponse({"run": number}, status=int(request.GET["status"]) if number == 1 else 200)
-
-
-@guarded
-def raising(request: Any) -> HttpResponse:
-    if ran(request) == 1:
-        raise Http404
-    return HttpResponse("found")
 
 
 @guarded

@@ -10,7 +10,6 @@ from django import forms
 
 from celery_idempotent.celery.operations import LONGEST_REASON, Operation
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.views import namespace_of_view
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
 from celery_idempotent.operations.bulk import SeenRecord, may_repeat
@@ -86,7 +85,7 @@ class FilterForm(forms.Form):
     def clean_task(self) -> str:
         """Return the namespace of the task or view of this name; another name is taken for a namespace."""
         name: str = self.cleaned_data["task"]
-        return namespace_of_view(name) or (name and namespace_of(celery_app(), name)) or name
+        return (name and namespace_of(celery_app(), name)) or name
 
     def clean_scope(self) -> str:
         """Return the scope as a record has it: ``user 17`` stands for what that user sent over HTTP."""

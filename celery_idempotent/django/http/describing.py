@@ -19,9 +19,9 @@ from django.core.serializers.json import DjangoJSONEncoder
 from kombu.exceptions import ContentDisallowed, SerializationError
 
 from celery_idempotent import errors
-from celery_idempotent.django.http.messages import CONTENT_TYPE, is_for_the_view, read_response
+from celery_idempotent.django.http.messages import CONTENT_TYPE, read_response
 from celery_idempotent.django.http.problems import RequestRefused
-from celery_idempotent.records import Record, State
+from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.serializers import Serializer
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _result_of(record: Record, task: IdempotentTask | None) -> tuple[dict[str, o
     if record.state is not State.COMPLETED:
         return {}, record.state
     if record.value is not None and record.value.content_type == CONTENT_TYPE:
-        return _response_of(record), record.state
+        return _response_of(record.value), record.state
     definition = None if task is None else task.idempotency_definition()
     if task is None or definition is None:
         return {}, record.state  # kept or not: who knows this task can say
@@ -163,21 +163,12 @@ def _result_of(record: Record, task: IdempotentTask | None) -> tuple[dict[str, o
     return {"result_kept": False}, record.state
 
 
-def _response_of(record: Record) -> dict[str, object]:
-    assert record.value is not None
+def _response_of(stored: Stored) -> dict[str, object]:
+    """Return the status alone: the view may ask who repeats its answer (``authorize``), this resource cannot."""
     try:
-        response = read_response(record.value)
+        return {"result": {"status": read_response(stored).status_code}}
     except errors.ResultUnavailable:
         return {"result_kept": False}
-    described: dict[str, object] = {"status": response.status_code}
-    if is_for_the_view(record.value):
-        return {"result": described}
-    if "Location" in response:
-        described["location"] = response["Location"]
-    if response.headers.get("Content-Type", "").partition(";")[0].endswith("json"):
-        with contextlib.suppress(ValueError, RecursionError):
-            described["body"] = json.loads(response.content)
-    return _if_json({"result": described})
 
 
 def _if_json(members: dict[str, object]) -> dict[str, object]:

@@ -74,11 +74,7 @@ REPLAYED: Final = "Idempotent-Replayed"
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
 #: In the record only: what the middleware outside is to find on the response, as JSON.
 _ATTRIBUTES: Final = "Idempotent-Attributes"
-#: In the record only: the view is asked who may see it.
-_AUTHORIZED: Final = "Idempotent-Authorized-By-View"
-_NOT_FROM_VIEW: Final = NEVER_KEPT | {
-    each.lower() for each in (REPLAYED, _NOT_KEPT, _ATTRIBUTES, _AUTHORIZED)
-}
+_NOT_FROM_VIEW: Final = NEVER_KEPT | {each.lower() for each in (REPLAYED, _NOT_KEPT, _ATTRIBUTES)}
 _MAX_HEAD: Final = 32 * 1024
 
 
@@ -160,8 +156,6 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
             "idempotency: the response of %s is not kept (%s): a repetition is told so", name, why
         )
         lines.append(f"{_NOT_KEPT}: {why}")
-    if options.authorize is not None:
-        lines.append(f"{_AUTHORIZED}: yes")
     lines += [
         f"{key}: {value}"
         for key, value in response.headers.items()
@@ -238,7 +232,6 @@ def _parse(stored: Stored) -> HttpResponse:
         raise ResultUnavailable(
             f"The request was carried out and answered with {status}; the response was not kept: {why}."
         )
-    headers.pop(_AUTHORIZED, None)
     attributes = headers.pop(_ATTRIBUTES, None)
     headers[REPLAYED] = "true"
     response = HttpResponse(body, status=int(status), reason=reason, headers=headers)
@@ -249,12 +242,6 @@ def _parse(stored: Stored) -> HttpResponse:
             if name in KEPT_ATTRIBUTES:
                 setattr(response, name, value)
     return response
-
-
-def is_for_the_view(stored: Stored) -> bool:
-    """Is this the response of a view that is to be asked who may see it (``authorize``)?"""
-    head, _, _ = stored.body.partition(b"\r\n\r\n")
-    return f"\r\n{_AUTHORIZED}: ".encode() in head
 
 
 def _ascii(text: str) -> str:

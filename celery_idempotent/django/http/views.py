@@ -15,6 +15,7 @@ from celery_idempotent.django.http.options import (
     http_options,
 )
 
+#: The views with ``@idempotent_view``.
 _guarded: set[str] = set()
 
 
@@ -54,8 +55,3 @@ class Marks:
 def view_namespaces() -> list[str]:
     """Return the namespace of guarded views; none in a project that guards none."""
     return [HTTP_NAMESPACE] if _guarded else []
-
-
-def namespace_of_view(name: str) -> str | None:
-    """Return the namespace of the records of a guarded view, by its name; ``None`` if no view has it."""
-    return HTTP_NAMESPACE if name in _guarded else None
