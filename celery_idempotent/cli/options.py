@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-from celery.app.utils import find_app
 
-from celery_idempotent.celery.registry import load_tasks, namespaces
 from celery_idempotent.cli.output import note
 from celery_idempotent.cli.session import Session
 from celery_idempotent.operations import finding
@@ -48,17 +46,6 @@ class _Length(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         return int(found[1]) * _UNITS[found[2]] * 1000
 
 
-def _complete_task(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of tasks that begin so, for a shell."""
-    root = ctx.find_root()
-    try:
-        app = find_app(root.params["app"])
-        load_tasks(app)
-        return [name for name in namespaces(app) if name.startswith(incomplete)]
-    except Exception:  # noqa: BLE001  a shell that completes shows no errors
-        return []
-
-
 def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """Put these options on a command, in this order."""
 
@@ -72,12 +59,7 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 #: Which record a KEY is about.
 key_options = options(
-    click.option(
-        "--task",
-        metavar="NAME",
-        shell_complete=_complete_task,
-        help="Only this task (or namespace).",
-    ),
+    click.option("--task", metavar="NAME", help="Only this task (or namespace)."),
     click.option(
         "--scope",
         metavar="SCOPE",

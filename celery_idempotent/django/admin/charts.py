@@ -21,6 +21,9 @@ SERIES: Mapping[str, tuple[str, ...]] = {
 }
 _SERIES_OF = {outcome: name for name, outcomes in SERIES.items() for outcome in outcomes}
 
+#: A chart shows so many hours.
+HOURS = 24
+
 #: A chart is so high and a bar so wide, in units of its own.
 HEIGHT, _WIDTH, _GAP = 100, 10, 2
 
@@ -53,14 +56,13 @@ class ChartRow:
 class Chart:
     """What happened to a task over time. ``rows`` are all of it, ``totals`` its sums, by series.
 
-    A bar stands for ``step`` hours. Runs that were released or failed are parts of their own, above the other runs.
+    A bar stands for an hour. Runs that were released or failed are parts of their own, above the other runs.
     """
 
     task: str
     rows: Sequence[ChartRow]
     totals: Mapping[str, int]
     highest: int
-    step: int
     bars: Sequence[Bar]
 
     @property
@@ -74,34 +76,26 @@ class Chart:
         return ", ".join(f"{number:,} {series}" for series, number in self.totals.items())
 
     @property
-    def peak(self) -> str:
-        """What the highest bar stands for, in words."""
-        hours = {1: "an hour", 24: "a day"}.get(self.step, f"in {self.step} hours")
-        return f"up to {self.highest:,} {hours}"
-
-    @property
     def busy(self) -> list[ChartRow]:
         """The rows in which something happened."""
         return [row for row in self.rows if any(row.counts)]
 
 
-def charts(counted: Iterable[Counted], *, last_hour: int, hours: int, step: int) -> list[Chart]:
-    """Return a chart for each task, the busiest first; each bar adds up ``step`` hours."""
-    first = last_hour - hours + 1
+def charts(counted: Iterable[Counted], *, last_hour: int) -> list[Chart]:
+    """Return a chart for each task, the busiest first."""
+    first = last_hour - HOURS + 1
     tasks: dict[str, list[Counter[str]]] = {}
     for each in counted:
         series = _SERIES_OF.get(each.outcome)
-        at = (each.hour - first) // step
-        if series is None or not 0 <= at < hours // step:
-            continue
-        columns = tasks.setdefault(each.task, [Counter() for _ in range(hours // step)])
-        columns[at][series] += each.count
-    found = [_chart(task, columns, first, step) for task, columns in tasks.items()]
+        if series is not None and first <= each.hour <= last_hour:
+            columns = tasks.setdefault(each.task, [Counter() for _ in range(HOURS)])
+            columns[each.hour - first][series] += each.count
+    found = [_chart(task, columns, first) for task, columns in tasks.items()]
     return sorted(found, key=lambda chart: (-sum(chart.totals.values()), chart.task))
 
 
-def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) -> Chart:
-    """Draw the counts of one task: a column for each ``step`` hours from ``first`` on, its series piled up.
+def _chart(task: str, columns: Sequence[Counter[str]], first: int) -> Chart:
+    """Draw the counts of one task: a column for each hour from ``first`` on, its series piled up.
 
     SVG counts from the top, and so each bar begins where the one below it ended: at ``bottom`` less its own height.
     """
@@ -109,7 +103,7 @@ def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) ->
     highest = max(sum(column.values()) for column in drawn)
     rows, bars = [], []
     for n, column in enumerate(columns):
-        at = datetime.fromtimestamp((first + n * step) * 3600, tz=timezone.utc)
+        at = datetime.fromtimestamp((first + n) * 3600, tz=timezone.utc)
         rows.append(ChartRow(at=at, counts=tuple(column[series] for series in SERIES)))
         bottom = float(HEIGHT)
         for series in SERIES:
@@ -117,21 +111,13 @@ def _chart(task: str, columns: Sequence[Counter[str]], first: int, step: int) ->
                 height = round(HEIGHT * drawn[n][series] / highest, 2)
                 bottom = round(bottom - height, 2)
                 title = f"{at:%Y-%m-%d %H:%M} UTC: {column[series]:,} {series}"
-                bars.append(
-                    Bar(
-                        series=series,
-                        x=n * _WIDTH + _GAP // 2,
-                        y=max(bottom, 0.0),
-                        height=height,
-                        title=title,
-                    )
-                )
+                x, y = n * _WIDTH + _GAP // 2, max(bottom, 0.0)
+                bars.append(Bar(series=series, x=x, y=y, height=height, title=title))
     return Chart(
         task=task,
         rows=rows,
         totals={series: sum(column[series] for column in columns) for series in SERIES},
         highest=highest,
-        step=step,
         bars=bars,
     )
 

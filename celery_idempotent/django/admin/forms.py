@@ -39,9 +39,6 @@ _STATE_FILTERS = {
     **{state.value: (state.value, frozenset({state})) for state in State},
 }
 
-#: Hours that the charts show, and hours that one bar of them stands for.
-PERIODS = {"24h": ("24 hours", 24, 1), "7d": ("7 days", 168, 6), "30d": ("30 days", 720, 24)}
-
 
 class FilterForm(forms.Form):
     """Which records to list."""
@@ -116,20 +113,6 @@ class FilterForm(forms.Form):
         if "scope" in found:
             found["scope"] = scope_in_words(found["scope"])
         return found
-
-
-class PeriodForm(forms.Form):
-    """What the charts show."""
-
-    period = forms.ChoiceField(
-        required=False, choices=[(word, f"Last {about[0]}") for word, about in PERIODS.items()]
-    )
-    task = forms.CharField(
-        required=False,
-        max_length=MAX_CHARS,
-        strip=True,
-        widget=forms.TextInput(attrs={"list": "idempotency-tasks"}),
-    )
 
 
 def _shown_again(completed: int, ran: int, of: int) -> str:

@@ -13,8 +13,8 @@ from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.celery.registry import definition_of, namespaces
 from celery_idempotent.django.admin import audit
 from celery_idempotent.django.admin.base import guarded
-from celery_idempotent.django.admin.charts import charts
-from celery_idempotent.django.admin.forms import PERIODS, FilterForm, PeriodForm
+from celery_idempotent.django.admin.charts import HOURS, charts
+from celery_idempotent.django.admin.forms import FilterForm
 from celery_idempotent.django.admin.listing import list_page
 from celery_idempotent.django.admin.operations import Mark, OperationPages
 from celery_idempotent.django.admin.values import shown_with_responses
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from celery_idempotent.records import Identity
 
-#: So many names of tasks are suggested, and so many tasks have a chart, if none is named.
-_SUGGESTED, CHARTS = 200, 12
+#: So many names of tasks are suggested, and so many tasks have a chart: the busiest.
+_SUGGESTED, CHARTS = 200, 50
 
 #: So many seconds the page of a record looks for the same key elsewhere.
 ELSEWHERE_SECONDS = 0.2
@@ -184,33 +184,20 @@ class IdempotencyRecordAdmin(OperationPages):
     def charts_view(self, request: HttpRequest) -> HttpResponse:
         """Show outcomes by task and hour, and whether sweeps run."""
         app = celery_app()
-        store, form = get_store(app), PeriodForm(request.GET)
-        valid = form.is_valid()
-        chosen = form.cleaned_data if valid else {}
-        stats, task = store.stats(), chosen.get("task", "")
-        _, hours, step = PERIODS[chosen.get("period") or "24h"]
-        drawn = charts(
-            (
-                each
-                for each in store.counts(hours=hours)
-                if each.task != SWEEP and task in ("", each.task)
-            ),
-            last_hour=stats.now_ms // HOUR_MS,
-            hours=hours,
-            step=step,
-        )
+        store = get_store(app)
+        stats = store.stats()
+        counted = [each for each in store.counts(hours=HOURS) if each.task != SWEEP]
+        drawn = charts(counted, last_hour=stats.now_ms // HOUR_MS)
         names = ("live", "stale", "interrupted", "failed")
         context = {
-            "title": "Outcomes",
-            "form": form,
+            "title": "Outcomes of the last 24 hours",
             "states": [(name, stats.said(name)) for name in names],  # type: ignore[arg-type]  # they are
             "sweeps": sweeps(app, stats),
             "counts": store.supports_counting,
             "charts": drawn[:CHARTS],
             "further": len(drawn[CHARTS:]),
-            "tasks": namespaces(app)[:_SUGGESTED],
         }
-        return self.render(request, "charts", context, status=200 if valid else 400)
+        return self.render(request, "charts", context)
 
 
 def _known_namespaces(app: Celery) -> list[str]:
