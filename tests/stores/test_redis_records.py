@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from typing import Any
@@ -23,7 +22,6 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.redis import upkeep
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.scripts import script
 from celery_idempotent.stores.redis.store import RedisStore
@@ -358,25 +356,6 @@ def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store, monke
     # Records and indexes of many buckets share a script.
     assert max(trips) < 50
     assert len(report.interrupted) == 1000
-
-
-def test_what_a_script_swept_is_unpacked_before_the_next_answer_is_read(redis_store, monkeypatch):
-    def noting(word, function):
-        return lambda *given: done.append(word) or function(*given)
-
-    for n in range(200):
-        claim(redis_store, Identity(namespace="charge", key=f"{n}"), lease_ms=1)
-    time.sleep(0.01)
-    redis_store.sweep(limit=1)  # the server knows the scripts from now on
-    done = []
-    read = redis.Connection.read_response
-    monkeypatch.setattr(redis.Connection, "read_response", noting("read", read))
-    monkeypatch.setattr(upkeep, "unpack_record", noting("unpack", upkeep.unpack_record))
-    report = redis_store.sweep(limit=1000)
-    assert len(report.interrupted) == done.count("unpack") == 199
-    runs = [word for word, _ in itertools.groupby(done)]
-    # The first answers are those of the indexes. Four scripts at least: none takes more than 50 records.
-    assert runs[:8] == ["read", "unpack"] * 4
 
 
 def test_a_sweep_says_whether_its_limit_left_something(redis_store):

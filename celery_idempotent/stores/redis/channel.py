@@ -100,14 +100,11 @@ class Channel:
         answers: list[Reply] = []
         try:
             connection.send_packed_command([packed])
-            for command in commands:
+            for _ in commands:
                 try:
                     answer = connection.read_response()
                 except exceptions.ResponseError as error:
                     answer = error
-                else:
-                    if command.read is not None:
-                        answer = command.read(answer)
                 answers.append(answer)
         except BaseException:
             connection.disconnect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeAlias
 
@@ -69,16 +69,11 @@ class Script(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One command, and the bucket of its keys, which decides the Cluster node that gets it.
-
-    ``read`` makes of an answer that is no error what the caller gets instead, as soon as it is there: while the server
-    still works at the next command.
-    """
+    """One command, and the bucket of its keys, which decides the Cluster node that gets it."""
 
     bucket: int
     words: tuple[bytes, ...]
     source: bytes | None = None
-    read: Callable[[Reply], Reply] | None = None
 
     def packed(self) -> bytes:
         """Return the command in Redis' protocol, for a fraction of what redis-py's packer takes."""

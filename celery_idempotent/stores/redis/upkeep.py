@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TypeAlias
 
 from redis.exceptions import ClusterCrossSlotError
@@ -17,7 +16,7 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES
 from celery_idempotent.stores.redis.facts import Servers, now_ms
 from celery_idempotent.stores.redis.keyspace import BUCKETS
 from celery_idempotent.stores.redis.packed import unpack_record
-from celery_idempotent.stores.redis.scripts import Command, Reply, plain, script
+from celery_idempotent.stores.redis.scripts import Command, plain, script
 
 #: No script works on more records, or looks into more indexes, than this: Redis serves no other client while one runs.
 _PER_SCRIPT, _PER_LOOK = 50, 256
@@ -37,11 +36,13 @@ class Upkeep(Servers):
         left_over = False
         for due, more in self._rounds(self._keys.leases, limit):
             left_over = more
-            answers = self._ask_all(
-                [self._swept_together(each, delay, attempt) for each in self._together(due)]
-            )
-            for record in itertools.chain.from_iterable(answers):
-                (requeued if record.state is State.QUEUED else interrupted).append(record)
+            groups = list(self._together(due))
+            answers = self._ask_all([self._swept_together(g, delay, attempt) for g in groups])
+            names = (name for group in groups for _, names in group for name in names)
+            for name, packed in zip(names, itertools.chain.from_iterable(answers), strict=True):
+                if packed is not None:
+                    record = unpack_record(self._keys.identity(name), packed)
+                    (requeued if record.state is State.QUEUED else interrupted).append(record)
         return SweepReport(interrupted=tuple(interrupted), requeued=tuple(requeued), more=left_over)
 
     def _together(self, due: Sequence[_Due]) -> Iterator[Sequence[_Due]]:
@@ -62,17 +63,7 @@ class Upkeep(Servers):
         for bucket, names in due:
             keys += (self._keys.leases(bucket), self._keys.interrupted(bucket), *names)
         sizes = [b"%d" % len(names) for _, names in due]
-        command = script("sweep").call(due[0][0], keys, delay, attempt, *sizes)
-        return command._replace(read=partial(self._read_swept, due))
-
-    def _read_swept(self, due: Sequence[_Due], answer: Reply) -> list[Record]:
-        """Unpack what a script swept: thousands of records, and the next script runs meanwhile."""
-        names = [name for _, names in due for name in names]
-        return [
-            unpack_record(self._keys.identity(name), packed)
-            for name, packed in zip(names, answer, strict=True)
-            if packed is not None
-        ]
+        return script("sweep").call(due[0][0], keys, delay, attempt, *sizes)
 
     def prune(self, *, limit: int) -> int:
         """Drop index entries of expired records; Redis drops the records by itself."""
