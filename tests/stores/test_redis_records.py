@@ -79,49 +79,6 @@ def indexes(client: Any, names) -> tuple[dict[bytes, float], dict[bytes, float]]
     )
 
 
-def test_the_index_of_leases_has_the_deadline_of_each_processing_record(
-    redis_store, redis_client, names
-):
-    record = claim(redis_store)
-    assert indexes(redis_client, names) == ({names[0]: record.deadline_ms}, {})
-    lease = Renewal(identity=KEY, token=record.token, lease_ms=2 * LEASE_MS, keep_ms=KEEP_MS)
-    redis_store.renew([lease])
-    found = redis_store.get(KEY)
-    assert found.deadline_ms > record.deadline_ms
-    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
-
-
-def test_a_takeover_moves_the_deadline(redis_store, redis_client, names, advance):
-    claim(redis_store)
-    advance(LEASE_MS + 1)
-    record = claim(redis_store)
-    assert indexes(redis_client, names) == ({names[0]: record.deadline_ms}, {})
-
-
-def test_a_reservation_made_again_moves_the_deadline(redis_store, redis_client, names, advance):
-    asked = {"identity": KEY, "task_id": "task-1", "keep_ms": KEEP_MS}
-    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
-    advance(LEASE_MS / 2)
-    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
-    found = redis_store.get(KEY)
-    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        complete,
-        lambda store, record: store.release(KEY, token=record.token),
-        lambda store, record: store.interrupt(KEY, token=record.token),
-        lambda store, _: store.forget(KEY),
-    ],
-    ids=["settle", "release", "interrupt", "forget"],
-)
-def test_an_ended_claim_leaves_the_index(redis_store, redis_client, names, end):
-    end(redis_store, claim(redis_store))
-    assert indexes(redis_client, names) == ({}, {})
-
-
 def test_a_failed_record_is_indexed_until_its_retention_ends(
     redis_store, redis_client, names, advance
 ):
@@ -356,14 +313,6 @@ def test_a_sweep_of_a_thousand_takes_a_handful_of_round_trips(redis_store, monke
     # Records and indexes of many buckets share a script.
     assert max(trips) < 50
     assert len(report.interrupted) == 1000
-
-
-def test_a_sweep_says_whether_its_limit_left_something(redis_store):
-    for n in range(3):
-        claim(redis_store, Identity(namespace="charge", key=f"{n}"), lease_ms=1)
-    time.sleep(0.01)
-    reports = [redis_store.sweep(limit=2), redis_store.sweep(limit=1)]
-    assert [(len(report.interrupted), report.more) for report in reports] == [(2, True), (1, False)]
 
 
 def test_what_would_not_fit_the_record_is_refused(redis_store):

@@ -214,15 +214,6 @@ class TestACL:
             store.get(KEY)
         assert "hunter2" not in f"{caught.value} {store!r}"
 
-    def test_a_missing_right_is_a_misconfiguration(self, acl_server: Server):
-        store = open_store(
-            f"redis://idem:%2Bs3cret%3A%2F%40@127.0.0.1:{acl_server.port}?prefix=other"
-        )
-        with pytest.raises(StoreMisconfigured, match=r"rights|permission"):
-            store.get(KEY)
-        with pytest.raises(StoreMisconfigured, match=r"rights|permission"):
-            claim(store)
-
     def test_a_missing_password_is_a_misconfiguration(self, tmp_path):
         with (
             running(
