@@ -12,10 +12,7 @@ class Transaction(Protocol):
     """A transaction of the store's database that a run is part of."""
 
     def settle(self, request: SettleRequest) -> bool:
-        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now.
-
-        A run that has two claims settles the one that the transaction was begun for first.
-        """
+        """Write the end state, to be committed with the rest; ``False`` if the key has another token by now."""
         ...
 
     def passes(self, error: Exception) -> bool:

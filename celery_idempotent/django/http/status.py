@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from django.core.serializers.json import DjangoJSONEncoder
@@ -21,12 +20,6 @@ from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import RETRY_AFTER, RequestRefused
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.stores import get_store
-
-if TYPE_CHECKING:
-    from celery import Celery
-
-    from celery_idempotent.records import Identity, Record
-
 
 _VARY = ("Authorization", "Cookie")
 
@@ -83,11 +76,6 @@ def respond(request: HttpRequest, namespace: str, key: str) -> HttpResponseBase:
     return found
 
 
-def _found(app: Celery, identity: Identity) -> Record | None:
-    """Return the record of a key, or that of its former identity if a deploy changed the namespace."""
-    return get_store(app).get(identity)
-
-
 def _look_up(
     request: HttpRequest, namespace: str, key: str, options: HttpOptions
 ) -> dict[str, object]:
@@ -95,7 +83,7 @@ def _look_up(
     scope = caller_scope(request, options)
     try:
         identity = http_identity(namespace, scope, key)
-        record = _found(app, identity)
+        record = get_store(app).get(identity)
     except RequestRefused:
         record = None
     except (StoreUnavailable, StoreMisconfigured) as error:
