@@ -108,7 +108,7 @@ class SettledWith(Enum):
     RESULT = "the end state is written, and the result is stored and published"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Renewal:
     """What its holder needs to renew a claim: identity, token, and for how many milliseconds to renew it."""
 
