@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,7 +160,13 @@ def deliver_at_once(task: AnyTask | Sig, n: int, *args: object, **kwargs: object
 
         def go(message: Message) -> Delivery:
             ready.wait(timeout=30)
-            return _trace(task_of(task), message, False, published)
+            try:
+                return _trace(task_of(task), message, False, published)
+            finally:
+                if database := sys.modules.get(
+                    "django.db"
+                ):  # a test database with a session is not dropped
+                    database.connections.close_all()
 
         return list(pool.map(go, messages))
 

@@ -145,6 +145,7 @@ class Session:
             return own.cursor()
         from psycopg import ClientCursor
 
+        own.close_if_health_check_failed()  # now, or cursor() would do it, and open another one
         own.ensure_connection()
         raw: Any = own.connection
         theirs, raw.cursor_factory = raw.cursor_factory, ClientCursor

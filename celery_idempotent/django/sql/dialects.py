@@ -24,7 +24,8 @@ LOCK_TIMEOUT_MS = 5_000
 #: exists already; another transaction locks it for too long; the database cannot serve at the moment.
 Kind = Literal["conflict", "lost", "misconfigured", "duplicate", "busy", "unavailable"]
 
-_PG_LOST = ("08", "57P")
+#: Idle in a transaction (25P03) or in it (25P04) for too long: the server ends the session, as with 57P.
+_PG_LOST = ("08", "57P", "25P03", "25P04")
 _PG_CONFLICT = ("40001", "40P01")
 _MYSQL_CONFLICT = (1020, 1213)
 _MYSQL_LOST = (0, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031)

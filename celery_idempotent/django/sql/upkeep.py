@@ -28,18 +28,18 @@ def renew(session: Session, leases: Sequence[Renewal]) -> list[bool]:
         leases a, b, c; b is locked     a, c: SKIP LOCKED, renewed at once ─ b: waits, lock_timeout ─ raises
     """
     # In one order: two processes that renew the same leases in different orders would deadlock.
-    distinct = sorted(set(leases), key=_order)
+    distinct = [lease for _, lease in sorted({_claim(lease): lease for lease in leases}.items())]
     if session.words.vendor == "sqlite":
         # One writer: its lock is the only one there is to wait for.
         with session.transaction():
-            renewed = {lease for lease in distinct if _renewed(session, lease)}
-        return [lease in renewed for lease in leases]
+            renewed = {_claim(lease) for lease in distinct if _renewed(session, lease)}
+        return [_claim(lease) in renewed for lease in leases]
     renewed = _renew_free(session, distinct) if len(distinct) > 1 else set()
-    rest = [lease for lease in distinct if lease not in renewed]
+    rest = [lease for lease in distinct if _claim(lease) not in renewed]
     # The first row that stays locked ends this; in random order, so that the same others are not always left out.
     random.shuffle(rest)
-    renewed.update(lease for lease in rest if _renewed(session, lease))
-    return [lease in renewed for lease in leases]
+    renewed.update(_claim(lease) for lease in rest if _renewed(session, lease))
+    return [_claim(lease) in renewed for lease in leases]
 
 
 def find_due(session: Session, limit: int) -> list[bytes]:
@@ -69,18 +69,18 @@ def prune(lines: Lines, *, limit: int) -> int:
     return gone
 
 
-def _order(lease: Renewal) -> tuple[bytes, int]:
+def _claim(lease: Renewal) -> tuple[bytes, int]:
     return digest(lease.identity), lease.token
 
 
 def _renewed(session: Session, lease: Renewal) -> bool:
     """Renew one lease, if need be after a wait."""
     life_ms = lease.lease_ms + lease.keep_ms
-    params = (lease.lease_ms, lease.lease_ms, life_ms, *_order(lease))
+    params = (lease.lease_ms, lease.lease_ms, life_ms, *_claim(lease))
     return session.write(_RENEW.format(now=session.words.now_ms), params) == 1
 
 
-def _renew_free(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
+def _renew_free(session: Session, leases: Sequence[Renewal]) -> set[tuple[bytes, int]]:
     """Renew the leases whose rows are not locked, without a wait; return them."""
     if session.words.vendor == "postgresql":
         return _renew_at_once(session, leases)
@@ -95,15 +95,17 @@ def _renew_free(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
         )
         free = {bytes(name) for (name,) in found}
         return {
-            lease for lease in leases if digest(lease.identity) in free and _renewed(session, lease)
+            _claim(lease)
+            for lease in leases
+            if digest(lease.identity) in free and _renewed(session, lease)
         }
 
 
-def _renew_at_once(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
+def _renew_at_once(session: Session, leases: Sequence[Renewal]) -> set[tuple[bytes, int]]:
     values = ", ".join(["(%s::bytea, %s::bigint, %s::bigint, %s::bigint)"] * len(leases))
     params: list[object] = []
     for lease in leases:
-        params += (*_order(lease), lease.lease_ms, lease.lease_ms + lease.keep_ms)
+        params += (*_claim(lease), lease.lease_ms, lease.lease_ms + lease.keep_ms)
     found = session.rows(
         f"WITH t AS MATERIALIZED (SELECT {session.words.now_ms} AS ms),"
         f" v (digest, token, lease_ms, life_ms) AS MATERIALIZED (VALUES {values}),"
@@ -116,8 +118,7 @@ def _renew_at_once(session: Session, leases: Sequence[Renewal]) -> set[Renewal]:
         " AND lease.expires_ms > ms RETURNING lease.digest, lease.token",
         params,
     )
-    renewed = {(bytes(name), token) for name, token in found}
-    return {lease for lease in leases if _order(lease) in renewed}
+    return {(bytes(name), token) for name, token in found}
 
 
 def _prune(session: Session, batch: int) -> tuple[int, int]:

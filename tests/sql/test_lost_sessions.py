@@ -1,0 +1,151 @@
+"""A session that the server ended is lost, whatever the server calls that, and is replaced by a new one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_idempotent import IdempotentTask
+from celery_idempotent.testing import deliver_at_once
+
+pytest.importorskip("django")
+
+from django.db import DatabaseError, InternalError, OperationalError, connections
+from django.db.backends.signals import connection_created
+
+from celery_idempotent.django.sql.dialects import kind
+from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.records import (
+    ClaimRequest,
+    Identity,
+    Record,
+    Renewal,
+    SettleRequest,
+    State,
+    Stored,
+)
+from celery_idempotent.stores import get_store
+from tests.sql.databases import execute, rows
+
+VALUE = Stored(content_type="application/json", content_encoding="utf-8", body=b"17")
+
+
+def request(key: str = "17") -> ClaimRequest:
+    identity = Identity(namespace="charge", key=key)
+    return ClaimRequest(identity=identity, attempt=os.urandom(8), lease_ms=60_000, keep_ms=60_000)
+
+
+def settled(record: Record) -> SettleRequest:
+    return SettleRequest(record=record, state=State.COMPLETED, value=VALUE, keep_ms=60_000)
+
+
+@pytest.fixture
+def watch(use_database: Callable[..., str]) -> str:
+    """Another session on PostgreSQL."""
+    alias = use_database("postgresql")
+    execute(alias, "SELECT 1")
+    return alias
+
+
+def end(watcher: str, alias: str) -> None:
+    """End the session of this thread, as a server does that restarts."""
+    ((pid,),) = rows(alias, "SELECT pg_backend_pid()")
+    execute(watcher, "SELECT pg_terminate_backend(%s, 10000)", (pid,))
+
+
+VERBS: dict[str, Callable[[DjangoStore, Record], object]] = {
+    "claim": lambda store, _: store.claim(request("second")),
+    "claim of a key that is held": lambda store, record: store.claim(request(record.identity.key)),
+    "get": lambda store, record: store.get(record.identity),
+    "renew": lambda store, record: store.renew(
+        [Renewal(identity=record.identity, token=record.token, lease_ms=60_000, keep_ms=60_000)]
+    ),
+    "checkpoint": lambda store, record: store.checkpoint(
+        record.identity, token=record.token, name="step", value=VALUE
+    ),
+    "settle": lambda store, record: store.settle(settled(record)),
+    "release": lambda store, record: store.release(record.identity, token=record.token),
+    "count": lambda store, _: store.count({("charge", "claimed"): 1}),
+    "sweep": lambda store, _: store.sweep(limit=10),
+    "prune": lambda store, _: store.prune(limit=10),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_the_first_verb_after_a_lost_session_works_with_health_checks(
+    use_database: Callable[..., str], watch: str, verb: Callable[[DjangoStore, Record], object]
+):
+    changes = {"CONN_HEALTH_CHECKS": True, "CONN_MAX_AGE": None}
+    options = {"server_side_binding": True}
+    store = DjangoStore(use_database("postgresql", options=options, **changes))
+    execute(store.alias, "SELECT 1")
+    for n in range(6):  # more than a statement needs to be planned once
+        store.settle(settled(store.claim(request(f"{n}")).record))  # type: ignore[union-attr]
+    record = store.claim(request()).record  # type: ignore[union-attr]
+    end(watch, store.alias)
+    own: Any = connections[store.alias]
+    own.health_check_done = False  # as it is after each request
+    verb(store, record)
+    store.close()
+
+
+def test_a_transaction_that_was_idle_for_too_long_is_a_lost_session(
+    use_database: Callable[..., str],
+):
+    """PostgreSQL says so in the next statement, which is that of the settle."""
+    alias = use_database("postgresql")
+    store = DjangoStore(alias)
+    record = store.claim(request()).record  # type: ignore[union-attr]
+    with pytest.raises(DatabaseError) as caught, store.transaction(record) as run:
+        execute(alias, "SET idle_in_transaction_session_timeout = 50")
+        time.sleep(0.5)  # the time limit is the server's
+        run.settle(settled(record))
+    assert run.passes(caught.value)
+    with store.transaction(record) as run:
+        assert run.settle(settled(record))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "code"),
+    [
+        *(("postgresql", code) for code in ("25P03", "25P04", "57P05", "57P01", "08006")),
+        *(("mysql", code) for code in (2006, 2013, 4031)),
+    ],
+)
+def test_what_ends_a_session_is_known_by_its_code(vendor: str, code: Any):
+    error: Any = OperationalError(code, "gone") if vendor == "mysql" else InternalError("gone")
+    if vendor == "postgresql":
+        error.sqlstate = code
+    assert kind(error, vendor) == "lost"
+
+
+def test_deliveries_at_once_leave_no_connection_open(use_database: Callable[..., str]):
+    alias = use_database("postgresql")
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store=f"django://{alias}")
+
+    @app.task(base=IdempotentTask, name="pay", shared=False, idempotency_key="order")
+    def pay(order: str) -> int:
+        return len(rows(alias, "SELECT 1"))
+
+    opened: list[Any] = []
+
+    def note(connection: Any, **_: object) -> None:
+        if connection.alias == alias:
+            opened.append(connection)
+
+    connections[alias].close()
+    connection_created.connect(note)
+    try:
+        assert len(deliver_at_once(pay, 3, "17")) == 3
+    finally:
+        connection_created.disconnect(note)
+    get_store(app).close()
+    assert opened
+    assert [each for each in opened if each.connection is not None] == []
