@@ -95,19 +95,13 @@ def app_named(ctx: click.Context) -> Celery:
     return app
 
 
-def loaded_app(ctx: click.Context) -> Celery:
-    """Return the app with its tasks imported."""
+def session_of(ctx: click.Context) -> Session:
+    """Return the app with its tasks imported, and its store."""
     app = app_named(ctx)
     try:
         load_tasks(app)
     except ImportError as error:
         raise click.UsageError(f"the app's tasks cannot be imported: {error}", ctx) from error
-    return app
-
-
-def session_of(ctx: click.Context) -> Session:
-    """Return what a command has."""
-    app = loaded_app(ctx)
     named = ctx.find_root().params.get("app")
     return Session(app, get_store(app), named if isinstance(named, str) else "proj")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -107,9 +108,16 @@ def test_all_that_is_stored_of_a_user_is_forgotten(project):
 
     alice, bob = User(pk=project.alice), User(pk=project.alice + 1)
     store = open_store(f"django://{project.alias}")
+    task: Any = import_module(TASK.rpartition(".")[0]).pay
+    identity_of = task.idempotency_definition().identifier.identity
     for number in range(41):
-        for user, namespace in ((alice, "http"), (alice, TASK), (alice, "refund"), (bob, TASK)):
-            about = http_identity(namespace, user_scope(user), f"order-{number}")
+        key = f"order-{number}"
+        for about in (
+            http_identity("http", user_scope(alice), key),
+            identity_of(key, user_scope(alice)),
+            identity_of(f"refund-{number}", user_scope(alice)),
+            identity_of(key, user_scope(bob)),
+        ):
             settle(store, claim(store, about))
     done = project.run(
         "sql", "forget", "--all", "--scope", f"user {project.alice}", "--yes", "--json"
