@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
@@ -25,7 +25,6 @@ from celery_idempotent import backoff, signals
 from celery_idempotent.celery import exchanges
 from celery_idempotent.celery.delivery import has_to_send
 from celery_idempotent.celery.republish import Dropped
-from celery_idempotent.identity import stamp
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.background import background
 from celery_idempotent.protocol.calls import worker_name
@@ -37,7 +36,6 @@ from celery_idempotent.stores import Store, get_store
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.identity.identified import Identified
-    from celery_idempotent.protocol.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +46,6 @@ _LONGEST_POLL = 1.0
 
 #: For how many seconds a claim may arrive after its child is known to be gone.
 LATE = 5.0
-
-#: How long a key is tried to be freed while the store does not answer, in seconds.
-UNRESERVE_RETRY_SECONDS = 600.0
 
 _INTERRUPTED = Line(logging.WARNING, "%(identity)s is interrupted (crash %(crashes)s)%(why)s")
 
@@ -69,8 +64,6 @@ class Lost:
         main                      │    the child is gone ─ reads the record: no holder
         store                     └──────────────────────────────────────────────────────── claimed, by a dead child
     """
-
-    urgent: ClassVar[bool] = True
 
     task: IdempotentTask
     identity: Identity
@@ -144,39 +137,6 @@ class Lost:
         return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreserve:
-    """The key of a message that will never run: the worker discards whatever comes under its task id."""
-
-    urgent: ClassVar[bool] = False
-
-    identity: Identity
-    task_id: str
-    store: Store
-    reporter: Reporter
-    give_up: float
-
-    def __str__(self) -> str:
-        return f"free {self.identity}"
-
-    def step(self) -> None:
-        """Delete the reservation."""
-        record = self.store.get(self.identity)
-        if record is None or record.state is not State.QUEUED or record.task_id != self.task_id:
-            return
-        if self.store.release(self.identity, token=record.token):
-            self.reporter.report(
-                signals.released,
-                self.identity,
-                self.task_id,
-                record,
-                store=self.store,
-                reason="its task was revoked or expired before it ran",
-                has_writer=False,
-            )
-            counters.write()
-
-
 class Request(CeleryRequest):
     """A delivery as the worker's main process sees it."""
 
@@ -215,33 +175,6 @@ class Request(CeleryRequest):
         if not soft:
             self._child_lost()
         return super().on_timeout(soft, timeout)
-
-    def _announce_revoked(
-        self, reason: str, terminated: bool, signum: object, expired: bool
-    ) -> None:
-        """Free the key of a task that was revoked, or expired, before it ran: it was reserved, or waits for a retry."""
-        super()._announce_revoked(reason, terminated, signum, expired)  # type: ignore[misc]
-        task = self.task
-        try:
-            definition = task.idempotency_definition()
-            if terminated or definition is None or not self._may_be_queued(definition.policy):
-                return
-            job = Unreserve(
-                identity=_identity_of(self),
-                task_id=self.id,
-                store=get_store(task.app),
-                reporter=definition.runner.reporter,
-                give_up=time.monotonic() + UNRESERVE_RETRY_SECONDS,
-            )
-            background.put(job)
-        except Exception:
-            logger.exception("idempotency: could not free the key of revoked task %s", self.id)
-
-    def _may_be_queued(self, policy: Policy) -> bool:
-        """May the record of this message be QUEUED?"""
-        # enqueue() reserves the key whatever the policy says.
-        by_request = stamp.KEEP_FAILURE in stamp.read_stamp(self.request_dict, self.id)
-        return by_request or policy.publish_once or policy.on_stale == "requeue"
 
     def _success_was_stored(self) -> object:
         """Return ``False`` for a message whose child was lost before it may have sent all callbacks: it comes back.

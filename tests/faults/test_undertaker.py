@@ -1,4 +1,4 @@
-"""The thread that tells the store of lost children and expired messages: the pool may fork while it works."""
+"""The thread that tells the store of lost children: the pool may fork while it works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, ReserveRequest, State
+from celery_idempotent.records import Claimed, ClaimRequest, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
 from tests.faults.conftest import Stage
@@ -26,16 +26,13 @@ from tests.support.workers import Worker, alive, child_environment
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
 
-#: What the main process of a worker does with its first lost child, and with a message that expired, and which modules
-#: that imports in which thread.
+#: What the main process of a worker does with its first lost child, and which modules that imports in which thread.
 _PROGRAM = """
 import subprocess, sys, threading, time
 
 import celery.bin.worker, celery.concurrency.prefork, celery.worker.request, kombu.transport.pyamqp
 from celery_idempotent.celery import request
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Identity
-from celery_idempotent.stores import get_store
 from tests.faults.app import app
 
 app.finalize()
@@ -61,15 +58,6 @@ class Delivery:
 threads = []
 start = threading.Thread.start
 threading.Thread.start = lambda self: (threads.append(self), start(self))[1]
-request.background.put(
-    request.Unreserve(
-        identity=Identity(namespace="once", key="k"),
-        task_id="revoked",
-        store=get_store(app),
-        reporter=task.idempotency_definition().runner.reporter,
-        give_up=time.monotonic() + 30,
-    )
-)
 Delivery()._child_lost()
 assert {thread.name for thread in threads} == {"idempotency-background"}, threads
 for thread in threads:
@@ -106,16 +94,11 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
             )
         )
         assert isinstance(claimed, Claimed)
-        once = Identity(namespace="once", key="k")
-        get_store(app).reserve(
-            ReserveRequest(identity=once, task_id="revoked", deadline_ms=30_000, keep_ms=30_000)
-        )
         output, _ = main.communicate("go on\n", timeout=60)
     assert main.returncode == 0
     # It did all that it can have to do.
     record = task.idempotency_record("k")
     assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
-    assert get_store(app).get(once) is None
     assert output == "imported:\n"
     get_store(app).close()
 

@@ -216,27 +216,6 @@ def test_a_worker_that_is_killed_at_work_pays_once_and_the_status_tells_of_its_c
 # The status resource -------------------------------------------------------------------------------------------------
 
 
-def test_a_payment_that_is_revoked_before_it_runs_gives_its_key_back(
-    site: Site, producer: Celery, store: Store
-) -> None:
-    """A worker discards every message of a revoked task id: a repetition must have another."""
-    key = new_key()
-    with site.bank("closed"):
-        busy = [site.pay(key=new_key()) for _ in range(2)]
-        first = site.pay(key=key)
-        reserved = store.get(identity(site, key))
-        assert reserved is not None
-        producer.control.revoke(reserved.task_id)
-    for each in busy:
-        site.settled(each)
-    wait_for(lambda: store.get(identity(site, key)) is None, 30, "the key")
-    assert site.status(first).problem() == (404, "unknown_key")
-    again = site.pay(key=key)
-    assert (again.status, again.replayed) == (202, False)
-    assert site.settled(again)["state"] == "COMPLETED"
-    assert site.payments(key) == 1
-
-
 def test_the_status_is_of_the_caller_alone(site: Site) -> None:
     key = new_key()
     first = site.pay(key=key)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
 from celery import chain, chord, group
 from kombu.exceptions import OperationalError
@@ -168,44 +167,21 @@ class TestNothingLeaks:
             assert unattended.publish("once", key).id == record.task_id
         assert unattended.length() == 1
 
-    def test_a_revoked_task_blocks_nobody(self, on_redis, key, short):
-        """A worker discards every message of a revoked task id: the next publish must have another."""
+    @pytest.mark.parametrize("why", ["revoked", "expired"])
+    def test_a_task_that_a_worker_discards_keeps_its_key_until_it_is_forgotten(
+        self, on_redis, key, short, why
+    ):
+        """The worker discards every message of its task id: after a forget the next publish has another."""
         blocker = self.occupy(on_redis, key)
-        first = on_redis.publish("once", key)
-        first.revoke()
-        blocker.open()
-        on_redis.noted("revoked", task_id=first.id)
-        self.runs_after(on_redis, key)
-
-    def test_an_expired_task_blocks_nobody(self, on_redis, key, short):
-        blocker = self.occupy(on_redis, key)
-        first = on_redis.publish("once", key, expires=0.3)
+        first = on_redis.publish("once", key, expires=0.3 if why == "expired" else None)
+        if why == "revoked":
+            first.revoke()
         time.sleep(0.5)
         blocker.open()
         on_redis.noted("revoked", task_id=first.id)
+        assert on_redis.publish("once", key).id == first.id
+        assert on_redis.app.tasks["once"].idempotency_forget(key)
         self.runs_after(on_redis, key)
-
-    def test_a_queue_full_of_expired_tasks_costs_one_thread_while_the_store_hangs(
-        self, open_site, private_redis, key
-    ):
-        site = open_site("redis", idempotency_store=private_redis.url())
-        keys = [f"{key}.{n}" for n in range(200)]
-        sent = [site.publish("once", each, expires=0.01) for each in keys]
-        private_redis.freeze()
-        try:
-            worker = site.worker(concurrency=1)
-            site.noted("revoked", task_id=sent[-1].id)
-            assert site.ledger.count("revoked") == len(keys)
-            # That of the checks at its start, and one.
-            assert psutil.Process(worker.pid).num_threads() <= 3
-        finally:
-            private_redis.thaw()
-        wait_for(
-            lambda: not any(state_of(site, each) for each in keys),
-            PATIENCE,
-            "all keys to be free",
-            interval=0.2,
-        )
 
     @pytest.fixture(autouse=True)
     def _blocker(self, gate):

@@ -219,19 +219,6 @@ class TestRequeue:
         # Of the message that was lost, of the one that the sweep sent, of the retry.
         assert (shared.ledger.count("start", key), shared.ledger.count("end", key)) == (3, 1)
 
-    def test_a_retry_that_is_revoked_is_not_sent_again(self, shared, key):
-        first = shared.publish("requeued_retrying", key)
-
-        def state() -> State | None:
-            record = shared.record("requeued_retrying", key)
-            return None if record is None else record.state
-
-        wait_for(lambda: state() is State.QUEUED, PATIENCE, "the retry to wait", interval=0.005)
-        shared.app.control.revoke(first.id)
-        shared.noted("revoked", task_id=first.id)
-        wait_for(lambda: state() is None, PATIENCE, "the key to be free")
-        assert shared.ledger.count("start", key) == 1
-
     def test_an_interrupted_run_keeps_what_it_needs_to_be_sent_again(self, open_site, key, gate):
         """As an operator would send it: the message has all options of the first."""
         site = open_site("redis")

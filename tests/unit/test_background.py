@@ -25,10 +25,9 @@ class Work:
         name: str,
         done: list[str],
         *steps: Any,
-        urgent: bool = False,
         patience: float = 60,
     ) -> None:
-        self.name, self.done, self.steps, self.urgent = name, done, list(steps), urgent
+        self.name, self.done, self.steps = name, done, list(steps)
         self.give_up = time.monotonic() + patience
 
     def __str__(self) -> str:
@@ -88,33 +87,6 @@ def test_one_thread_does_all_and_ends_when_nothing_is_left(done, idle):
     background.put(Work("later", done))
     idle()
     assert done[-1] == "later"
-
-
-def test_what_is_urgent_comes_first(done, idle, gate):
-    background = Background()
-    background.put(Work("first", done, closed(gate)))
-    wait_for(lambda: done, what="the first")
-    for n in range(3):
-        background.put(Work(f"other {n}", done))
-    for n in range(3):
-        background.put(Work(f"urgent {n}", done, urgent=True))
-    gate.set()
-    idle()
-    kinds = ("urgent", "other")
-    assert done == ["first", *(f"{kind} {n}" for kind in kinds for n in range(3))]
-
-
-def test_too_many_jobs_cost_the_oldest_which_is_told_once(done, idle, gate, caplog):
-    background = Background(limit=3)
-    background.put(Work("first", done, closed(gate)))
-    wait_for(lambda: done, what="the first")
-    background.put(Work("urgent", done, urgent=True))
-    for n in range(10):
-        background.put(Work(str(n), done))
-    assert caplog.text.count("more than 3 claims of lost processes and keys") == 1
-    gate.set()
-    idle()
-    assert done == ["first", "urgent", "8", "9"]
 
 
 def test_while_the_store_is_away_it_is_asked_no_more_than_once_a_second(done, idle, monkeypatch):

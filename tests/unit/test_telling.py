@@ -16,7 +16,7 @@ from celery import Celery
 
 from celery_idempotent import FingerprintMismatch, IdempotentTask, current_claim, signals
 from celery_idempotent.celery import operations, reaper
-from celery_idempotent.celery.request import Lost, Unreserve
+from celery_idempotent.celery.request import Lost
 from celery_idempotent.errors import FailedByOperator, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import (
@@ -428,20 +428,6 @@ class TestMainProcess:
         assert lost.step() is None
         told(place, "interrupted INTERRUPTED")
         assert heard.events[0][2].reason == f"its process {child.pid} is gone"
-
-    def test_the_reservation_of_a_task_that_was_revoked(self, heard):
-        place = make_place(heard, idempotency_publish_once=True)
-        place.reserve()
-        unreserve = Unreserve(
-            identity=KEY,
-            task_id="other",
-            store=place.store,
-            reporter=place.task.idempotency_definition().runner.reporter,
-            give_up=time.monotonic() + 60,
-        )
-        unreserve.step()
-        unreserve.step()
-        told(place, "released")
 
 
 def test_an_event_without_a_key_has_no_namespace():
