@@ -94,13 +94,13 @@ def test_the_setting_is_read_and_the_view_wins() -> None:
 def test_a_decorated_view_follows_the_setting() -> None:
     from django.test import override_settings
 
-    from celery_idempotent.django.http.views import Marks
+    from celery_idempotent.django.http.decorators import WrappedView
 
-    marks = Marks("view", {}, guards=True)
-    assert marks.options.lease_ms == 30_000
+    wrapped = WrappedView(view, {}, guards=True)
+    assert wrapped.guard.options.lease_ms == 30_000
     with override_settings(IDEMPOTENCY_HTTP={"lease": 7}):
-        assert marks.options.lease_ms == 7000
-    assert marks.options.lease_ms == 30_000
+        assert wrapped.guard.options.lease_ms == 7000
+    assert wrapped.guard.options.lease_ms == 30_000
 
 
 def test_a_class_is_refused_with_what_to_decorate_instead(factory: Any) -> None:

@@ -19,7 +19,7 @@ from celery_idempotent.django.admin.listing import list_page
 from celery_idempotent.django.admin.operations import Mark, OperationPages
 from celery_idempotent.django.admin.values import shown_with_responses
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.django.http.views import view_namespaces
+from celery_idempotent.django.http.decorators import view_namespaces
 from celery_idempotent.operations.explaining import story_of
 from celery_idempotent.operations.finding import find_key_anywhere, task_name
 from celery_idempotent.operations.health import sweeps

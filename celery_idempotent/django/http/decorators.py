@@ -19,18 +19,26 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
+from django.core.signals import setting_changed
 
+from celery_idempotent.django.applications import APP_SETTING
 from celery_idempotent.django.http.bodies import TOO_LARGE, body_too_large, receive
 from celery_idempotent.django.http.guards import Guard, Guarded
 from celery_idempotent.django.http.keys import read_key
-from celery_idempotent.django.http.options import METHODS, HttpOptions, refuse_unused
+from celery_idempotent.django.http.options import (
+    HTTP_NAMESPACE,
+    HTTP_SETTING,
+    METHODS,
+    HttpOptions,
+    http_options,
+    refuse_unused,
+)
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.transactions import (
     non_atomic_databases,
     roll_back_requests,
     unwrapped,
 )
-from celery_idempotent.django.http.views import Marks
 from celery_idempotent.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -83,6 +91,9 @@ def _take_over(context: Context) -> None:
             variable.set(value)
 
 
+#: The views with ``@idempotent_view``.
+_guarded: set[str] = set()
+
 #: A view function, or a method that handles requests.
 ViewFunction = Callable[..., Any]
 View = TypeVar("View", bound=ViewFunction)
@@ -127,8 +138,7 @@ def _decorator(view: ViewFunction | None, options: dict[str, object], *, guards:
 
     def decorate(target: View) -> View:
         _refuse_class(target, "idempotent_view" if guards else "keyed_view")
-        name = f"{target.__module__}.{target.__qualname__}"
-        return cast("View", _function(target, Marks(name, options, guards=guards)))
+        return cast("View", _function(target, options, guards=guards))
 
     return decorate if view is None else decorate(view)
 
@@ -158,9 +168,14 @@ def _refuse_class(target: ViewFunction, decorator: str) -> None:
         )
 
 
-def _function(view: ViewFunction, marks: Marks) -> ViewFunction:
+def view_namespaces() -> list[str]:
+    """Return the namespace of guarded views; none in a project that guards none."""
+    return [HTTP_NAMESPACE] if _guarded else []
+
+
+def _function(view: ViewFunction, given: dict[str, object], *, guards: bool) -> ViewFunction:
     """Wrap a function, a coroutine, or a method that takes a request first."""
-    wrapped = _WrappedView(view, marks, non_atomic_databases(view))
+    wrapped = WrappedView(view, given, guards=guards)
 
     @wraps(view)
     def call(*args: object, **kwargs: object) -> object:
@@ -171,23 +186,42 @@ def _function(view: ViewFunction, marks: Marks) -> ViewFunction:
         return await wrapped.await_(args, kwargs)
 
     made: ViewFunction = await_ if iscoroutinefunction(view) else call
-    return unwrapped(made) if marks.guards else made
+    return unwrapped(made) if guards else made
 
 
-class _WrappedView:
+class WrappedView:
     """A view behind the check of its key: what each call of it goes through, first step to last.
 
-    ``non_atomic`` are the databases on which ``ATOMIC_REQUESTS`` does not hold for it.
+    Its options are read again when Django's settings change, as ``override_settings()`` has them do.
     """
 
-    def __init__(self, view: ViewFunction, marks: Marks, non_atomic: frozenset[str]) -> None:
+    def __init__(self, view: ViewFunction, given: dict[str, object], *, guards: bool) -> None:
+        self.name = f"{view.__module__}.{view.__qualname__}"
         self._view = view
-        self._marks = marks
-        self._non_atomic = non_atomic
+        self._given = given
+        self._guards = guards
+        self._non_atomic = non_atomic_databases(view)
+        self._guard: Guard | None = None
+        http_options(given)  # a bad option is refused with the view
+        if guards:
+            _guarded.add(self.name)
+        setting_changed.connect(self._forget)
+
+    def _forget(self, *, setting: str = "", **_: object) -> None:
+        if setting in (HTTP_SETTING, APP_SETTING):
+            self._guard = None
+
+    @property
+    def guard(self) -> Guard:
+        """What guards the view, under the settings that hold."""
+        guard = self._guard
+        if guard is None:
+            guard = self._guard = Guard(self.name, self, http_options(self._given))
+        return guard
 
     def call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Answer a call of a function."""
-        guard = self._marks.guard
+        guard = self.guard
         try:
             prepared = self._prepare(guard, args, kwargs)
             if isinstance(prepared, Guarded):
@@ -198,7 +232,7 @@ class _WrappedView:
 
     async def await_(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Answer a call of a coroutine."""
-        guard = self._marks.guard
+        guard = self.guard
         try:
             prepared = self._prepare(guard, args, kwargs)
             if not isinstance(prepared, Guarded):
@@ -210,7 +244,7 @@ class _WrappedView:
             # The protocol in the thread of this request; the view itself goes back to the event loop.
             guarded = replace(prepared, run=async_to_sync(run))
             respond = sync_to_async(guard.respond, thread_sensitive=True)
-            return await to_the_end(respond(guarded), name=self._marks.name)
+            return await to_the_end(respond(guarded), name=self.name)
         except TOO_LARGE as error:
             return _too_large(_request_of(args)[1], guard.options, error)
 
@@ -219,8 +253,8 @@ class _WrappedView:
     ) -> Guarded | HttpResponseBase | None:
         """Read the key; return what is to be guarded, the answer to a refused request, ``None``: call the view."""
         seen, request = _request_of(args)
-        refused = _read_request(request, guard.options, receives=not self._marks.guards)
-        if refused is not None or not self._marks.guards:
+        refused = _read_request(request, guard.options, receives=not self._guards)
+        if refused is not None or not self._guards:
             return refused
         if getattr(request, "idempotency_guarded", False):
             return None  # decorated twice, a view is guarded once
