@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,7 @@ from celery_idempotent import IdempotencyError, backoff
 from celery_idempotent.celery.receivers import make_store
 from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.errors import InvalidOption, LeaseLost, StoreMisconfigured, StoreUnavailable
-from celery_idempotent.protocol import atomic, claiming, endings, lease, runner
-from celery_idempotent.protocol import claim as claim_module
+from celery_idempotent.protocol import atomic, claiming, endings, runner
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.policy import read_task_options
 from celery_idempotent.records import Identity, Record, SettleRequest, State
@@ -27,9 +26,6 @@ from celery_idempotent.testing.delivery import message_of, run
 from tests.unit.test_runner import (
     IDENTITY,
     FakeTime,
-    Rescue,
-    Strike,
-    Striker,
     a_call,
     claim,
     current_claim,
@@ -37,7 +33,6 @@ from tests.unit.test_runner import (
     make_runner,
     names,
     settle,
-    start,
     text_of,
 )
 
@@ -190,25 +185,6 @@ def writing(database: Database, then: Any = 42) -> Callable[[], Any]:
 
 
 class TestEnds:
-    def test_the_effect_and_the_record_are_committed_together(self, execute, database, events):
-        assert execute(writing(database)) == Ran(42)
-        assert database.effect
-        assert database.get(IDENTITY).state is State.COMPLETED
-        assert text_of(database.get(IDENTITY)) == b"42"
-        assert names(events) == ["claimed", "settled"]
-
-    def test_a_duplicate_is_answered_without_a_transaction(self, execute, database):
-        execute(writing(database))
-        database.at_begin = AssertionError()
-        assert isinstance(execute(writing(database), task_id="t2"), Replay)
-
-    def test_a_failure_rolls_back_and_frees_the_key(self, execute, database, events):
-        with pytest.raises(ValueError):
-            execute(writing(database, ValueError()))
-        assert not database.effect
-        assert database.get(IDENTITY) is None
-        assert names(events) == ["claimed", "released"]
-
     def test_a_permanent_error_rolls_back_and_is_kept(self, execute, database):
         with pytest.raises(ValueError):
             execute(writing(database, ValueError()), permanent_errors=(ValueError,))
@@ -319,20 +295,6 @@ class TestNewerClaims:
 
 
 class TestCommits:
-    def test_one_whose_answer_is_lost_is_found_to_have_happened(self, execute, database, events):
-        database.after_commit = failing(DatabaseError())
-        assert execute(writing(database)) == Ran(42)
-        assert database.effect
-        assert names(events) == ["claimed", "settled"]
-
-    def test_one_that_failed_is_found_to_have_failed(self, execute, database, events):
-        database.at_commit = failing(DatabaseError())
-        with pytest.raises(DatabaseError):
-            execute(writing(database))
-        assert not database.effect
-        assert database.get(IDENTITY) is None
-        assert names(events) == ["claimed", "released"]
-
     def test_one_that_nobody_knows_about_sends_the_message_back(self, database, fake_time):
         database.committed = failing(StoreUnavailable())
         database.after_commit = failing(DatabaseError())
@@ -515,92 +477,6 @@ class TestUnguarded:
         del database.records[EFFECT]
         assert execute(writing(database), task_id="t2", mode="observe") == Ran(42)
         assert database.effect
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    at: str
-    effect: bool
-    state: State | None
-    raised: BaseException | None
-    result: object
-    current: bool
-
-    def __str__(self) -> str:
-        return f"{self.at}: {self.effect=}, {self.state}, gave {self.raised or self.result!r}"
-
-
-def strike_everywhere(error: type[BaseException]) -> Iterator[End]:
-    """Run one atomic body once for every place at which a signal can strike."""
-    with pytest.MonkeyPatch.context() as monkeypatch, Rescue() as rescue:
-        for module in (runner, claiming, endings, backoff):
-            monkeypatch.setattr(module, "time", FakeTime())
-        heartbeat = lease.Heartbeat()
-        monkeypatch.setattr(runner, "heartbeat", heartbeat)
-        start(heartbeat)
-        at = 0
-        while True:
-            database = Database()
-            striker = Striker(at, error())
-            raised, result = None, None
-            run = make_runner(database, atomic=True)
-            rescue.arm()
-            try:
-                result = striker.run(lambda: run.execute(a_call(), database.write))  # noqa: B023
-            except BaseException as caught:  # noqa: BLE001  signals, and what they break
-                raised = caught.with_traceback(None)
-                raised.__context__ = None
-            rescue.disarm()
-            if not striker.struck:
-                assert at > 100, "the striker does not strike"
-                return
-            record = database.get(IDENTITY)
-            yield End(
-                at=striker.struck,
-                effect=database.effect,
-                state=record.state if record else None,
-                raised=raised,
-                result=result,
-                current=current_claim() is not None,
-            )
-            claim_module.claim_var.set(None)
-            heartbeat._due.clear()
-            at += 1
-
-
-@pytest.fixture(scope="module")
-def soft() -> list[End]:
-    return list(strike_everywhere(Strike))
-
-
-@pytest.fixture(scope="module")
-def hard() -> list[End]:
-    return list(strike_everywhere(SystemExit))
-
-
-class TestStrikes:
-    def expect(self, ends: list[End], right: Callable[[End], bool]) -> None:
-        wrong = [str(end) for end in ends if not right(end)]
-        assert not wrong, "\n".join(wrong)
-
-    def test_the_places_lie_before_and_after_the_commit(self, soft):
-        assert sum(end.effect for end in soft) > 20
-        assert sum(not end.effect for end in soft) > 60
-
-    def test_effect_and_record_agree_wherever_it_strikes(self, soft, hard):
-        self.expect(soft + hard, lambda end: end.effect == (end.state is State.COMPLETED))
-
-    def test_a_soft_limit_is_raised_or_the_value_returned(self, soft):
-        self.expect(soft, lambda end: end.result == Ran(None) or isinstance(end.raised, Strike))
-
-    def test_what_is_reported_as_done_is_done(self, soft):
-        self.expect(soft, lambda end: end.result is None or end.effect)
-
-    def test_no_strike_leaves_the_claim_behind_as_the_current_one(self, soft):
-        self.expect(soft, lambda end: not end.current)
-
-    def test_an_exit_is_never_swallowed(self, hard):
-        self.expect(hard, lambda end: isinstance(end.raised, SystemExit))
 
 
 class TestWorkerStart:

@@ -46,7 +46,6 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.forwarding import ForwardingStore
 from celery_idempotent.stores.memory import MemoryStore
-from celery_idempotent.stores.redis.store import RedisStore
 from celery_idempotent.testing import FakeClock
 
 IDENTITY = Identity(namespace="shop.charge", key="order-17")
@@ -1241,83 +1240,6 @@ class TestStrikes:
 
     def test_no_strike_leaves_the_claim_behind_as_the_current_one(self, soft):
         self.expect(soft, lambda end: not end.current)
-
-
-@pytest.mark.timeout(60, method="thread")  # the timer is ours
-# Where it strikes a destructor or a callback of the garbage collector, Python swallows the exception and says so.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-class TestTimers:
-    """The same with real signals, at random microseconds around the end of run()."""
-
-    ROUNDS = 300
-
-    @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-    def any_store(self, request: pytest.FixtureRequest) -> Iterator[Any]:
-        if request.param == "memory":
-            yield MemoryStore()
-        else:
-            url, prefix = (request.getfixturevalue(name) for name in ("redis_url", "prefix"))
-            store = RedisStore(url, prefix=prefix)
-            yield store
-            store.close()
-
-    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
-    def test_a_signal_around_the_end_of_run_never_gives_the_key_back(
-        self, any_store, error, monkeypatch
-    ):
-        def strike(*_: object) -> None:
-            raise error
-
-        heartbeat = lease.Heartbeat()
-        monkeypatch.setattr(runner, "heartbeat", heartbeat)
-        start(heartbeat)
-        run = make_runner(any_store).execute
-        shortest = self.shortest(run)
-        before = signal.signal(signal.SIGALRM, strike)
-        struck = 0
-        try:
-            with Rescue() as rescue:
-                for n in range(self.ROUNDS):
-                    effects: list[int] = []
-                    identity = Identity(namespace="shop.charge", key=f"{error.__name__}-{n}")
-                    call = a_call(identity=identity)
-                    rescue.arm()
-                    try:
-                        try:
-                            delay = random.uniform(1e-6, 1.5 * shortest)
-                            signal.setitimer(signal.ITIMER_REAL, delay)
-                            run(call, partial(effects.append, n))
-                        finally:
-                            signal.setitimer(signal.ITIMER_REAL, 0)  # or struck right here
-                    except error:
-                        struck += 1
-                    except Hangs:
-                        pytest.fail(f"round {n} hangs, struck by itself or the one before")
-                    rescue.disarm()
-                    record = any_store.get(identity)
-                    state = record.state if record else None
-                    if effects and error is SystemExit:
-                        assert state in (State.COMPLETED, State.PROCESSING), f"round {n}"
-                    elif effects:
-                        assert state is State.COMPLETED, f"round {n}"
-                    else:
-                        assert state in (None, State.PROCESSING), f"round {n}"
-                    if state is not State.PROCESSING:
-                        run(call, partial(effects.append, n))  # whoever asks next
-                        assert len(effects) == 1, f"round {n}"
-        finally:
-            signal.signal(signal.SIGALRM, before)
-        assert struck > self.ROUNDS / 20, "the timer hardly ever struck inside a run"
-
-    def shortest(self, run: Callable[..., Any]) -> float:
-        """Seconds that a run takes at least: by what a busy machine takes, all would be struck after their end."""
-        took = []
-        for n in range(20):
-            identity = Identity(namespace="shop.charge", key=f"warm-up-{random.random()}-{n}")
-            start = time.perf_counter()
-            run(a_call(identity=identity), lambda: None)
-            took.append(time.perf_counter() - start)
-        return min(took)
 
 
 # An outcome that somebody asks for ------------------------------------------------------------------------------------

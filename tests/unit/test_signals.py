@@ -12,11 +12,10 @@ import pytest
 from celery import Celery
 from celery.utils.dispatch import Signal
 
-from celery_idempotent import FingerprintMismatch, IdempotentTask, get_store, signals
+from celery_idempotent import IdempotentTask, get_store, signals
 from celery_idempotent.celery import reaper
-from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
+from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.signals import Event
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
@@ -93,13 +92,6 @@ def outcomes(seen: Seen) -> list[str]:
     return [name for name, _, _ in seen]
 
 
-def fail(error: BaseException) -> Callable[[], object]:
-    def then() -> object:
-        raise error
-
-    return then
-
-
 def test_there_is_one_for_each_outcome():
     assert set(NAMES) == {
         "forgotten",
@@ -124,99 +116,6 @@ def test_an_event_is_frozen_and_has_no_dict():
     with pytest.raises(dataclasses.FrozenInstanceError):
         event.task = "another"  # type: ignore[misc]
     assert not hasattr(event, "__dict__")
-
-
-def test_a_run_tells_claimed_and_settled(app, task, seen, store):
-    result = task.apply(("o",), task_id="t1")
-    assert result.get() is None
-    assert outcomes(seen) == ["claimed", "settled"]
-    for _, sender, event in seen:
-        assert sender is app.tasks["shop.charge"]
-        assert (event.task, event.task_id) == ("shop.charge", "t1")
-        assert event.identity == identity("o")
-        assert event.record.token == store.get(identity("o")).token
-        assert event.error is None
-
-
-def test_a_duplicate_tells_replayed_with_the_first_ones_record(task, seen):
-    task.apply(("o",), task_id="t1")
-    task.apply(("o",), task_id="t2").get()
-    name, _, event = seen[-1]
-    assert (name, event.task_id, event.record.task_id) == ("replayed", "t2", "t1")
-    assert event.record.state is State.COMPLETED
-
-
-def test_a_failure_tells_released(task, seen):
-    with pytest.raises(ValueError):
-        task.apply(("o", fail(ValueError())))
-    assert outcomes(seen) == ["claimed", "released"]
-
-
-def test_a_permanent_failure_tells_settled_and_its_duplicate_replayed(task, seen):
-    for _ in range(2):
-        with pytest.raises(KeyError):
-            task.apply(("o", fail(KeyError("gone"))))
-    assert outcomes(seen) == ["claimed", "settled", "replayed"]
-
-
-def test_a_conflict_tells_conflicted_with_the_holders_record(task, seen, store):
-    theirs = hold(store, "o")
-    task.apply(("o",), throw=False)
-    assert outcomes(seen) == ["conflicted"]
-    assert seen[0][2].record == theirs
-
-
-def test_other_arguments_tell_mismatched(app, seen):
-    @app.task(name="pay", base=IdempotentTask, shared=False, idempotency_key="a")
-    def pay(a: int, b: int) -> None: ...
-
-    pay.apply((1, 2))
-    with pytest.raises(FingerprintMismatch):
-        pay.apply((1, 3))
-    assert outcomes(seen) == ["claimed", "settled", "mismatched"]
-
-
-def test_a_lost_lease_tells_lease_lost_then_what_the_duplicate_meets(task, seen, store, clock):
-    def then() -> None:
-        clock.advance(5000)
-        record = hold(store, "o")
-        store.settle(SettleRequest(record=record, state=State.FAILED, value=None, keep_ms=10_000))
-
-    task.apply(("o", then), throw=False)
-    assert outcomes(seen) == ["claimed", "lease_lost", "replayed"]
-    assert seen[1][2].record.token < store.get(identity("o")).token
-
-
-def test_a_store_that_is_away_tells_store_failed_with_the_error(task, seen, monkeypatch):
-    error = StoreUnavailable("away")
-
-    def claim(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("celery_idempotent.protocol.claiming.CLAIM_RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(MemoryStore, "claim", claim)
-    with pytest.raises(StoreUnavailable):
-        task.apply(("o",))
-    assert outcomes(seen) == ["store_failed"]
-    assert seen[0][2].error is error
-    assert seen[0][2].record is None
-
-
-def test_a_settle_that_cannot_be_had_tells_settle_failed(app, seen, monkeypatch):
-    error = StoreUnavailable("away")
-
-    def settle(*_: object, **__: object) -> None:
-        raise error
-
-    @app.task(name="short", base=IdempotentTask, shared=False, idempotency_lease=0.2)
-    def short() -> str:
-        return "done"
-
-    monkeypatch.setattr(MemoryStore, "settle", settle)
-    assert short.apply().get() == "done"
-    assert outcomes(seen) == ["claimed", "settle_failed"]
-    assert seen[1][2].error is error
-    assert seen[1][2].record is not None
 
 
 def test_a_sweep_tells_interrupted_for_each_and_swept_once(task, app, seen, store, clock):

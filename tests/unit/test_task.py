@@ -12,7 +12,7 @@ from typing import Any
 
 import celery
 import pytest
-from celery import Celery, Task, chain, chord, group, shared_task
+from celery import Celery, Task, chain, group, shared_task
 from celery.app.trace import build_tracer
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -1713,28 +1713,15 @@ class TestWholeApp:
                     task.idempotency_policy  # noqa: B018
                 assert task._definition is None
 
-    def test_a_chain(self, app, add):
-        assert chain(add.s(1, 2), add.s(3), add.s(4)).apply_async().get() == 10
-
     def test_a_chain_of_equal_steps(self, app, add, runs):
         assert chain(add.si(1, 2), add.si(1, 2)).apply_async().get() == 3
         assert runs == [(1, 2), (1, 2)]
-
-    def test_a_group(self, app, add):
-        assert group(add.s(n, n) for n in range(3)).apply_async().get() == [0, 2, 4]
-
-    def test_a_chord(self, app, add, total):
-        assert chord([add.s(n, n) for n in range(3)], total.s()).apply_async().get() == 6
 
     def test_map_starmap_and_chunks(self, app, add, total, runs):
         assert add.starmap([(1, 2), (1, 2)]).apply_async().get() == [3, 3]
         assert total.map([[1, 2], [3]]).apply_async().get() == [3, 3]
         assert add.chunks([(1, 1), (2, 2), (3, 3)], 2).apply_async().get() == [[2, 4], [6]]
         assert runs.count((1, 2)) == 2
-
-    def test_a_link(self, app, add, runs):
-        add.apply_async((1, 2), link=add.s(10))
-        assert runs == [(1, 2), (3, 10)]
 
     def test_a_replacement(self, app, add):
         @app.task(name="replaced", bind=True, shared=False)

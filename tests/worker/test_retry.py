@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from celery_idempotent import State
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis]
@@ -25,37 +23,6 @@ def test_a_hundred_retries_without_a_countdown_never_meet_their_predecessor(shar
     assert [shared.ledger.count("start", each) for each in keys] == [51, 51]
     assert [shared.conflicts(each.id) for each in published] == [0, 0]
     assert not any(shared.ledger.count("replayed", each) for each in keys)
-
-
-def test_a_retry_with_a_countdown_comes_when_it_said(shared, key):
-    answer = shared.publish("retrying", key, 2, 0.5, 2).get(timeout=20)
-    assert answer["retries"] == 2
-    times = [each.time for each in shared.ledger.entries("start", key)]
-    assert len(times) == 3
-    assert all(later - earlier > 0.45 for earlier, later in pairwise(times))
-    record = shared.record("retrying", key)
-    assert (record.state, record.crashes) == (State.COMPLETED, 0)
-    # What is published now is answered by the run that succeeded.
-    assert shared.publish("retrying", key, 2, 0.5, 2).get(timeout=20) == answer
-    assert shared.ledger.count("start", key) == 3
-
-
-def test_celery_retries_by_itself_within_its_limit(shared, key):
-    answer = shared.publish("autoretrying", key, 2).get(timeout=20)
-    assert answer["retries"] == 2
-    assert shared.ledger.count("start", key) == 3
-    assert shared.ledger.count("conflicted", key) == 0
-
-
-def test_a_retry_with_other_arguments_keeps_the_key_of_the_first_message(shared, key):
-    answer = shared.publish("changing", key, 1, 4).get(timeout=20)
-    assert answer["step"] == 4
-    assert answer["key"] == f'["{key}",1]'
-    assert [shared.ledger.count("start", f"{key}.{step}") for step in (1, 2, 3, 4)] == [1] * 4
-    # Whoever asks as the first message did gets the answer of its last retry; step 4 was never asked for.
-    assert shared.publish("changing", key, 1, 4).get(timeout=20) == answer
-    assert shared.ledger.count("start", f"{key}.1") == 1
-    assert shared.publish("changing", key, 4, 4).get(timeout=20) != answer
 
 
 class TestAFailure:
