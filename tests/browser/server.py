@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-USERS = ("viewer", "auditor", "operator")
+USERS = ("viewer", "operator")
 POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 
 
@@ -44,9 +44,7 @@ def main(store: str) -> None:
 
     settings.CELERY_IDEMPOTENT_APP = make_app(store)
     call_command("migrate", verbosity=0)
-    for name, permissions in zip(
-        USERS, (PERMISSIONS[:1], PERMISSIONS[:2], PERMISSIONS), strict=True
-    ):
+    for name, permissions in zip(USERS, (PERMISSIONS[:1], PERMISSIONS), strict=True):
         make_user(name, permissions, password=name)
 
     server = ThreadedWSGIServer(("127.0.0.1", 0), WSGIRequestHandler)
