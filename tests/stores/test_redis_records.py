@@ -79,6 +79,27 @@ def indexes(client: Any, names) -> tuple[dict[bytes, float], dict[bytes, float]]
     )
 
 
+def test_the_index_of_leases_has_the_deadline_of_each_processing_record(
+    redis_store, redis_client, names
+):
+    record = claim(redis_store)
+    assert indexes(redis_client, names) == ({names[0]: record.deadline_ms}, {})
+    lease = Renewal(identity=KEY, token=record.token, lease_ms=2 * LEASE_MS, keep_ms=KEEP_MS)
+    redis_store.renew([lease])
+    found = redis_store.get(KEY)
+    assert found.deadline_ms > record.deadline_ms
+    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
+
+
+def test_a_reservation_made_again_moves_the_deadline(redis_store, redis_client, names, advance):
+    asked = {"identity": KEY, "task_id": "task-1", "keep_ms": KEEP_MS}
+    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
+    advance(LEASE_MS / 2)
+    redis_store.reserve(ReserveRequest(deadline_ms=LEASE_MS, **asked))
+    found = redis_store.get(KEY)
+    assert indexes(redis_client, names) == ({names[0]: found.deadline_ms}, {})
+
+
 def test_a_failed_record_is_indexed_until_its_retention_ends(
     redis_store, redis_client, names, advance
 ):
