@@ -33,9 +33,8 @@ def test_a_name_leads_back_to_its_identity(identity, prefix):
 def test_all_that_a_script_touches_lies_in_one_slot(identity):
     bucket, name = keyspace.locate(identity)
     companions = {
-        keyspace.leases(bucket),
-        keyspace.failures(bucket),
-        keyspace.token(bucket),
+        *keyspace.indexes(bucket),
+        keyspace.generation(bucket),
         b"%d" % bucket,
     }
     assert {key_slot(each) for each in companions} == {key_slot(name)}
@@ -48,9 +47,12 @@ def test_names_are_fixed_for_ever():
     assert keyspace.locate(identity) == (891, b"idem:{891}:payments.charge:acct_1:order-17")
     odd = Identity(namespace="a:b", scope="100%", key="x:y%z")
     assert keyspace.locate(odd)[1].partition(b"}")[2] == b":a%3Ab:100%25:x:y%z"
-    assert keyspace.leases(7) == b"idem:{7}!leases"
-    assert keyspace.failures(7) == b"idem:{7}!failures"
-    assert keyspace.token(7) == b"idem:{7}!token"
+    leases, failures, _, token = keyspace.indexes(7)
+    assert (leases, failures, token) == (
+        b"idem:{7}!leases",
+        b"idem:{7}!failures",
+        b"idem:{7}!token",
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "{", "a}b", "{x}"])

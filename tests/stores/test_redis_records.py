@@ -45,7 +45,7 @@ def advance(redis_store: RedisStore, redis_client: redis.Redis) -> Shift:
 def names(redis_store: RedisStore):
     bucket, name = redis_store._keys.locate(KEY)
     keys = redis_store._keys
-    return name, keys.leases(bucket), keys.failures(bucket), keys.token(bucket)
+    return name, keys.leases(bucket), keys.failures(bucket), keys.indexes(bucket)[3]
 
 
 def claim(

@@ -93,10 +93,6 @@ class Keyspace:
         """Name the index of the bucket's interrupted records."""
         return self._heads[bucket] + b"!interrupted"
 
-    def token(self, bucket: int) -> bytes:
-        """Name the bucket's high-water mark of tokens."""
-        return self._heads[bucket] + b"!token"
-
     def counts(self, hour: int) -> bytes:
         """Name the counters of an hour."""
         return b"%b:{0}!counts:%d" % (self._start, hour)
