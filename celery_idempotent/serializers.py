@@ -30,7 +30,7 @@ content_types: dict[str, str] = _registry.name_to_type
 _names: dict[str, str] = _registry.type_to_name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class NotStored:
     """A value that was not serialized, and the word that says why; never the value itself.
 
