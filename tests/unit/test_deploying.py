@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from celery import Celery
 
+from celery_idempotent import IdempotentTask
 from celery_idempotent.stores.memory import MemoryStore
-from tests.support.versions import Version
+from celery_idempotent.testing.delivery import message_of, run
 
 
 @pytest.fixture
-def version() -> Iterator[Callable[..., Version]]:
-    """Make versions of the app with one store for their records."""
-    store, made = MemoryStore(), list[Version]()
-
-    def version(**options: Any) -> Version:
-        made.append(Version(store, **{"idempotency_key": "order", **options}))
-        return made[-1]
-
-    yield version
-    for each in made:
-        each.close()
+def runs() -> list[str]:
+    return []
 
 
-def test_a_renamed_task_keeps_its_records_by_its_namespace(version):
+@pytest.fixture
+def version(runs: list[str]) -> Callable[..., Any]:
+    """Return a function that defines the task as a version of the app has it; all versions have one store."""
+    store = MemoryStore()
+
+    def version(*, name: str = "charge", **options: Any) -> Any:
+        app = Celery("version", broker="memory://", set_as_current=False)
+        app.conf.idempotency_store = store
+
+        def charge(order: str, kind: str = "sale") -> str:
+            runs.append(order)
+            return "receipt"
+
+        options = {"idempotency_key": "order", **options}
+        return app.task(name=name, base=IdempotentTask, shared=False, **options)(charge)
+
+    return version
+
+
+def call(task: Any) -> Any:
+    return message_of(task, ("o-1",), {})
+
+
+def test_a_renamed_task_keeps_its_records_by_its_namespace(version, runs):
     before, after = version(), version(name="pay", idempotency_namespace="charge")
-    before.run(before.publish("o-1"))
-    assert after.run(after.publish("o-1")) == ("SUCCESS", "receipt")
-    assert after.runs == []
+    run(before, call(before))
+    assert run(after, call(after)).value == "receipt"
+    assert runs == ["o-1"]
 
 
-def test_a_message_in_flight_keeps_the_key_that_it_carries(version):
+def test_a_message_in_flight_keeps_the_key_that_it_carries(version, runs):
     before, after = version(), version(idempotency_key=("order", "kind"))
-    first, second = before.publish("o-1"), before.publish("o-1")
-    before.run(first)
-    assert after.run(second) == ("SUCCESS", "receipt")
-    assert after.runs == []
+    first, second = call(before), call(before)
+    run(before, first)
+    assert run(after, second).value == "receipt"
+    assert runs == ["o-1"]
 
 
-def test_a_call_that_is_repeated_after_a_change_of_its_key_runs_again(version):
+def test_a_call_that_is_repeated_after_a_change_of_its_key_runs_again(version, runs):
     before, after = version(), version(idempotency_key=("order", "kind"))
-    before.run(before.publish("o-1"))
-    after.run(after.publish("o-1"))
-    assert after.runs == [("o-1", "sale")]
+    run(before, call(before))
+    run(after, call(after))
+    assert runs == ["o-1", "o-1"]

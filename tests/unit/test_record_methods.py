@@ -7,8 +7,8 @@ import pytest
 from celery_idempotent import FailedByOperator, InProgress
 from celery_idempotent.records import State
 from celery_idempotent.stores.memory import MemoryStore
+from celery_idempotent.testing.delivery import message_of, run
 from tests.support.admin import TASK, claim, identity, make_app, settle
-from tests.support.versions import Version
 
 
 @pytest.fixture
@@ -122,12 +122,10 @@ class TestComplete:
     def test_what_is_published_once_gets_it_whether_or_not_the_first_message_comes_back(
         self, store
     ):
-        version = Version(store, idempotency_key="order", idempotency_publish_once=True)
-        first = version.publish("o")
-        assert version.task.idempotency_complete("o", 17, who="alice")
+        task = make_app(store, idempotency_publish_once=True).tasks[TASK]
+        first = message_of(task, ("o",), {})
+        assert task.idempotency_complete("o", 17, who="alice")
         # Nobody may ever store a result under the first task's id.
-        second = version.publish("o")
+        second = message_of(task, ("o",), {})
         assert second.headers["id"] != first.headers["id"]
-        assert version.run(second) == version.run(first) == ("SUCCESS", 17)
-        assert version.runs == []
-        version.close()
+        assert run(task, second).value == run(task, first).value == 17
