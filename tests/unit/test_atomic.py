@@ -492,11 +492,13 @@ class TestWorkerStart:
     def test_a_worker_does_not_start_with_an_atomic_task_that_its_store_cannot_serve(self):
         app = self.app(MemoryStore(), idempotency_atomic=True)
         with pytest.raises(SystemExit, match=r"shop\.charge is atomic.*django://"):
-            make_store(SimpleNamespace(app=app))
+            make_store(SimpleNamespace(app=app, time_limit=None))
 
     def test_it_starts_where_the_store_can(self):
-        make_store(SimpleNamespace(app=self.app(Database(), idempotency_atomic=True)))
-        make_store(SimpleNamespace(app=self.app(MemoryStore())))
+        make_store(
+            SimpleNamespace(app=self.app(Database(), idempotency_atomic=True), time_limit=None)
+        )
+        make_store(SimpleNamespace(app=self.app(MemoryStore()), time_limit=None))
 
 
 def test_a_message_that_was_rolled_back_comes_back_as_it_was(database: Database) -> None:
