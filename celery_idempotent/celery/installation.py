@@ -1,7 +1,7 @@
 """What this library changes outside of itself. To import it changes nothing; the first idempotent task of an app does.
 
 Once per process: canvases take a key, and receivers are connected to Celery's signals. Once per app: ``send_task``
-carries a key, ``close`` ends the heartbeat, and there is a sweep. docs/differences.md lists all of it.
+carries a key, and there is a sweep. docs/differences.md lists all of it.
 """
 
 from __future__ import annotations

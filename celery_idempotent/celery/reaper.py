@@ -26,7 +26,6 @@ from celery_idempotent.celery.settling import fail_record
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import counters
-from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
 from celery_idempotent.records import Record, Selection, State
 from celery_idempotent.settings import milliseconds
@@ -209,7 +208,7 @@ def send_again(
 
 
 def install_sweep(app: Celery) -> None:
-    """Give ``app`` the sweep task and its beat entry, as soon as its tasks are complete, and a close; all that once.
+    """Give ``app`` the sweep task and its beat entry, once its tasks are complete.
 
     Raises:
         InvalidOption: for a bad ``idempotency_sweep_interval``.
@@ -219,23 +218,11 @@ def install_sweep(app: Celery) -> None:
         if app in _swept_apps:
             return
         _swept_apps.add(app)
-    _finish_with(app)
     if vars(app)["finalized"]:
         _register(app, interval)
     else:
         # Not at once: the app may be walking through its tasks right now.
         app.on_after_finalize.connect(lambda **_: _register(app, interval), weak=False)
-
-
-def _finish_with(app: Celery) -> None:
-    """Let ``app.close()`` end the heartbeat's thread, too."""
-    close = app.close
-
-    def close_and_finish() -> None:
-        close()
-        heartbeat.finish()
-
-    app.close = close_and_finish  # type: ignore[method-assign]
 
 
 def sweep_interval(app: Celery) -> float | None:

@@ -42,7 +42,7 @@ TICK = 5.0
 #: The thread ends when it has had nothing to do for so many seconds.
 LINGER = 10.0
 
-#: An app or a process that ends waits so long for the last counts to be written, in seconds.
+#: A worker or a process that ends waits so long for the last counts to be written, in seconds.
 EXIT_TIMEOUT = 2.0
 
 
@@ -125,7 +125,7 @@ class Heartbeat:
     def finish(self) -> None:
         """Let the thread write what was counted and end, unless it has claims to renew; wait for that a little.
 
-        For who closes an app, or ends a worker or the process.
+        For who ends a worker or the process.
         """
         done = _thread.allocate_lock()
         done.acquire()

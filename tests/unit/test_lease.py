@@ -551,14 +551,6 @@ class TestApps:
         )
         return ended.stdout + ended.stderr
 
-    def test_closing_the_app_ends_it(self):
-        code = "print(work.apply().get() - before); app.close(); print(gone())"
-        assert self.run(code).split() == ["1", "True"]
-
-    def test_leaving_an_app_ends_it(self):
-        code = "with app:\n    print(work.apply().get() - before)\nprint(gone())"
-        assert self.run(code).split() == ["1", "True"]
-
     def test_the_end_of_a_worker_ends_it(self):
         code = """
 from celery.signals import task_postrun
