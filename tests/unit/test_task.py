@@ -1213,6 +1213,31 @@ class TestRetries:
         assert record(store, "k", "t").state is State.COMPLETED
         assert record(store, "other", "t") is None
 
+    def test_a_retry_with_other_arguments_keeps_key_and_fingerprint_of_a_key_in_celerys_stamps(
+        self, app, store, published, runs
+    ):
+        @app.task(name="t", base=IdempotentTask, shared=False, bind=True)
+        def task(self: Any, amount: int) -> str:
+            runs.append(amount)
+            if not self.request.retries:
+                raise self.retry(countdown=0, args=[2], kwargs={})
+            return "done"
+
+        signature = task.s(1)
+        signature.stamp(idempotency_key="k")
+        signature.apply_async()
+        message = published[-1]
+        del message.headers["idempotency"]  # of a program that knows nothing of keys
+        deliver(app, message)
+        deliver(app, published[-1])
+        assert runs == [1, 2]
+        found = record(store, "k", "t")
+        assert found.state is State.COMPLETED
+        assert (
+            found.fingerprint
+            == task._definition.identify((1,), {}, task_id="x", key="k").fingerprint
+        )
+
     def test_the_key_is_free_before_the_retry_is_on_its_way(self, app, store, published, flaky):
         free = []
 
