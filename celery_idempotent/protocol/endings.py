@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.protocol import at_commit
-from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec
+from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, OutcomeResult
 from celery_idempotent.protocol.claim import REPORTED, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.settlement import Settlement
-from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Reporter
-from celery_idempotent.records import SettleRequest, State, Stored
+from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
+from celery_idempotent.records import EndState, SettledWith, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
     from typing_extensions import Unpack
 
     from celery_idempotent.records import Record
+    from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,29 @@ class Commit(Enum):
     COMMITTED = "its writes and the end state are there"
     ROLLED_BACK = "neither is there; the key may have a newer claim by now"
     IN_DOUBT = "the database could not be asked in time"
+
+
+class Settlement(NamedTuple):
+    """How a claim is to be settled."""
+
+    state: EndState
+    #: Serializes the result or the exception of the body; called for each try.
+    dump: Callable[[], Stored | None]
+    #: The exception, for the report.
+    error: BaseException | None = None
+    #: What is logged instead of the usual line.
+    line: Line | None = None
+    #: Celery's result, if it may be written together with the record.
+    result: OutcomeResult | None = None
+
+    def write(self, store: Store, request: SettleRequest) -> bool:
+        """Write the end state, and the result with it where that can be; ``False``: a newer claim has the key."""
+        if self.result is None or (result := self.result.write_for(store, self.state)) is None:
+            return store.settle(request)
+        written = store.settle_with_result(request, result)
+        if written is SettledWith.RESULT:
+            self.result.note_written(self.state)
+        return written is not SettledWith.LOST
 
 
 #: For the report of a settle that was part of the body's transaction: it is written, nothing is to be serialized.

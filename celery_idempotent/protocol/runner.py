@@ -40,10 +40,9 @@ from celery_idempotent.protocol.calls import (
 )
 from celery_idempotent.protocol.claim import AT_WORK, Claim, Phase, claim_var
 from celery_idempotent.protocol.claiming import AnsweredAttempt, Claiming
-from celery_idempotent.protocol.endings import End, Endings
+from celery_idempotent.protocol.endings import End, Endings, Settlement
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.settlement import Settlement
 from celery_idempotent.protocol.telling import Details, Reporter
 from celery_idempotent.records import Claimed, Held, Mismatched, Record, Settled, State
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
