@@ -13,6 +13,7 @@ from celery.result import ResultBase
 from celery_idempotent.celery.models import with_dumped_models
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.errors import IdempotencyError, ResultUnavailable
+from celery_idempotent.protocol.claim import STEP_BYTES
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Stored
 from celery_idempotent.serializers import (
@@ -70,7 +71,8 @@ class TaskCodec:
         Raises:
             IdempotencyError: if it cannot be, or is too large.
         """
-        stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)
+        most = min(self._policy.max_result_bytes, STEP_BYTES)
+        stored = self._serializer.dump(value, max_bytes=most)
         if isinstance(stored, NotStored):
             raise IdempotencyError(
                 f"The result of step {name!r} of {self._task}, a {stored.type_name}, cannot be recorded "

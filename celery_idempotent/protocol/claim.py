@@ -30,6 +30,11 @@ _LONGEST_PAUSE = 1.0
 
 claim_var: ContextVar[Claim | None] = ContextVar("idempotency_claim", default=None)
 
+#: The most bytes that one step may return, and all steps of a record. In a statement of SQL bytes may take twice as
+#: much, and MariaDB accepts 16 MiB by default.
+STEP_BYTES = 1024 * 1024
+STEPS_BYTES = 6 * STEP_BYTES
+
 
 class Phase(Enum):
     """Where a claim is in its life, as far as its worker knows. The store decides: each write names the token.
@@ -227,12 +232,19 @@ class Claim:
             LeaseLost: if the claim is gone. If that was known before, ``function`` was not called; else what it did
                 was not recorded.
             StoreUnavailable: if the store could not be reached for the length of a lease.
-            IdempotencyError: if the result cannot be serialized, or is too large.
+            IdempotencyError: if the result cannot be serialized, or is too large; or, before ``function`` is called,
+                if the results of earlier steps leave no room for another one.
         """
         known = self._steps.get(name)
         if known is None:
             if self.phase is not Phase.RUNNING:
                 raise self._gone()
+            if sum(len(step.body) for step in self._steps.values()) > STEPS_BYTES - STEP_BYTES:
+                raise IdempotencyError(
+                    f"Step {name!r} of {self.record.identity} is not begun: the results of the steps before it leave "
+                    f"too little of the {STEPS_BYTES:,} bytes that a record keeps of all steps. Return less from "
+                    "them: an id, instead of what it stands for."
+                )
             with nullcontext() if self.transaction is None else self.transaction.outside():
                 done = function(*args, **kwargs)
             known = self._codec.dump_step(name, done)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_idempotent import backoff, signals
+from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import at_commit
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, OutcomeResult
 from celery_idempotent.protocol.claim import REPORTED, Claim, Phase
@@ -34,6 +35,11 @@ RELEASE_RETRY_SECONDS = 1.0
 #: After so many errors that are not the store's, it is probably the value that cannot be serialized: the end state is
 #: written without it. Two, because one may be a time limit.
 MAX_OTHER_ERRORS = 2
+
+#: After so many refusals in a row the end state is written without the value.
+MAX_REFUSALS = 2
+#: A value of so many bytes may be the reason why a store that answers does not take a record.
+LARGE_VALUE = 64 * 1024
 
 
 class End(Enum):
@@ -217,14 +223,24 @@ class Endings:
             return self._last_try(call, claim, settlement)
         give_up = claim.settling_since + self.policy.lease_ms / 1000
         last_error: Exception | None = None
-        tries_failed = other_errors = 0
+        value: Stored | None = None
+        tries_failed = other_errors = refused = 0
         while claim.phase not in REPORTED:
             try:
                 if last_error is not None and (
                     self.policy.mode == "observe" or not backoff.pause(tries_failed, until=give_up)
                 ):
                     return self._give_up(call, claim, last_error)
-                value = settlement.dump() if other_errors < MAX_OTHER_ERRORS else None
+                refused = refused + 1 if self._refuses(claim, value, last_error) else 0
+                if refused == MAX_REFUSALS:
+                    logger.warning(
+                        "idempotency: the store does not take the result of %s (%s), which is settled without it: "
+                        "duplicates will look for it in the result backend",
+                        call.identity,
+                        last_error,
+                    )
+                without = refused >= MAX_REFUSALS or other_errors >= MAX_OTHER_ERRORS
+                value = None if without else settlement.dump()
                 return self._settle_once(call, claim, settlement, value)
             except Exception as failure:  # noqa: BLE001, PERF203  of the store, a time limit, the codec
                 last_error = failure
@@ -239,6 +255,23 @@ class Endings:
                 raise
         # A time limit struck during the report, and the loop caught it: there is nothing left to try.
         return End.SETTLED if claim.phase is Phase.SETTLED else End.LEFT_TO_LEASE
+
+    @staticmethod
+    def _refuses(claim: Claim, value: Stored | None, error: Exception | None) -> bool:
+        """Is it the value that the store did not take? Then it answers a question, and is not merely away.
+
+        A server that ends the connection of a client whose command is too large looks like one that is lost. An error
+        that may pass is therefore taken for a refusal only with a large value.
+        """
+        if value is None or not isinstance(error, STORE_ERRORS):
+            return False
+        if isinstance(error, StoreUnavailable) and len(value.body) < LARGE_VALUE:
+            return False
+        try:
+            claim.store.get(claim.record.identity)
+        except STORE_ERRORS:
+            return False
+        return True
 
     def _last_try(self, call: Call, claim: Claim, settlement: Settlement) -> End:
         try:

@@ -16,6 +16,7 @@ there is for writing, by the first one, too), and on condition that it still has
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from weakref import WeakValueDictionary
@@ -40,6 +41,8 @@ from celery_idempotent.django.sql.holders import lock_name, lock_number
 from celery_idempotent.django.sql.interruptions import drop, sound
 from celery_idempotent.records import Identity, Record, SettleRequest
 from celery_idempotent.stores.values import LETTERS, pack_value
+
+logger = logging.getLogger(__name__)
 
 #: Those that may still wait to hear what became of their COMMIT, by identity and token.
 _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDictionary()
@@ -192,9 +195,18 @@ class ClaimTransaction:
         if self.of(record) and not open_:
             check_open(session, _SAVEPOINT)
         statement = self._settle_sql()
+        value = None if request.value is None else pack_value(request.value)
+        if value is not None and not session.takes(value):
+            logger.warning(
+                "idempotency: the result of %s, of %d bytes, is more than the database accepts (max_allowed_packet), "
+                "and is not kept in its record: duplicates will look for it in the result backend",
+                record.identity,
+                len(value),
+            )
+            value = None
         params = (
             LETTERS[request.state],
-            None if request.value is None else pack_value(request.value),
+            value,
             request.replaced,
             False,
             keep_ms,

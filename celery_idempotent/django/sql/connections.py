@@ -42,6 +42,11 @@ T = TypeVar("T")
 #: For how long a verb that collides with others is repeated.
 _CONNECT_RETRY_SECONDS = 10.0
 
+#: A value of so many bytes fits into every statement; beside a value a statement has fewer than so many bytes.
+_SMALL = 256 * 1024
+_REST_OF_STATEMENT = 64 * 1024
+_ESCAPED = (b"\0", b"\n", b"\r", b"\x1a", b'"', b"'", b"\\")
+
 #: What PostgreSQL, MariaDB and MySQL call a table that is not there.
 _NO_TABLE = ("42P01", 1146)
 
@@ -102,6 +107,14 @@ class Session:
         """Run a statement that writes one row; if it does not, the verb begins again."""
         if self.write(sql, params) != 1:
             self.again()
+
+    def takes(self, value: bytes) -> bool:
+        """Does a statement with this value fit? MySQL and MariaDB end the session of a client that sends more."""
+        if self.words.vendor != "mysql" or len(value) < _SMALL:
+            return True
+        escaped = sum(map(value.count, _ESCAPED))  # each of them is two bytes in the statement
+        ((most,),) = self.rows("SELECT @@max_allowed_packet")
+        return len(value) + escaped + _REST_OF_STATEMENT < int(most)
 
     def again(self) -> NoReturn:
         """Let the verb begin again: what it read has changed since."""
