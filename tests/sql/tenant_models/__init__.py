@@ -1,0 +1,1 @@
+"""A project's models of its tenants, for django-tenants."""
