@@ -8,14 +8,13 @@ that outlives it, and nothing is held while the task runs.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
 from celery_idempotent.django.sql import atomic, browse, elsewhere, shortcuts, upkeep
-from celery_idempotent.django.sql.autocommit import commits_by_hand, committing
 from celery_idempotent.django.sql.columns import ENDED, digest
 from celery_idempotent.django.sql.connections import Lines, RowLocked, Session
 from celery_idempotent.django.sql.reach import missing_bounds
@@ -46,7 +45,6 @@ from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
     from celery import Celery
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
 T = TypeVar("T")
 
@@ -80,8 +78,14 @@ class DjangoStore(cas.DecidingStore):
         elsewhere.watch()
         # Imports the backend, and opens nothing. The first verb of a worker's main process may come from a thread, and
         # a child that is forked while a thread imports finds the locks of its modules taken for ever.
+        own = None
         with suppress(StoreMisconfigured, ImproperlyConfigured):
-            self.lines.own()
+            own = self.lines.own()
+        if own is not None and not own.settings_dict["AUTOCOMMIT"]:
+            raise InvalidOption(
+                f"the idempotency store's database {alias!r} has AUTOCOMMIT = False, and what is not committed guards "
+                "nothing: leave AUTOCOMMIT on, and use transaction.atomic(), or name another database."
+            )
 
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
@@ -226,8 +230,7 @@ class DjangoStore(cas.DecidingStore):
 
         See :class:`~celery_idempotent.django.sql.atomic.ClaimTransaction`.
         """
-        run, own = atomic.transaction(self.lines, record), self.lines.own()
-        return _by_itself(own, run) if commits_by_hand(own) else run
+        return atomic.transaction(self.lines, record)
 
     def committed(self, record: Record) -> bool:
         """Wait for the end of the transaction that settled this claim, and tell whether it was committed."""
@@ -277,11 +280,3 @@ def open_django(url: str) -> DjangoStore:
             " django:// or django://alias"
         )
     return DjangoStore(alias or "default")
-
-
-@contextmanager
-def _by_itself(
-    own: BaseDatabaseWrapper, run: AbstractContextManager[atomic.ClaimTransaction]
-) -> Iterator[atomic.ClaimTransaction]:
-    with committing(own), run as begun:
-        yield begun

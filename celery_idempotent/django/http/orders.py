@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS
 
 from celery_idempotent.celery.entering import copied
 from celery_idempotent.celery.publishing import stamp_call
@@ -21,7 +21,6 @@ from celery_idempotent.django.http.options import HttpOptions, http_options
 from celery_idempotent.django.http.problems import RequestRefused
 from celery_idempotent.django.http.status import status_url
 from celery_idempotent.django.outbox.payload import SENDER_OPTIONS, absolute
-from celery_idempotent.django.sql.autocommit import commits_by_hand
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import KEEP_FAILURE_HEADER
@@ -93,9 +92,7 @@ class QueuedRequest:
         alias = self.store.outbox_alias
         if alias is None or alias != (self.using or DEFAULT_DB_ALIAS) or self.eager:
             return None
-        # A staged message is to be committed with the request's own work, or at once. Where the project commits by
-        # hand, neither is sure.
-        return None if commits_by_hand(connections[alias]) else alias
+        return alias
 
     @property
     def lost_after_ms(self) -> int:

@@ -30,7 +30,6 @@ from celery_idempotent.celery.task import IdempotentTask
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.broker import confirming, is_unreachable
 from celery_idempotent.django.outbox.payload import load
-from celery_idempotent.django.sql.autocommit import committing
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.identity.identified import MAX_CHARS
 
@@ -120,11 +119,6 @@ def send(app: Celery, group: str, *, using: str = "default") -> Sent:
 
     One that another process is sending is left to it.
     """
-    with committing(connections[using]):
-        return _send(app, group, using)
-
-
-def _send(app: Celery, group: str, using: str) -> Sent:
     lease = rows.GroupLease(using, name_of(app), group)
     head = rows.head_of(lease)
     if head is None:
@@ -142,11 +136,6 @@ def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
 
     Safe to run on any number of machines at once: a group is held by one of them, for a lease.
     """
-    with committing(connections[using]):
-        return _sweep(app, using, limit)
-
-
-def _sweep(app: Celery, using: str, limit: int) -> Sent:
     until = time.monotonic() + BUDGET_SECONDS
     report, failures = Sent(), 0
     if not rows.heads(using, name_of(app), 1):

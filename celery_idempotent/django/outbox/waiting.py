@@ -6,11 +6,8 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from django.db import connections
-
 from celery_idempotent.django.outbox import rows
 from celery_idempotent.django.outbox.models import NowMs
-from celery_idempotent.django.sql.autocommit import committing
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +61,8 @@ def oldest_ms(*, using: str | None) -> int | None:
 
 def discard(message_id: int, *, using: str = "default") -> bool:
     """Delete a message that shall never be sent; later ones of its group go on. ``False`` if it is gone already."""
-    with committing(connections[using]):
-        label = rows.rows(using).filter(pk=message_id).values_list("task", "task_id").first()
-        if label is None:
-            return False
-        logger.warning("idempotency: staged message %s[%s] is discarded", *label)
-        return rows.delete(using, message_id)
+    label = rows.rows(using).filter(pk=message_id).values_list("task", "task_id").first()
+    if label is None:
+        return False
+    logger.warning("idempotency: staged message %s[%s] is discarded", *label)
+    return rows.delete(using, message_id)

@@ -6,12 +6,9 @@ is in one, the verb takes a connection from here::
     the thread's connection   BEGIN ─ the caller's writes ──────────────────────────── COMMIT or ROLLBACK
     a spare connection                                     claim, committed at once
 
-Two settings of the project do not apply to them:
-
-- ``OPTIONS["pool"]``. A task in a transaction holds one connection of the pool while its verb would wait for a second:
-  with as many tasks as connections, all wait for each other. And a pool that a worker's main process has opened is
-  copied, sockets included, into every child that it forks.
-- ``AUTOCOMMIT = False``. It means that the project commits its own work. It does not commit a store's.
+``OPTIONS["pool"]`` of the project does not apply. A task in a transaction holds one connection of the pool while
+its verb would wait for a second: with as many tasks as connections, all wait for each other. And a pool that a worker's
+main process has opened is copied, sockets included, into every child that it forks.
 """
 
 from __future__ import annotations
@@ -127,7 +124,7 @@ class SpareConnections:
         connection = connections.create_connection(self._alias)
         settings = connection.settings_dict
         options = {name: value for name, value in settings["OPTIONS"].items() if name != "pool"}
-        connection.settings_dict = {**settings, "AUTOCOMMIT": True, "OPTIONS": options}
+        connection.settings_dict = {**settings, "OPTIONS": options}
         connection.inc_thread_sharing()
         return connection
 
