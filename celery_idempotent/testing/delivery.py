@@ -163,12 +163,16 @@ def deliver_at_once(task: AnyTask | Sig, n: int, *args: object, **kwargs: object
             try:
                 return _trace(task_of(task), message, False, published)
             finally:
-                if database := sys.modules.get(
-                    "django.db"
-                ):  # a test database with a session is not dropped
-                    database.connections.close_all()
+                _close_connections()
 
         return list(pool.map(go, messages))
+
+
+def _close_connections() -> None:
+    """Close Django's connections of this thread: a test database with an open session cannot be dropped."""
+    database, conf = sys.modules.get("django.db"), sys.modules.get("django.conf")
+    if database is not None and conf is not None and conf.settings.configured:
+        database.connections.close_all()
 
 
 @contextmanager
