@@ -36,6 +36,7 @@ def fail_record(
             value=value,
             keep_ms=keep_ms,
             restore=False,
+            swept=intervention is None,
             intervention=intervention,
         ),
     )

@@ -68,6 +68,8 @@ class Record(models.Model):
     replaced = models.BooleanField()
     #: The callbacks of the settled task were sent.
     delivered = models.BooleanField()
+    #: A sweep ended the claim or settled the record; its owner may still go on with its token.
+    swept = models.BooleanField()
     #: Of namespace, scope and key: the start of the SHA-256.
     digest = ShortBinaryField(max_length=16, unique=True)
     #: Of the arguments: a digest.

@@ -138,7 +138,11 @@ class DjangoStore(cas.DecidingStore):
 
     def renew(self, renewals: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
-        return self.lines.run(lambda session: upkeep.renew(session, renewals)) if renewals else []
+        if not renewals:
+            return []
+        renewed = self.lines.run(lambda session: upkeep.renew(session, renewals))
+        # A sweep may have interrupted the others; then their records' rows are written, too.
+        return [done or self._renew(each) for done, each in zip(renewed, renewals, strict=True)]
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""

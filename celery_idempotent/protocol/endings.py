@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.errors import StoreUnavailable
+from celery_idempotent.errors import LeaseLost, StoreUnavailable
 from celery_idempotent.protocol import at_commit
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, OutcomeResult
 from celery_idempotent.protocol.claim import REPORTED, Claim, Phase
@@ -125,7 +125,14 @@ class Endings:
         # Settling FAILED deletes the steps. A client may repeat a request that failed, and the new run would repeat
         # them: so a run with steps is released, which keeps them. After a permanent error there is no new run: FAILED.
         keep_failure = call.keep_failure and not claim.has_steps
-        if call.fails(error) and (keep_failure or isinstance(error, self.policy.permanent_errors)):
+        lost = isinstance(
+            error, LeaseLost
+        )  # what is known of the claim, and no failure of the task
+        if (
+            not lost
+            and call.fails(error)
+            and (keep_failure or isinstance(error, self.policy.permanent_errors))
+        ):
             dump = partial(self._codec.dump_error, error)
             settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
             return self.settle(call, claim, settlement)
@@ -135,7 +142,7 @@ class Endings:
             # A pool sends SIGTERM before SIGKILL at a hard time limit: that is a crash, or it would repeat for ever.
             return End.LEFT_TO_LEASE
         end = self.release(claim, at_exit=at_exit, error=error)
-        if end is End.GONE and not at_exit and self.check_newer_claim(call, claim):
+        if end is End.GONE and not at_exit and (self.check_newer_claim(call, claim) or lost):
             return End.NEWER_CLAIM
         return end
 

@@ -131,9 +131,10 @@ class Record:
     a FAILED record, or ``None`` when it was not kept. ``replaced`` says that the task ended with ``self.replace``:
     another task carries the task id on; ``delivered`` that the callbacks of the settled task were sent; ``reserved``
     that the key was reserved before its message was published, ``uncommitted`` that this reservation is part of a
-    transaction which may still be rolled back. ``steps`` are the results of the steps that an unfinished run recorded,
-    in their order; ``message`` what to publish when it is
-    requeued. ``deadline_ms`` of a QUEUED record is when its message counts as lost.
+    transaction which may still be rolled back; ``swept`` that a sweep ended the claim or settled
+    the record: its owner, if it still runs, may go on with its token. ``steps`` are the results of the steps that an
+    unfinished run recorded, in their order; ``message`` what to publish when it is requeued.
+    ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
     ``refusals`` are the last five who could not have the key, ``interventions`` the last five things that operators did
     to the record, the latest last. Only ``get`` is sure to bring them (interventions also come with a settled record
@@ -157,6 +158,7 @@ class Record:
     delivered: bool = False
     reserved: bool = False
     uncommitted: bool = False
+    swept: bool = False
     on_stale: OnStale = "interrupt"
     message: bytes | None = field(default=None, repr=False)  # has arguments
     steps: tuple[tuple[str, Stored], ...] = ()

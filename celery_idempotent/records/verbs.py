@@ -64,7 +64,8 @@ class SettleRequest:
 
     Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
     ``record`` stays as it is: it was requeued, for instance, which keeps the token. Only with a ``record`` that was
-    FAILED, a FAILED one ends anew. ``intervention`` is what the record then keeps of the operator who says so.
+    FAILED, a FAILED one ends anew. ``swept``: a sweep says so, and the owner may still replace it.
+    ``intervention`` is what the record then keeps of the operator who says so.
     """
 
     record: Record
@@ -73,6 +74,7 @@ class SettleRequest:
     keep_ms: int
     replaced: bool = False
     restore: bool = True
+    swept: bool = False
     intervention: Intervention | None = None
 
     @classmethod

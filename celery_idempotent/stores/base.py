@@ -81,14 +81,18 @@ class Store(ABC):
 
     @abstractmethod
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
-        """Let each lease start anew; ``False`` for each that is no longer held with that token."""
+        """Let each lease start anew; ``False`` for each that is no longer held with that token.
+
+        The token decides, not the state: a claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again.
+        """
 
     @abstractmethod
     def settle(self, request: SettleRequest) -> bool:
         """Write the end state; ``False`` if the key has another token by now.
 
         Accepted whether or not the lease ran out, also when the record is gone (flushed, evicted), and when the claim
-        was settled before: then the first end state stays. Without ``restore`` the answer is also
+        was settled before: then the first end state stays, unless it is a FAILED that a sweep
+        wrote. Without ``restore`` the answer is also
         ``False`` for a record that is gone, or is no longer in the state of the one in the request; one that was
         FAILED there ends anew, as an operator says, and is kept anew.
         """
@@ -111,7 +115,7 @@ class Store(ABC):
 
     @abstractmethod
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
-        """Add the result of the step ``name`` to the PROCESSING record with this token; ``False`` if there is none.
+        """Add the result of the step ``name`` to the claim with this token, swept or not; ``False`` if there is none.
 
         A step that is there already keeps its first result. Steps stay with the record until it is settled.
         """

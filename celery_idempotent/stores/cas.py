@@ -232,7 +232,9 @@ class DecidingStore(Store):
         """
         requeues = 0 if look.stored is None else look.stored.requeues
         delay_ms = requeue_ms * 2 ** min(requeues, _DOUBLINGS)
-        return self._do("sweep", look, Asked(attempt=b"", delay_ms=delay_ms)).record
+        return self._do(
+            "sweep", look, Asked(fields={"swept": True}, attempt=b"", delay_ms=delay_ms)
+        ).record
 
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""

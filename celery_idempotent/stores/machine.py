@@ -100,6 +100,8 @@ _CONDITIONS: dict[str, Holds] = {
         asked.token is None and _before_deadline(s, asked, now)
     ),
     "seen as FAILED": lambda _, asked, __: asked.state is State.FAILED,
+    "not swept": lambda s, *_: not s.record.swept,
+    "swept, may be restored": lambda s, asked, _: s.record.swept and asked.restore,
     "may be restored": lambda _, asked, __: asked.restore,
     "a retry is announced": lambda s, asked, _: (
         asked.delay_ms is not None and (s.record.reserved or s.record.message is not None)

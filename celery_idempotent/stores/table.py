@@ -49,9 +49,11 @@ def _without(fields: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
 
 
 #: What only an unfinished record has.
-_UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted")
+_UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitted", "swept")
 #: What stays of a claim once it is settled; the rest of a settled record comes with the settle.
 OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
+#: What stays of a claim that a sweep ends, or that goes on after that.
+RUN = _without(WHOLE, "swept")
 #: What a reservation has when it is repeated; its transaction may be committed by now.
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
@@ -123,8 +125,12 @@ TABLE: tuple[Rule, ...] = (
          (*HISTORY, "task_id", "worker", "on_stale", "message"), life="anew"),
     Rule("reserve", (INTERRUPTED,), "", "reserved", QUEUED, HISTORY, life="anew"),
 
-    *_lost("renew", QUEUED, INTERRUPTED, *ENDS),
+    *_lost("renew", *ENDS),
     Rule("renew", (PROCESSING,), "", "renewed", PROCESSING, UNCHANGED, life="anew"),
+    # A reservation has no lease, and a key that was given back stays so.
+    Rule("renew", (QUEUED, INTERRUPTED), "not swept", "lost"),
+    # The token decides: a sweep came, and nobody has claimed the key since.
+    Rule("renew", (QUEUED, INTERRUPTED), "", "renewed", PROCESSING, RUN, life="anew"),
 
     # Flushed or evicted: what is carried is the claim's own record.
     Rule("settle", NONE, "may be restored", "settled", "as asked", OUTCOME, life="anew"),
@@ -132,22 +138,28 @@ TABLE: tuple[Rule, ...] = (
     Rule("settle", ANY, "another token", "lost"),
     # An operator who saw it fail knows better.
     Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", OUTCOME, life="anew"),
+    # A run that a sweep gave up has come back.
+    Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", ENDS, "", "settled"),
     # Only by who did not run it: a requeue, which keeps the token, came between the look and this.
     Rule("settle", LIVE, "another state", "lost"),
     Rule("settle", LIVE, "", "settled", "as asked", OUTCOME, life="anew"),
 
     *_lost("release", INTERRUPTED, *ENDS),
-    Rule("release", (QUEUED, PROCESSING), "a retry is announced", "requeued", QUEUED, WHOLE, life="longer"),
-    Rule("release", (QUEUED, PROCESSING), "has steps", "interrupted", INTERRUPTED, WHOLE),
+    Rule("release", (QUEUED, PROCESSING), "a retry is announced", "requeued", QUEUED, RUN, life="longer"),
+    Rule("release", (QUEUED, PROCESSING), "has steps", "interrupted", INTERRUPTED, RUN),
     Rule("release", (QUEUED, PROCESSING), "", "released", "deleted"),
 
     *_lost("interrupt", QUEUED, INTERRUPTED, *ENDS),
     Rule("interrupt", (PROCESSING,), "", "interrupted", INTERRUPTED, WHOLE, crashes=1),
 
-    *_lost("checkpoint", QUEUED, INTERRUPTED, *ENDS),
-    Rule("checkpoint", (PROCESSING,), "has this step", "kept"),
-    Rule("checkpoint", (PROCESSING,), "", "added", PROCESSING, (*_without(UNCHANGED, "steps"), "deadline_ms")),
+    *_lost("checkpoint", *ENDS),
+    Rule("checkpoint", (QUEUED, INTERRUPTED), "not swept", "lost"),
+    Rule("checkpoint", LIVE, "has this step", "kept"),
+    *[
+        Rule("checkpoint", (state,), "", "added", state, (*_without(UNCHANGED, "steps"), "deadline_ms"))
+        for state in LIVE
+    ],
 
     *_lost("amend", *ENDS),
     Rule("amend", (QUEUED,), "", "amended", QUEUED, (*_without(UNCHANGED, "steps"), "deadline_ms")),
@@ -168,8 +180,8 @@ TABLE: tuple[Rule, ...] = (
 
     Rule("sweep", (None, INTERRUPTED, *ENDS), "", "none"),
     Rule("sweep", (PROCESSING,), "within its lease", "none"),
-    Rule("sweep", (PROCESSING,), "is requeued when stale", "requeued", QUEUED, WHOLE, crashes=1, life="longer"),
-    Rule("sweep", (PROCESSING,), "", "interrupted", INTERRUPTED, WHOLE, crashes=1),
+    Rule("sweep", (PROCESSING,), "is requeued when stale", "requeued", QUEUED, RUN, crashes=1, life="longer"),
+    Rule("sweep", (PROCESSING,), "", "interrupted", INTERRUPTED, RUN, crashes=1),
     Rule("sweep", (QUEUED,), "before its deadline", "none"),
     # Left to the next reservation.
     Rule("sweep", (QUEUED,), "has no message", "none"),

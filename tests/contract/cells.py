@@ -59,6 +59,7 @@ class Scene:
     fingerprint: bytes = FINGERPRINT
     token: int | None = 0  # is added to the record's own
     another_state: bool = False
+    swept: bool = False
     restore: bool = True
     retry: bool = False
     step: str = "ship"
@@ -79,6 +80,8 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "before its deadline": ({}, {"late": True}),
     "within its lease, no token given": ({"token": None}, {"late": True, "token": None}),
     "seen as FAILED": ({"restore": False}, {}),
+    "not swept": ({}, {"swept": True}),
+    "swept, may be restored": ({"swept": True}, {}),
     "may be restored": ({}, {"restore": False}),
     "a retry is announced": ({"retry": True}, {}),
     "has steps": ({}, {"steps": False}),
@@ -167,8 +170,12 @@ class CellContract(ContractBase):
         """Bring the key into a state, with a past; return the claim, and how long the record lives."""
         self.reserve(store)
         assert store.interrupt(KEY, token=self.claim(store).token)
+        requeued = scene.swept and found is State.QUEUED
         claim = self.claim(
-            store, attempt=MINE, on_stale=scene.on_stale, message=scene.stored_message
+            store,
+            attempt=MINE,
+            on_stale="requeue" if requeued else scene.on_stale,
+            message=scene.stored_message,
         )
         self.try_claim(store, task_id="refused")
         if scene.steps:
@@ -177,6 +184,13 @@ class CellContract(ContractBase):
         match found:
             case None:
                 assert store.forget(KEY)
+            case State.QUEUED | State.INTERRUPTED if scene.swept:
+                advance(self.lease_ms + 1)
+                life_ms -= self.lease_ms + 1
+                report = store.sweep(limit=10, requeue_ms=self.lease_ms)
+                (swept,) = (*report.interrupted, *report.requeued)
+                assert (swept.state, swept.swept) == (found, True)
+                life_ms += self.lease_ms * (found is State.QUEUED)
             case State.QUEUED:
                 assert store.release(KEY, token=claim.token, requeue_ms=self.lease_ms)
                 self.reserve(store, uncommitted=True)
@@ -186,7 +200,7 @@ class CellContract(ContractBase):
             case State.INTERRUPTED:
                 assert store.interrupt(KEY, token=claim.token)
             case _ if found.name in END_STATE_BY_NAME:
-                assert self.settle(store, claim, END_STATE_BY_NAME[found.name])
+                assert self.settle(store, claim, END_STATE_BY_NAME[found.name], swept=scene.swept)
                 life_ms = self.keep_ms
         return claim, life_ms
 
@@ -294,12 +308,13 @@ class CellContract(ContractBase):
         assert found is None or found == store.get(KEY)
         return found is not None, {}
 
-    def _sweep(self, store: Store, _: Scene, __: Record) -> tuple[str, Fields]:
+    def _sweep(self, store: Store, _: Scene, record: Record) -> tuple[str, Fields]:
         report = store.sweep(limit=10, requeue_ms=self.delay_ms)
         swept = (*report.interrupted, *report.requeued)
-        assert all(record == store.get(KEY) for record in swept)
+        assert all(each == store.get(KEY) for each in swept)
         word = "interrupted" if report.interrupted else "requeued" if swept else "none"
-        return word, {}
+        brought: Fields = {"swept": True} if record.state is State.PROCESSING else {}
+        return word, brought
 
     def _forget(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)

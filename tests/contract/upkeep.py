@@ -38,6 +38,7 @@ class UpkeepContract(ContractBase):
             crashes=1,
             deadline_ms=None,
             updated_ms=swept.updated_ms,
+            swept=True,
         )
 
     @pytest.mark.parametrize("late_ms", [-1, 0, 1])

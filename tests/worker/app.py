@@ -74,6 +74,10 @@ def _define(app: Celery) -> None:
     idempotent(name="handing_on")(handing_on)
     app.task(name="handing_on_plainly", base=Task, bind=True, shared=False)(handing_on)
 
+    idempotent(name="stepping", idempotency_key="key")(stepping)
+    idempotent(name="ensuring", idempotency_key="key")(ensuring)
+    idempotent(name="failed_late", idempotency_key="key", idempotency_on_stale="fail")(work)
+
     idempotent(name="replacing", idempotency_key="key", idempotency_lease=0.5)(replacing)
     idempotent(name="appending")(appending)
     idempotent(name="webhook", idempotency_key="delivery")(webhook)
@@ -90,6 +94,26 @@ def work(self: Any, key: str, seconds: float = 0.0, gate: str = "") -> dict[str,
     time.sleep(seconds)
     wait_at(gate)
     ledger.append("end", key, self.request.id)
+    return _answer(self)
+
+
+def stepping(self: Any, key: str, gate: str) -> dict[str, Any]:
+    """Take effect in a step, once the file ``gate`` exists."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    wait_at(gate)
+    self.idempotency.step("effect", ledger.append, "effect", key, self.request.id)
+    ledger.append("end", key, self.request.id)
+    return _answer(self)
+
+
+def ensuring(self: Any, key: str, gate: str) -> dict[str, Any]:
+    """Take effect once the file ``gate`` exists and the claim is still this run's."""
+    ledger = Ledger.from_env()
+    ledger.append("start", key, self.request.id)
+    wait_at(gate)
+    self.idempotency.ensure()
+    ledger.append("effect", key, self.request.id)
     return _answer(self)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from celery_idempotent import State
+from celery_idempotent import State, get_store
 from tests.support.sites import IMPATIENT, RABBITMQ_TOO, REDIS
 from tests.support.waiting import wait_for
 
@@ -98,6 +98,44 @@ class TestARunFrozenPastItsLease:
         assert {each["status"] for each in stored} <= {"STARTED", "SUCCESS"}
         assert all(each["result"] == answer for each in stored if each["status"] == "SUCCESS")
         assert result.get(timeout=30) == answer
+
+
+class TestASweepBesideARun:
+    """A sweep interrupts a run that was frozen past its lease; nobody claims the key before the run goes on."""
+
+    def swept(self, site: Site, name: str, key: str, gate: Gate) -> tuple[Any, Worker, int]:
+        """Freeze a run past its lease, and sweep; return its result, its worker and its process."""
+        worker = site.worker(concurrency=1)
+        result = site.publish(name, key, *((0.0,) if name == "keyed" else ()), gate.path)
+        begun = wait_for(lambda: site.ledger.entries("start", key), 20, "a run")[0]
+        worker.freeze(begun.pid)
+        store = get_store(site.app)
+        wait_for(lambda: site.record(name, key).stale(store.now_ms()), 20, "the end of the lease")
+        store.sweep(limit=100)
+        assert site.record(name, key).state is State.INTERRUPTED
+        return result, worker, begun.pid
+
+    @pytest.mark.parametrize("name", ["stepping", "ensuring"])
+    def test_leaves_the_run_its_claim(self, open_site, key, gate, name):
+        site = open_site("redis", idempotency_lease=LEASE)
+        result, worker, pid = self.swept(site, name, key, gate)
+        gate.open()
+        worker.thaw(pid)
+        answer = result.get(timeout=20)
+        assert site.publish(name, key, gate.path).get(timeout=20) == answer
+        assert site.ledger.count("effect", key) == 1
+        record = site.record(name, key)
+        assert (record.state, record.crashes, record.attempts) == (State.COMPLETED, 1, 1)
+
+    def test_is_over_with_the_next_renewal(self, open_site, key, gate):
+        site = open_site("redis", idempotency_lease=LEASE)
+        result, worker, pid = self.swept(site, "keyed", key, gate)
+        worker.thaw(pid)
+        wait_for(lambda: site.record("keyed", key).state is State.PROCESSING, 10, "a renewal")
+        gate.open()
+        answer = result.get(timeout=20)
+        assert site.publish("keyed", key, 0.0, gate.path).get(timeout=20) == answer
+        assert site.ledger.count("end", key) == 1
 
 
 def test_a_task_longer_than_its_lease_keeps_its_claim_in_children_that_fork_late(open_site, key):

@@ -88,6 +88,7 @@ class Migration(migrations.Migration):
                 ("reserved", models.BooleanField()),
                 ("replaced", models.BooleanField()),
                 ("delivered", models.BooleanField()),
+                ("swept", models.BooleanField()),
                 ("digest", ShortBinaryField(max_length=16, unique=True)),
                 ("fingerprint", ShortBinaryField(max_length=16, null=True)),
                 ("namespace", models.CharField(max_length=255)),

@@ -50,7 +50,8 @@ _runs: WeakValueDictionary[tuple[Identity, int], ClaimTransaction] = WeakValueDi
 _SAVEPOINT = "celery_idempotent_run"
 #: Behind a pooler the session may not know the plan of the settle: that must not cost the task its transaction.
 _BEFORE_SETTLE = "celery_idempotent_settle"
-_OURS = f" WHERE digest = %s AND token = %s AND {LIVE_SQL}"
+#: Also one that a sweep failed: the token decides.
+_OURS = f" WHERE digest = %s AND token = %s AND ({LIVE_SQL} OR (state = 'F' AND swept))"
 
 #: Bounds the waits of one statement of ours, and of none of the task's, nor its COMMIT: ``was`` is what it had.
 _LOCK_TIMEOUT_SET = (
@@ -60,7 +61,7 @@ _LOCK_TIMEOUT_SET = (
 _LOCK_TIMEOUT_RESTORED = "set_config('lock_timeout', was, true)"
 
 _SETTLE = (
-    "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s, reserved = %s,"
+    "UPDATE celery_idempotent_record SET state = %s, value = %s, replaced = %s, reserved = %s, swept = false,"
     " updated_ms = {now}, expires_ms = {now} + %s, prune_ms = {least}(prune_ms, {now} + %s),"
     " version = version + 1{source}" + _OURS
 )

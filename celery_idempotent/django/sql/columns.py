@@ -66,7 +66,7 @@ _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 # fmt: off
 RECORD = (
     "token", "created_ms", "updated_ms", "expires_ms", "version", "crashes", "attempts", "state",
-    "reserved", "replaced", "delivered", "fingerprint", "task_id", "value", "interventions",
+    "reserved", "replaced", "delivered", "swept", "fingerprint", "task_id", "value", "interventions",
 )
 LEASE = (
     "token", "deadline_ms", "due_ms", "expires_ms", "version", "requeues", "state", "on_stale",
@@ -123,6 +123,7 @@ def record_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
         record.reserved,
         record.replaced,
         record.delivered,
+        record.swept,
         record.fingerprint,
         record.task_id,
         None if record.value is None else pack_value(record.value),
@@ -158,7 +159,7 @@ def stored_record(
 ) -> StoredRecord:
     """Return the record of what was read; ``lease``: of its lease row, if that counts."""
     token, created_ms, updated_ms, expires_ms, _, crashes, attempts, letter = record[:8]
-    reserved, replaced, delivered, fingerprint, task_id, value, noted = record[8:]
+    reserved, replaced, delivered, swept, fingerprint, task_id, value, noted = record[8:]
     state = STATES.get(letter)
     if state is None:
         raise StoreMisconfigured(
@@ -190,6 +191,7 @@ def stored_record(
             delivered=bool(delivered),
             reserved=bool(reserved),
             uncommitted=on_stale.isupper(),
+            swept=bool(swept),
             on_stale=_ON_STALE.get(on_stale.lower(), "interrupt"),
             message=None if message is None else bytes(message),
             steps=_unpack_steps(bytes(steps)) if steps else (),

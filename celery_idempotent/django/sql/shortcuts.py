@@ -140,7 +140,7 @@ def _settle_statement(now_us: str) -> str:
     return _end_statement(
         now_us,
         "state = %s, value = %s, replaced = %s,"
-        " reserved = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
+        " reserved = false, swept = false, updated_ms = us / 1000, expires_ms = us / 1000 + %s,"
         " prune_ms = least(prune_ms, us / 1000 + %s)",
         f"record.{LIVE_SQL}",
     )

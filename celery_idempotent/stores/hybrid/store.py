@@ -179,7 +179,12 @@ class HybridStore(ForwardingStore):
         except (StoreUnavailable, StoreMisconfigured):
             return  # what the caller came for is done
         # A copy would not tell that an operator settled it.
-        if retained is not None and retained.record.settled_by is None:
+        # Nor that a sweep did, whose FAILED the owner may still replace.
+        if (
+            retained is not None
+            and retained.record.settled_by is None
+            and not retained.record.swept
+        ):
             self.cache.fill(identity, ticket, retained)
 
     @contextmanager

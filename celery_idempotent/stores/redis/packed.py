@@ -59,9 +59,10 @@ _SETTLED = bytes(letter for letter, state in _STATE_OF_LETTER.items() if state.s
 
 _HAS_FINGERPRINT = 1
 _UUID, _VALUE, _REPLACED, _DELIVERED, _NOTES = 2, 4, 8, 16, 32
-_UNCOMMITTED, _RESERVED, _FAIL, _REQUEUE = 2, 16, 32, 64
-_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _NOTES
-_LIVE_FLAGS = _HAS_FINGERPRINT | _UNCOMMITTED | _RESERVED | _FAIL | _REQUEUE
+_SWEPT_END = 64
+_UNCOMMITTED, _SWEPT, _RESERVED, _FAIL, _REQUEUE = 2, 4, 16, 32, 64
+_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _NOTES | _SWEPT_END
+_LIVE_FLAGS = _HAS_FINGERPRINT | _UNCOMMITTED | _SWEPT | _RESERVED | _FAIL | _REQUEUE
 #: What a sweep does with the record once it is stale, as flags.
 _ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
 _ON_STALE_WORDS = {flags: word for word, flags in _ON_STALE_FLAGS.items()}
@@ -149,6 +150,8 @@ def pack_settled(request: SettleRequest, *, delivered: bool = False) -> bytes:
         flags |= _REPLACED
     if delivered:
         flags |= _DELIVERED
+    if request.swept:
+        flags |= _SWEPT_END
     head = (
         bytes((_LETTER_OF_STATE[request.state], flags))
         + pack_token(record.token)
@@ -220,6 +223,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         delivered=settled and bool(flags & _DELIVERED),
         reserved=bool(live & _RESERVED),
         uncommitted=bool(live & _UNCOMMITTED),
+        swept=bool(flags & _SWEPT_END if settled else live & _SWEPT),
         on_stale=_ON_STALE_WORDS.get(live & (_FAIL | _REQUEUE), "interrupt"),
         message=message,
         steps=steps,

@@ -113,7 +113,7 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
             commands.append(
                 renew.call(
                     bucket,
-                    (name, self._keys.leases(bucket)),
+                    (name, self._keys.leases(bucket), self._keys.interrupted(bucket)),
                     pack_token(lease.token),
                     b"%d" % lease.lease_ms,
                     b"%d" % (lease.lease_ms + lease.keep_ms),

@@ -1,11 +1,12 @@
--- Add the result of a step to the PROCESSING record with this token.
+-- Add the result of a step to the record with this token: PROCESSING, or what a sweep has made of that.
 --
 -- KEYS     1 record · 2 leases
 -- ARGV     1 token, 7 bytes · 2 name of the step, after its length · 3 its value, packed
 -- returns  'added' | 'kept': it was there, and stays | 'lost'
 --include live.lua
 local old = redis.call('GET', KEYS[1])
-if not old or old:sub(1, 1) ~= 'P' or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
+if not old or not old:find(LIVE) or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
+if old:sub(1, 1) ~= 'P' and bit.band(old:byte(2), 4) == 0 then return 'lost' end
 local at = extension(old)
 while at <= #old do
   if old:sub(at, at) == 'S' and old:sub(at + 5, at + 4 + #ARGV[2]) == ARGV[2] then return 'kept' end

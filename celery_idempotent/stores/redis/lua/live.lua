@@ -14,7 +14,12 @@ end
 
 -- Has a live record a flag that this version does not know?
 local function foreign(record)
-  return bit.band(record:byte(2), 140) ~= 0
+  return bit.band(record:byte(2), 136) ~= 0
+end
+
+-- Return a live record as one that a sweep took from its owner, or as one that none did.
+local function swept(record, yes)
+  return record:sub(1, 1) .. string.char(bit.band(record:byte(2), 251) + (yes and 4 or 0)) .. record:sub(3)
 end
 
 -- Make a live record INTERRUPTED, with this many crashes, for as long as it would have lived, and index it.

@@ -25,11 +25,11 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if not requeued then
-  interrupt(KEYS[2], KEYS[3], KEYS[1], old, now, old:byte(22))
+  interrupt(KEYS[2], KEYS[3], KEYS[1], swept(old, false), now, old:byte(22))
   return 'interrupted'
 end
 local deadline = now + ARGV[2]
-local new = 'Q' .. old:sub(2, 15) .. struct.pack('>I6', now) .. old:sub(22, 23)
+local new = 'Q' .. swept(old, false):sub(2, 15) .. struct.pack('>I6', now) .. old:sub(22, 23)
   .. struct.pack('>I6', deadline) .. old:sub(30)
 local left = math.max(redis.call('PTTL', KEYS[1]), 0)
 -- ZREM comes first, so that a server without memory left gives back what it let in.

@@ -48,7 +48,7 @@ if old then
     local left = struct.unpack('>I6', old, 24) - now
     if left > 0 then return {'held', old, left} end
     -- Its sender died before it published: the message goes out under the same task id.
-    owner, extra = '', old:sub(at)
+    flags, owner, extra = bit.band(flags, 251), '', old:sub(at)
   else
     -- Its message was under another task id: there will be a new one.
     flags = bit.band(flags, 19)

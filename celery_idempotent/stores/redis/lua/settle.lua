@@ -20,7 +20,8 @@ if old then
   local ended = old:find(ENDED)
   if not ended and not old:find(LIVE) then return 'unreadable' end
   if old:sub(3, 9) ~= new:sub(3, 9) then return 'lost' end
-  local anew = state == 'F' and wanted == 'F'
+  -- Also one that a sweep failed, for its owner.
+  local anew = state == 'F' and (wanted == 'F' or wanted == '' and bit.band(old:byte(2), 64) ~= 0)
   if ended and not anew then
     return KEYS[5] and store_result(KEYS[5], ARGV[3], ARGV[4]) or 'settled'
   end

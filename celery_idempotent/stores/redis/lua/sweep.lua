@@ -19,6 +19,7 @@ local function sweep(leases, interrupted, name)
       -- Requeued by this very sweep, whose answer was lost.
       if state == 'Q' and old:sub(30, 37) == attempt then new = old end
     else
+      if state == 'P' then old = swept(old, true) end
       if state == 'Q' or bit.band(old:byte(2), 64) ~= 0 then
         new = requeue(leases, interrupted, name, old, now, delay, true, attempt)
       end

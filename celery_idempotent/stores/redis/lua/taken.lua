@@ -5,7 +5,7 @@
 -- Was the record written by a newer version?
 local function unreadable(old)
   if old:find(LIVE) then return foreign(old) end
-  return not old:find(ENDED) or old:byte(2) > 63
+  return not old:find(ENDED) or old:byte(2) > 127
 end
 
 -- Return the fingerprint that the key has from now on, and where the record goes on after its own; nil if they differ.
