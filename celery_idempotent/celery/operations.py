@@ -44,8 +44,7 @@ OPERATIONS: tuple[Operation, ...] = ("release", "requeue", "complete", "fail", "
 #: Those that mean the same for many records: a value is that of one key.
 ON_MANY: tuple[Operation, ...] = tuple(each for each in OPERATIONS if each != "complete")
 
-#: So many characters of a reason pages and commands take. A record keeps less of what code gives, see
-#: :class:`~celery_idempotent.records.Intervention`; events and the log have all of it.
+#: So many characters of a reason pages and commands take.
 LONGEST_REASON = 500
 
 

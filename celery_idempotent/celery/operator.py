@@ -30,7 +30,7 @@ from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.protocol.telling import Details, Line
-from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
+from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from celery_idempotent.stores import Store
 
 Operation = Literal["release", "requeue", "complete", "fail", "forget"]
+
+#: So many characters of a note are stored.
+_LONGEST_NOTE = 600
 
 #: What the log says that an operator did.
 _DONE: Final[Mapping[Operation, str]] = {
@@ -112,14 +115,12 @@ class Operator:
             case "forget":
                 return _forget(self, record)
 
-    def intervention(self) -> Intervention:
-        """Return what the record keeps of it."""
-        wanted = self.request
-        return Intervention(
-            operation=wanted.operation,
-            who=self.who,
-            reason=wanted.reason,
-        )
+    @property
+    def note(self) -> str:
+        """What the record keeps of it."""
+        why = f": {self.request.reason}" if self.request.reason else ""
+        said = f"{self.request.operation} by {self.who}{why}"[:_LONGEST_NOTE]
+        return "".join(each if each.isprintable() else "\ufffd" for each in said)
 
     def report(self, outcome: Signal, record: Record, **more: Unpack[Details]) -> None:
         """Report what was done."""
@@ -127,7 +128,7 @@ class Operator:
         reaper.report_record(self.app, self.store, outcome, record, **about)
 
 
-def _as_done(by: Operator, seen: Record, then: State | None, *, crashes: int = 0) -> Record | None:
+def _as_done(by: Operator, seen: Record, then: State | None) -> Record | None:
     """Return the record as an operation leaves it, although the store says that it did nothing; ``None`` if it is not.
 
     A store that gets no answer asks again by itself, and then finds its own work::
@@ -144,8 +145,7 @@ def _as_done(by: Operator, seen: Record, then: State | None, *, crashes: int = 0
         return seen if found is None or found.created_ms != seen.created_ms else None
     if found is None:
         return None
-    as_left = seen.token, then, seen.crashes + crashes
-    return found if (found.token, found.state, found.crashes) == as_left else None
+    return found if (found.state, found.note) == (then, by.note) else None
 
 
 def _forget(by: Operator, record: Record) -> Outcome:
@@ -159,7 +159,7 @@ def _forget(by: Operator, record: Record) -> Outcome:
 
 def _release(by: Operator, record: Record) -> Outcome:
     state = State.INTERRUPTED if record.steps else None
-    done = by.store.release(record.identity, token=record.token)
+    done = by.store.release(record.identity, token=record.token, note=by.note)
     if not done and _as_done(by, record, state) is None:
         return Outcome.CHANGED
     by.report(signals.released, record, state=state)
@@ -168,11 +168,12 @@ def _release(by: Operator, record: Record) -> Outcome:
 
 def _requeue(by: Operator, record: Record) -> Outcome:
     # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-    queued = by.store.requeue(record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token)
+    queued = by.store.requeue(
+        record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token, note=by.note
+    )
     if queued is None:
-        crashes = int(record.state is State.PROCESSING)
         # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
-        queued = _as_done(by, record, State.QUEUED, crashes=crashes)
+        queued = _as_done(by, record, State.QUEUED)
     if queued is None:
         return Outcome.CHANGED
     sent = reaper.send_again(
@@ -190,7 +191,7 @@ def _complete(by: Operator, record: Record) -> Outcome:
         value=by.request.value,
         keep_ms=policy.settled_keep_ms,
         restore=False,
-        intervention=by.intervention(),
+        note=by.note,
     )
     if not settling.end_record(by.store, end):
         return Outcome.CHANGED
@@ -200,8 +201,7 @@ def _complete(by: Operator, record: Record) -> Outcome:
 
 def _fail(by: Operator, record: Record) -> Outcome:
     error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
-    noted = by.intervention()
-    if not settling.fail_record(by.app, by.store, record, error, intervention=noted):
+    if not settling.fail_record(by.app, by.store, record, error, note=by.note):
         return Outcome.CHANGED
     by.report(signals.settled, record, state=State.FAILED, error=error)
     return Outcome.DONE

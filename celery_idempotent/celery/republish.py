@@ -6,7 +6,6 @@ import logging
 import math
 import re
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -22,7 +21,6 @@ from celery_idempotent.errors import InProgress
 from celery_idempotent.identity.stamp import as_mapping, read_stamp, with_stamp
 from celery_idempotent.protocol.calls import StoreFailed
 from celery_idempotent.records import Record
-from celery_idempotent.stores import ATTEMPT_BYTES
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -36,19 +34,12 @@ logger = logging.getLogger(__name__)
 CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
 #: In a stamp: the token of the holder that it met, whose conflicts are counted.
 HOLDER = "holder"
-#: In a stamp: all attempts to claim that no store answered, in hexadecimal: the store may hold one of them, without
-#: a run.
-UNANSWERED = "unanswered"
-_MOST_UNANSWERED = 8
 
 #: The longest countdown for each of them, in seconds: a holder ends sooner than an outage of the store or the broker.
 _LONGEST = {CONFLICTS: 10.0, STORE_FAILURES: 60.0, UNDELIVERED: 60.0}
 
 #: Stands for the visibility timeout of a broker that has none, in seconds.
 _VISIBILITY_TIMEOUT = 3600
-
-
-_ATTEMPTS = re.compile(f"(?:[0-9a-f]{{{2 * ATTEMPT_BYTES}}}){{1,{_MOST_UNANSWERED}}}")
 
 
 #: The longest pause, in seconds, after which a message that stays in its worker asks the protocol again.
@@ -91,7 +82,7 @@ def conflict(task: IdempotentTask, request: Context, record: Record, left_ms: in
         _ignored(task, request, error)
     # A redelivery outlives its expiry: the operation that it belongs to has begun in time.
     options: Options = {"expires": None} if same else {}
-    count, delay, again = _again(task, request, CONFLICTS, left, options, {HOLDER: record.token})
+    count, delay, again = _again(task, request, CONFLICTS, left, options, holder=record.token)
     logger.info(
         "idempotency: %s[%s] found %s %s (conflict %d), and is republished with a countdown of %.1f s",
         task.name,
@@ -123,15 +114,10 @@ def _ignored(task: IdempotentTask, request: Context, error: InProgress) -> NoRet
 
 def after_store_failure(task: IdempotentTask, request: Context, failed: StoreFailed) -> NoReturn:
     """The store did not answer: republish this copy. Nothing ran, or an atomic run was rolled back or is in doubt."""
-    error, attempt = failed.error, failed.attempt
+    error = failed.error
     if request.is_eager:
         raise error
-    # Without a new one, those that it came with are in its stamp.
-    known = {}
-    if attempt:
-        attempts = (*unanswered(read_stamp(as_mapping(request.headers), request.id)), attempt)
-        known[UNANSWERED] = b"".join(attempts[-_MOST_UNANSWERED:]).hex()
-    count, delay, again = _again(task, request, STORE_FAILURES, None, {}, known)
+    count, delay, again = _again(task, request, STORE_FAILURES, None, {})
     logger.error(
         "idempotency: %s[%s] %s: store error (%d so far). It is republished with a countdown of %.1f s: %s",
         task.name,
@@ -155,7 +141,7 @@ def undelivered(
     wait for the visibility timeout.
     """
     left = max(left_ms / 1000, 1.0)
-    count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None}, {})
+    count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None})
     logger.log(
         logging.ERROR if trouble else logging.INFO,
         "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s, %d so far), and it comes back "
@@ -170,22 +156,14 @@ def undelivered(
     raise Ignore(f"what follows {task.name} is not sent yet")
 
 
-def unanswered(said: Mapping[str, object]) -> tuple[bytes, ...]:
-    """Return the unanswered attempts to claim in a message's stamp; ``()`` if that is malformed."""
-    found = said.get(UNANSWERED)
-    if not isinstance(found, str) or not _ATTEMPTS.fullmatch(found):
-        return ()
-    attempts = bytes.fromhex(found)
-    return tuple(attempts[at : at + ATTEMPT_BYTES] for at in range(0, len(attempts), ATTEMPT_BYTES))
-
-
 def _again(
     task: IdempotentTask,
     request: Context,
     counter: str,
     left: float | None,
     options: Options,
-    known: Mapping[str, object],
+    *,
+    holder: int | None = None,
 ) -> tuple[int, float, Sig]:
     """Return how often this message was republished, in how many seconds it is due, and itself.
 
@@ -194,11 +172,12 @@ def _again(
     """
     headers = as_mapping(request.headers)
     said = read_stamp(headers, request.id)
-    is_same_holder = known.get(HOLDER) in (None, said.get(HOLDER))
+    is_same_holder = holder in (None, said.get(HOLDER))
     before = said.get(counter, 0) if is_same_holder else 0
     count = before + 1 if isinstance(before, int) else 1
+    more = {counter: count} if holder is None else {HOLDER: holder, counter: count}
     # Should it not be published, this delivery asks again, with this stamp.
-    request.headers = with_stamp(headers, str(request.id), more={**known, counter: count})
+    request.headers = with_stamp(headers, str(request.id), more=more)
     limits = [_LONGEST[counter], _unacknowledged(task)]
     if left is not None:
         limits.append(max(left, 0.1))

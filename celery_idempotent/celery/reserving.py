@@ -88,7 +88,7 @@ def reserve_and_send(
         case Settled(record, _):
             # FAILED, or completed by an operator, who writes no result under the first id: then a worker answers this
             # message from the record.
-            if record.state is State.COMPLETED and record.settled_by is None:
+            if record.state is State.COMPLETED and not record.settled_by_operator:
                 report(signals.replayed, identity, task_id, record)
                 return task.AsyncResult(record.task_id)
             return send_call(**options)

@@ -135,7 +135,6 @@ def call_of(
         on_settled=on_settled,
         make_result=make_result,
         message=_message(task, definition, request),
-        unanswered=republish.unanswered(said),
         on_late_error=partial(late_outcome, task),
         open_transactions=task.transactions_around if request.is_eager else None,
         control=(Ignore, Reject, Retry),

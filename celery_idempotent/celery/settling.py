@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import IdempotencyError, InvalidOption
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Intervention, Record, SettleRequest, State, Stored
+from celery_idempotent.records import Record, SettleRequest, State, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def fail_record(
     record: Record,
     error: IdempotencyError,
     *,
-    intervention: Intervention | None = None,
+    note: str = "",
 ) -> bool:
     """Settle a record FAILED that no worker runs; ``False`` if it was claimed, or has ended otherwise, meanwhile."""
     definition = definition_of(app, record.identity.namespace)
@@ -36,8 +36,8 @@ def fail_record(
             value=value,
             keep_ms=keep_ms,
             restore=False,
-            swept=intervention is None,
-            intervention=intervention,
+            swept=not note,
+            note=note,
         ),
     )
 
@@ -49,15 +49,11 @@ def end_record(store: Store, end: SettleRequest) -> bool:
     settled for what it was before.
     """
     # One write, to the record with this token and to no other.
-    if not store.settle(end):
-        return False
-    # Its owner may have settled it first, and then that end state stays.
-    found = store.get(end.record.identity)
-    return found is not None and (found.token, found.state, found.value) == (
-        end.record.token,
-        end.state,
-        end.value,
-    )
+    settled, found = store.settle(end), store.get(end.record.identity)
+    if found is None or (found.state, found.value) != (end.state, end.value):
+        return False  # its owner may have settled it first, and then that end state stays
+    # An operator's settle gives a new token: asked again because the answer was lost, it finds its own note.
+    return found.note == end.note if end.note else settled and found.token == end.record.token
 
 
 def _plain_error(app: Celery, error: IdempotencyError) -> Stored | None:

@@ -20,7 +20,6 @@ __all__ = [
     "Lease",
     "OutboxMessage",
     "Record",
-    "Refusals",
     "Sweep",
 ]
 
@@ -84,9 +83,8 @@ class Record(models.Model):
     task_id = models.TextField()
     #: Result or exception: one byte for its content types, then the body.
     value = models.BinaryField(null=True)
-    #: What operators did to it, in JSON: the record's ``created_ms``, without which it does not count, then each with
-    #: ``operation``, ``who``, ``reason``, ``step`` and ``at_ms``.
-    interventions = models.TextField(null=True)
+    #: What an operator did to it last, who and why.
+    note = models.TextField()
 
     class Meta:
         default_permissions = ()
@@ -138,30 +136,6 @@ class Lease(models.Model):
 
     def __str__(self) -> str:
         return f"lease of token {self.token}"
-
-
-class Refusals(models.Model):
-    """The calls that could not have a key: a row only for keys with such calls.
-
-    It counts if its record has the same ``created_ms``. Only refused calls write it, so that a refusal disturbs no
-    renewal and no settle. It goes with the record, by a prune or a forget. On PostgreSQL it is written with
-    ``synchronous_commit`` off. On SQLite a refusal is not noted while somebody else writes for more than 50 ms.
-    """
-
-    #: The record's.
-    digest = ShortBinaryField(max_length=16, primary_key=True)
-    #: The record's.
-    created_ms = models.BigIntegerField()
-    #: The last five, latest first, each of 118 characters. First ``c`` conflict or ``m`` mismatch, then the length of
-    #: the task id in 3 digits. Then the task id, cut to 100 bytes and filled up to 100 characters, and the time in 14
-    #: digits.
-    entries = models.TextField()
-
-    class Meta:
-        default_permissions = ()
-
-    def __str__(self) -> str:
-        return f"refusals since {self.created_ms}"
 
 
 class HighWaterMark(models.Model):

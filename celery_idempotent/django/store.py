@@ -144,12 +144,6 @@ class DjangoStore(cas.DecidingStore):
         # A sweep may have interrupted the others; then their records' rows are written, too.
         return [done or self._renew(each) for done, each in zip(renewed, renewals, strict=True)]
 
-    def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is."""
-        name = digest(identity)
-        look = self.lines.run(lambda session: read(session, name, identity, refusals=True))
-        return None if look.stored is None else cas.with_notes(look)
-
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record as it is committed, and for how long it is kept."""
         # Within the thread's transaction it would see what is not committed yet.

@@ -69,8 +69,8 @@ def _cost(record: Record, operation: Operation, definition: Definition | None) -
 
 def _cost_of_another_run(record: Record, definition: Definition | None) -> str:
     match record.state:
-        case State.COMPLETED if record.settled_by:
-            return f"If it TOOK EFFECT, as {record.settled_by.who} says, the next call does it a second time."
+        case State.COMPLETED if record.settled_by_operator:
+            return "If it TOOK EFFECT, as the operator said, the next call does it a second time."
         case State.COMPLETED if definition is None:
             # An answer of a view may be a refusal, too.
             return "If it TOOK EFFECT, as its answer says (show --value), the next call does it a second time."

@@ -14,17 +14,14 @@ from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.values import error_name
 from celery_idempotent.operations.wording import (
-    REFUSED,
     holder,
-    intervention_in_words,
     moment,
     redelivery_in_words,
     time_in_words,
     times,
 )
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.records import Record, Refusal, State
-from celery_idempotent.stores.refusals import KEPT
+from celery_idempotent.records import Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -129,13 +126,13 @@ class _Teller:
         match record.state:
             case State.COMPLETED if record.replaced:
                 return "COMPLETED: another task (self.replace) took over its task id."
-            case State.COMPLETED if record.settled_by:
-                return f"COMPLETED: {record.settled_by.who} completed it with a value, and it is not run."
+            case State.COMPLETED if record.settled_by_operator:
+                return "COMPLETED: an operator completed it with a value, and it is not run."
             case State.COMPLETED:
                 done = "it took effect" if self.definition else "it was answered"
                 return f"COMPLETED: {done}, and is not run again."
-            case State.FAILED if record.settled_by:
-                return f"FAILED for good: {record.settled_by.who} failed it; it is not run again."
+            case State.FAILED if record.settled_by_operator:
+                return "FAILED for good: an operator failed it; it is not run again."
             case _:
                 error = f" with {self.error}" if self.error else ""
                 return f"FAILED for good{error}: it is not run again."
@@ -150,34 +147,16 @@ class _Teller:
         if record.attempts > 1 or record.crashes:
             crashes = f"; its worker was lost {times(record.crashes)}" if record.crashes else ""
             yield f"Claimed {times(record.attempts)}{crashes}."
-        if record.crashes and record.state is State.COMPLETED and not record.settled_by:
+        if record.crashes and record.state is State.COMPLETED and not record.settled_by_operator:
             yield "What a lost run did outside, the run after it may have done again."
         yield from self._present()
         if record.steps:
             names = ", ".join(name for name, _ in record.steps)
             yield f"Steps done, which are not repeated: {names}."
-        for each in record.interventions:
-            yield f"{intervention_in_words(each, self._at(each.at_ms)).rstrip('.')}."
-        for refusal in record.refusals:
-            yield f"Refused: {self._refused(refusal)}."
-        if len(record.refusals) == KEPT:
-            yield "Refusals before these five are not kept."
+        if record.note:
+            yield f"Last operation: {record.note}."
         if record.state.settled:
             yield "Not kept here: earlier runs that failed or asked for a retry, and calls that were given this answer."
-
-    def _refused(self, refusal: Refusal) -> str:
-        """Tell who was refused, when, why, and what came of that call."""
-        who = f"{self.kind} {refusal.task_id}" if refusal.task_id else "a call"
-        said = f"{who}, {self._at(refusal.at_ms)}"
-        if refusal.kind == "mismatch":
-            return f"{said}: its arguments are not those of the first call (FingerprintMismatch), and it did not run"
-        # A redelivery may be the broker's only copy: it is published again, whatever the policy.
-        again = bool(refusal.task_id) and refusal.task_id == self.record.task_id
-        said += ": its own message came again, while a run" if again else ": another call"
-        said += " held the key"
-        if self.definition is None or not refusal.task_id:
-            return said
-        return f"{said}, and {REFUSED['retry' if again else self.policy.on_conflict]}"
 
     def _present(self) -> Iterator[str]:
         """Tell of the last change of the state."""
@@ -199,10 +178,10 @@ class _Teller:
     def _settled(self, at: str) -> str:
         """Tell who settled it: a run, an operator, or nobody who ran."""
         record = self.record
-        if record.settled_by:
+        if record.settled_by_operator:
             if not record.attempts:
                 return f"Task {record.task_id} was to do it, and had not begun."
-            unsettled = ", and had not settled it" if record.settled_by.operation == "fail" else ""
+            unsettled = ", and had not settled it" if record.state is State.FAILED else ""
             return f"Task {record.task_id} had it last{unsettled}."
         if self.error == "TooManyCrashes":
             most = self.policy.max_crashes
@@ -252,7 +231,7 @@ class _Teller:
                     yield "Until then whoever asks again gets that other task's result, without a run."
                 elif record.value is not None:
                     what = "its result" if self.definition else "the same answer"
-                    what = "that value" if record.settled_by else what
+                    what = "that value" if record.settled_by_operator else what
                     yield f"Until then whoever asks again gets {what}, without a run."
                 else:
                     yield (

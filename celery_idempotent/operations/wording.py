@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
-from celery_idempotent.protocol.telling import printable
-from celery_idempotent.records import Intervention, Record
+from celery_idempotent.records import Record
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.redelivery import RedeliveryTimeout
@@ -71,17 +70,3 @@ def redelivery_in_words(broker: RedeliveryTimeout | None) -> str:
         return "The broker delivers its message again once the connection of its worker is gone."
     after = f"{broker.seconds:g} s after it was taken ({broker.option})"
     return f"The broker delivers its message again {after}, or later."
-
-
-def intervention_in_words(each: Intervention, at: str = "") -> str:
-    """Return what an operator did, ``at`` which time, and why."""
-    done = {"complete": "completed", "fail": "failed", "forget": "forgotten"}.get(
-        each.operation, f"changed ({each.operation})"
-    )
-    said = f"Step {each.step} {done}" if each.step else done.capitalize()
-    said += f" by {each.who}"
-    if each.operation == "complete":
-        said += " with a value"
-    if at:
-        said += f" {at}"
-    return printable(f"{said}, because: {each.reason}" if each.reason else said)

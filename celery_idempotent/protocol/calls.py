@@ -80,7 +80,6 @@ class Call:
     #: run is settled after their COMMIT.
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
     #: Attempts to claim, of earlier rounds of the message, that no store answered.
-    unanswered: tuple[bytes, ...] = ()
 
     def fails(self, error: BaseException) -> bool:
         """Is this an error of the body, rather than what becomes of its message, or the end of the process?"""
@@ -167,13 +166,11 @@ class Conflict:
 class StoreFailed:
     """The store did not answer, or cannot be used. Nothing ran; or an atomic run was rolled back, or is in doubt.
 
-    ``attempt`` is the claim that was not answered, if it came to one: the store may have it all the same.
     ``barred``: the record says that this call must not run, with or without protection (too many crashes).
     ``begun``: it is an atomic run that failed.
     """
 
     error: StoreUnavailable | StoreMisconfigured
-    attempt: bytes = b""
     barred: bool = False
     begun: bool = False
 

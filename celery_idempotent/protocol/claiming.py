@@ -37,12 +37,10 @@ CLAIM_RETRY_SECONDS = 3.0
 class AnsweredAttempt(NamedTuple):
     """An attempt to claim that the store has answered.
 
-    ``attempt`` is its random id (see :class:`~celery_idempotent.records.ClaimRequest`). ``sent`` is the time just
-    before the request was sent (``time.monotonic``): the lease cannot have begun earlier.
+    ``sent`` is the time just before the request was sent (``time.monotonic``): the lease cannot have begun earlier.
     """
 
     answer: Answer
-    attempt: bytes
     sent: float
     store: Store
 
@@ -83,7 +81,6 @@ class Claiming:
             task_id=call.task_id,
             worker=call.worker,
             message=call.message,
-            unanswered=call.unanswered,
             attempt=attempt,
             lease_ms=self._policy.lease_ms,
             keep_ms=self._keep_ms,
@@ -99,7 +96,7 @@ class Claiming:
             # another one: delete the record, and claim again.
             store.forget_mark(request.identity, token=record.token)
             sent = time.monotonic()
-        return AnsweredAttempt(answer, attempt, sent, store)
+        return AnsweredAttempt(answer, sent, store)
 
     def _abandon(self, call: Call, attempt: bytes) -> None:
         """Release what an attempt without an answer may have claimed: repeat it, and learn the token of that claim."""

@@ -125,14 +125,9 @@ class Endings:
         # Settling FAILED deletes the steps. A client may repeat a request that failed, and the new run would repeat
         # them: so a run with steps is released, which keeps them. After a permanent error there is no new run: FAILED.
         keep_failure = call.keep_failure and not claim.has_steps
-        lost = isinstance(
-            error, LeaseLost
-        )  # what is known of the claim, and no failure of the task
-        if (
-            not lost
-            and call.fails(error)
-            and (keep_failure or isinstance(error, self.policy.permanent_errors))
-        ):
+        lost = isinstance(error, LeaseLost)  # tells of the claim, and is no failure of the task
+        is_permanent = keep_failure or isinstance(error, self.policy.permanent_errors)
+        if is_permanent and not lost and call.fails(error):
             dump = partial(self._codec.dump_error, error)
             settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
             return self.settle(call, claim, settlement)

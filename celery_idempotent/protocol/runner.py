@@ -19,7 +19,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -108,7 +107,7 @@ class Runner:
                 answered = self._claiming.claim(call, attempt)
             except STORE_ERRORS as error:
                 self._report(signals.store_failed, call, error=error)
-                return StoreFailed(error, attempt)
+                return StoreFailed(error)
             match answered.answer:
                 case Claimed(record):
                     result = self._act(call, record, answered, body, repeats)
@@ -221,16 +220,13 @@ class Runner:
         """
         barred = self._why_not_to_run(record)
         if barred is None:
-            result = self._run(call, record, answered, body, repeats)
-            if isinstance(result, StoreFailed):
-                return replace(result, attempt=answered.attempt)
-            return result
+            return self._run(call, record, answered, body, repeats)
         try:
             claim = self._claiming.make_claim(call, record, answered)
             self._endings.fail_without_run(call, claim, barred)
         except STORE_ERRORS as trouble:
             self._report(signals.store_failed, call, record, error=trouble)
-            return StoreFailed(trouble, answered.attempt, barred=True)  # its message comes back
+            return StoreFailed(trouble, barred=True)  # its message comes back
         return End.SETTLED
 
     def _why_not_to_run(self, record: Record) -> errors.IdempotencyError | None:

@@ -14,9 +14,6 @@ FINGERPRINT_BYTES = 16
 #: What a sweep does with a stale record: note the crash; fail it for good; send its message again.
 OnStale = Literal["interrupt", "fail", "requeue"]
 
-#: Why a call was refused: another call held the key; its arguments were others.
-RefusalKind = Literal["conflict", "mismatch"]
-
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LAST_MS = 253_402_300_799_999
 
@@ -85,43 +82,6 @@ class Stored:
 
 
 @dataclass(slots=True, kw_only=True)
-class Refusal:
-    """A call that could not have a key: when, by the store's clock, and under which task id, cut to 100 bytes.
-
-    A call that is refused again and again, with no other in between, is one refusal, with the time of the last.
-    """
-
-    kind: RefusalKind
-    at_ms: int
-    task_id: str = ""
-
-    @property
-    def at(self) -> datetime:
-        """When it was."""
-        return _when(self.at_ms)
-
-
-@dataclass(slots=True, kw_only=True)
-class Intervention:
-    """What an operator did to a record that stays: who, when by the store's clock, and why.
-
-    ``operation`` is ``"complete"`` or ``"fail"``, or ``"forget"`` for one step; ``step`` is the name of a step, empty
-    where the whole key is meant. A store keeps ``who`` and ``step`` cut to 100 bytes, ``reason`` to 500.
-    """
-
-    operation: str
-    who: str
-    reason: str = ""
-    step: str = ""
-    at_ms: int = 0
-
-    @property
-    def at(self) -> datetime:
-        """When it was."""
-        return _when(self.at_ms)
-
-
-@dataclass(slots=True, kw_only=True)
 class Record:
     """What the store has about one key.
 
@@ -136,10 +96,7 @@ class Record:
     unfinished run recorded, in their order; ``message`` what to publish when it is requeued.
     ``deadline_ms`` of a QUEUED record is when its message counts as lost.
 
-    ``refusals`` are the last five who could not have the key, ``interventions`` the last five things that operators did
-    to the record, the latest last. Only ``get`` is sure to bring them (interventions also come with a settled record
-    that answers a claim or a reservation), and records that differ in nothing else are equal: neither changes anything
-    for the holder of the key.
+    ``note`` is who changed the record last as an operator, what they did, and why.
     """
 
     identity: Identity
@@ -162,8 +119,7 @@ class Record:
     on_stale: OnStale = "interrupt"
     message: bytes | None = field(default=None, repr=False)  # has arguments
     steps: tuple[tuple[str, Stored], ...] = ()
-    refusals: tuple[Refusal, ...] = field(default=(), compare=False)
-    interventions: tuple[Intervention, ...] = field(default=(), compare=False)
+    note: str = ""
 
     @property
     def owner(self) -> str:
@@ -175,10 +131,9 @@ class Record:
         return f"{self.task_id}@{self.worker}" if self.worker else self.task_id
 
     @property
-    def settled_by(self) -> Intervention | None:
-        """The operator's word that settled this record, ``None`` if a run or a sweep did."""
-        whole = [each for each in self.interventions if not each.step]
-        return whole[-1] if whole and self.state.settled else None
+    def settled_by_operator(self) -> bool:
+        """Did an operator settle this record, not a run or a sweep?"""
+        return self.state.settled and self.note.startswith(("complete by ", "fail by "))
 
     @property
     def created_at(self) -> datetime:

@@ -9,7 +9,6 @@ from typing import cast
 from celery_idempotent.records.record import (
     EndState,
     Identity,
-    Intervention,
     OnStale,
     Record,
     Stored,
@@ -21,8 +20,7 @@ class ClaimRequest:
     """What a worker asks a store for: the key, for whom, and for how long.
 
     ``attempt`` (8 random bytes, new for every claim) lets a claim whose answer was lost be repeated: while that claim
-    holds, the same attempt gets the same token again. ``unanswered`` are attempts that were given up without an
-    answer, and nothing ran: a record that one of them holds is free, and claiming it counts no crash.
+    holds, the same attempt gets the same token again.
 
     The lease lasts ``lease_ms``; the record lives ``keep_ms`` longer, so that there is something to sweep and a crash
     to count. ``on_stale`` tells a sweep what to do should the lease run out, ``message`` what to publish then.
@@ -37,7 +35,6 @@ class ClaimRequest:
     worker: str = ""
     on_stale: OnStale = "interrupt"
     message: bytes | None = field(default=None, repr=False)  # has arguments
-    unanswered: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,9 +60,10 @@ class SettleRequest:
     """How the claim that returned ``record`` ended, for a store to keep for ``keep_ms``.
 
     Without ``restore`` (for who did not run it) a record that is gone stays gone, and one that is in another state than
-    ``record`` stays as it is: it was requeued, for instance, which keeps the token. Only with a ``record`` that was
+    ``record`` stays as it is. Only with a ``record`` that was
     FAILED, a FAILED one ends anew. ``swept``: a sweep says so, and the owner may still replace it.
-    ``intervention`` is what the record then keeps of the operator who says so.
+    ``note`` is the operator's who says so: the record keeps it, and gets a
+    new token, which refuses whoever still runs.
     """
 
     record: Record
@@ -75,7 +73,12 @@ class SettleRequest:
     replaced: bool = False
     restore: bool = True
     swept: bool = False
-    intervention: Intervention | None = None
+    note: str = ""
+
+    @property
+    def by_operator(self) -> bool:
+        """Does an operator say so? Nobody else lets what is seen as FAILED end anew."""
+        return bool(self.note) or (self.record.state.settled and not self.restore)
 
     @classmethod
     def ending_as(cls, settled: Record, *, record: Record, keep_ms: int) -> SettleRequest:
@@ -86,7 +89,6 @@ class SettleRequest:
             value=settled.value,
             keep_ms=keep_ms,
             replaced=settled.replaced,
-            intervention=settled.settled_by,
         )
 
 

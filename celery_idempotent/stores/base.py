@@ -13,7 +13,6 @@ from celery_idempotent.records import (
     ClaimRequest,
     Counted,
     Identity,
-    Intervention,
     Page,
     Record,
     Renewal,
@@ -73,10 +72,7 @@ class Store(ABC):
 
         QUEUED and INTERRUPTED records are claimed as if there were none, but keep their crashes, steps and reservation.
         A fingerprint that either side lacks is equal to any. Claiming a PROCESSING record whose lease ran out counts a
-        crash, unless one of the ``unanswered`` attempts holds it.
-
-        A call that is answered ``Held`` or ``Mismatched`` is noted among the record's refusals. The note changes
-        nothing that a holder or a sweep decides by, and the answer is the same where it cannot be written.
+        crash.
         """
 
     @abstractmethod
@@ -107,8 +103,6 @@ class Store(ABC):
         Any other QUEUED, and any PROCESSING record is ``Held`` (for 0 ms if its lease ran out), a COMPLETED or FAILED
         one ``Settled``. A new reservation gets a new token, and no attempt is counted before its claim.
 
-        ``Mismatched`` is noted among the record's refusals. ``Held`` is not: that call gets the id of the first one.
-
         Who reserves again under the record's task id may bring another message; otherwise the record keeps the one that
         it has, if any.
         """
@@ -121,34 +115,21 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def amend(
-        self,
-        identity: Identity,
-        *,
-        token: int,
-        name: str,
-        value: Stored | None,
-        intervention: Intervention,
-    ) -> bool:
-        """Set the result of the step ``name`` of the unfinished record with this token, as an operator says.
-
-        Without a ``value`` the step is taken away: the next run does it again. A PROCESSING record becomes INTERRUPTED,
-        without a crash: its owner, who may be about to do that step, loses the claim. ``False`` if there is no such
-        record. The record keeps the ``intervention``.
-        """
-
-    @abstractmethod
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled record with this token were sent; ``False`` if there is none."""
 
     @abstractmethod
-    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+    def release(
+        self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
+    ) -> bool:
         """Give the key back: delete the PROCESSING or QUEUED record with this token. ``False`` if there was none.
 
         With ``requeue_ms`` (a retry is about to be published) a record that was reserved, or has a message, goes back
         to QUEUED, with a deadline so many milliseconds from now, and lives that much longer: should the retry never
         come, a sweep sends the message. Any other record with steps becomes INTERRUPTED instead of being deleted,
         without another crash.
+
+        An operator gives a ``note``: a record that stays has it, and a new token.
         """
 
     @abstractmethod
@@ -161,17 +142,17 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, identity: Identity) -> Record | None:
-        """Return the record as it is, with its refusals and interventions."""
+        """Return the record as it is."""
 
     @abstractmethod
     def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
         """Make an INTERRUPTED or stale PROCESSING record that has a message QUEUED, as an operator's sweep would.
 
         Returns the record, whose message is to be published before its deadline, ``deadline_ms`` from now; ``None`` if
-        there is no such record. With ``token`` it is the record with that one, and its owner loses it even within the
-        lease.
+        there is no such record. With ``token`` it is the record with that one, even within the lease. It gets a
+        new token, and the operator's ``note``.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import NamedTuple, TypeVar
 
 from celery_idempotent.records import (
@@ -24,10 +24,8 @@ from celery_idempotent.records import (
     ClaimRequest,
     Held,
     Identity,
-    Intervention,
     Mismatched,
     Record,
-    RefusalKind,
     Renewal,
     Reservation,
     Reserved,
@@ -43,7 +41,7 @@ from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
 from celery_idempotent.stores.machine import Asked, Fields, Move, StoredRecord, decide
 from celery_idempotent.stores.table import Verb
 
-__all__ = ["DecidingStore", "Done", "Look", "asked_by", "report", "with_notes"]
+__all__ = ["DecidingStore", "Done", "Look", "asked_by", "report"]
 
 T = TypeVar("T")
 
@@ -71,10 +69,6 @@ class Look(ABC):
     @abstractmethod
     def remove(self, *, forget: bool) -> None:
         """Delete what the look found; unless it is to be forgotten, a trace may stay for a while."""
-
-    @abstractmethod
-    def refuse(self, kind: RefusalKind, task_id: str) -> None:
-        """Note who could not have the key."""
 
     def may_take_over(self) -> bool:
         """See that nobody is at work under the claim that is stored; ``False`` if that cannot be had."""
@@ -134,13 +128,11 @@ class DecidingStore(Store):
             look.write(after)
             return after.record
         assert old is not None
-        if move.refusal is not None:
-            look.refuse(move.refusal, asked.fields["task_id"])
         match move.answer:
             case "held":
                 return Held(old, left_ms=max((old.deadline_ms or 0) - now_ms, 0))
             case "settled":
-                return Settled(with_notes(look), age_ms=max(now_ms - old.updated_ms, 0))
+                return Settled(old, age_ms=max(now_ms - old.updated_ms, 0))
         return Mismatched(old)
 
     def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
@@ -175,13 +167,14 @@ class DecidingStore(Store):
             state=None if request.restore else request.record.state,
             restore=request.restore,
             claim=request.record,
-            intervention=request.intervention,
         )
         return self._ask("settle", request.record.identity, asked).answer == "settled"
 
-    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+    def release(
+        self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
+    ) -> bool:
         """Give the key back."""
-        asked = Asked(token=token, delay_ms=requeue_ms)
+        asked = Asked(fields={"note": note}, token=token, delay_ms=requeue_ms)
         return self._ask("release", identity, asked).answer != "lost"
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
@@ -193,29 +186,16 @@ class DecidingStore(Store):
         asked = Asked(token=token, step=(name, value))
         return self._ask("checkpoint", identity, asked).answer != "lost"
 
-    def amend(
-        self,
-        identity: Identity,
-        *,
-        token: int,
-        name: str,
-        value: Stored | None,
-        intervention: Intervention,
-    ) -> bool:
-        """Set the result of a step, or take it away, as an operator says."""
-        asked = Asked(token=token, step=(name, value), intervention=intervention)
-        return self._ask("amend", identity, asked).answer != "lost"
-
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent."""
         asked = Asked(fields={"delivered": True}, token=token)
         return self._ask("mark_delivered", identity, asked).answer == "marked"
 
     def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
-        asked = Asked(attempt=b"", token=token, delay_ms=deadline_ms)
+        asked = Asked(fields={"note": note}, attempt=b"", token=token, delay_ms=deadline_ms)
         return self._ask("requeue", identity, asked).record
 
     def forget(
@@ -239,7 +219,7 @@ class DecidingStore(Store):
     def get(self, identity: Identity) -> Record | None:
         """Return the record as it is."""
         look = self._at(identity, lambda look: look)
-        return None if look.stored is None else with_notes(look)
+        return None if look.stored is None else look.stored.record
 
     def retained(self, identity: Identity) -> Retained | None:
         """Return the settled record, and for how long it is kept."""
@@ -247,7 +227,7 @@ class DecidingStore(Store):
         def verb(look: Look) -> Retained | None:
             if look.stored is None or not look.stored.record.state.settled:
                 return None
-            record, now_ms = with_notes(look), look.now_us // 1000
+            record, now_ms = look.stored.record, look.now_us // 1000
             age_ms = max(now_ms - record.updated_ms, 0)
             return Retained(record, age_ms=age_ms, left_ms=look.stored.expires_ms - now_ms)
 
@@ -259,7 +239,6 @@ def asked_by(request: ClaimRequest) -> Asked:
     return Asked(
         fields=_brought(request),
         attempt=request.attempt,
-        unanswered=request.unanswered,
         delay_ms=request.lease_ms,
         keep_ms=request.keep_ms,
     )
@@ -281,13 +260,6 @@ _SHARED = {request: _shared(request) for request in (ClaimRequest, ReserveReques
 def _brought(request: ClaimRequest | ReserveRequest | SettleRequest) -> Fields:
     """Return the fields that a request brings for the record."""
     return {name: getattr(request, name) for name in _SHARED[type(request)]}
-
-
-def with_notes(look: Look) -> Record:
-    """Return the record that a look found, with its refusals and interventions."""
-    stored = look.stored
-    assert stored is not None
-    return replace(stored.record, refusals=stored.refusals, interventions=stored.interventions)
 
 
 def report(swept: Sequence[Record], *, more: bool) -> SweepReport:

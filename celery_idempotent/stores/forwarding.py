@@ -11,7 +11,6 @@ from celery_idempotent.records import (
     ClaimRequest,
     Counted,
     Identity,
-    Intervention,
     Page,
     Record,
     Renewal,
@@ -64,27 +63,15 @@ class ForwardingStore(Store):
         """Add the result of a step."""
         return self.inner.checkpoint(identity, token=token, name=name, value=value)
 
-    def amend(
-        self,
-        identity: Identity,
-        *,
-        token: int,
-        name: str,
-        value: Stored | None,
-        intervention: Intervention,
-    ) -> bool:
-        """Set the result of a step, or take it away, as an operator says."""
-        return self.inner.amend(
-            identity, token=token, name=name, value=value, intervention=intervention
-        )
-
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent."""
         return self.inner.mark_delivered(identity, token=token)
 
-    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+    def release(
+        self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
+    ) -> bool:
         """Give the key back."""
-        return self.inner.release(identity, token=token, requeue_ms=requeue_ms)
+        return self.inner.release(identity, token=token, requeue_ms=requeue_ms, note=note)
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
@@ -95,10 +82,10 @@ class ForwardingStore(Store):
         return self.inner.get(identity)
 
     def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
-        return self.inner.requeue(identity, deadline_ms=deadline_ms, token=token)
+        return self.inner.requeue(identity, deadline_ms=deadline_ms, token=token, note=note)
 
     def sweep(self, *, limit: int, requeue_ms: int = 60_000) -> SweepReport:
         """Interrupt or requeue what is stale, requeue what nobody sent."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from celery_idempotent.records import Intervention, Record, Refusal, RefusalKind, State, Stored
-from celery_idempotent.stores.interventions import with_intervention
+from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.stores.table import TABLE, Rule, Verb
 
 #: Fields of a record by their names, each of a type of its own.
@@ -26,16 +25,13 @@ Fields = dict[str, Any]
 class StoredRecord(NamedTuple):
     """A record, and what only its store knows about it.
 
-    ``attempt`` is the id of the claim or the reservation that wrote it. The record is without its ``refusals`` and
-    ``interventions``: they are here.
+    ``attempt`` is the id of the claim or the reservation that wrote it.
     """
 
     record: Record
     expires_ms: int
     attempt: bytes = b""
     requeues: int = 0
-    refusals: tuple[Refusal, ...] = ()
-    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,20 +39,18 @@ class Asked:
     """What a verb is asked for.
 
     ``fields`` are those that it brings for the record. ``delay_ms`` is the length of the lease, or how far away the
-    deadline is; a release without one gives the key back. ``step`` without a value is to be taken away. ``claim`` is
+    deadline is; a release without one gives the key back. ``claim`` is
     the record that is to be settled: where none is stored any more, its fields are the ones that are carried over.
     """
 
     fields: Fields = field(default_factory=dict)  # by the names of a record's
     attempt: bytes | None = None
-    unanswered: Sequence[bytes] = ()
     token: int | None = None
     state: State | None = None
     delay_ms: int | None = None
     keep_ms: int = 0
     restore: bool = True
-    step: tuple[str, Stored | None] | None = None
-    intervention: Intervention | None = None
+    step: tuple[str, Stored] | None = None
     claim: Record | None = None
 
 
@@ -88,7 +82,6 @@ _CONDITIONS: dict[str, Holds] = {
     "another token": lambda s, asked, _: asked.token is not None and asked.token != s.record.token,
     "another state": lambda s, asked, _: asked.state not in (None, s.record.state),
     "the same attempt": _same_attempt,
-    "an attempt without an answer": lambda s, asked, _: s.attempt in asked.unanswered,
     "the same task id, with a message": lambda s, asked, now: (
         asked.fields["message"] is not None and _same_task(s, asked, now)
     ),
@@ -107,6 +100,8 @@ _CONDITIONS: dict[str, Holds] = {
         asked.delay_ms is not None and (s.record.reserved or s.record.message is not None)
     ),
     "has steps": lambda s, *_: bool(s.record.steps),
+    "has steps, by an operator": lambda s, asked, _: bool(s.record.steps and asked.fields["note"]),
+    "by an operator": lambda _, asked, __: bool(asked.fields["note"]),
     "has this step": lambda s, asked, _: (
         asked.step is not None and any(name == asked.step[0] for name, _ in s.record.steps)
     ),
@@ -122,7 +117,6 @@ class Move:
 
     def __init__(self, rule: Rule) -> None:
         self.answer: str = rule.answer
-        self.refusal: RefusalKind | None = rule.refusal
         self.deletes = rule.then == "deleted"
         self.writes = rule.then is not None and not self.deletes
         self.holds: Holds | None = _CONDITIONS[rule.when] if rule.when else None
@@ -157,12 +151,12 @@ class Move:
             fields["crashes"] += rule.crashes
             fields["attempts"] += rule.attempts
             if asked.step is not None:
-                fields["steps"] = _with_step(old.steps, *asked.step)
+                fields["steps"] = (*old.steps, asked.step)
         if self._adds_token:
             fields["token"] = token
             # None stands for any: what a caller does not say stays known from the caller before.
             if fields["fingerprint"] is None:
-                fields["fingerprint"] = asked.fields["fingerprint"]
+                fields["fingerprint"] = asked.fields.get("fingerprint")
         record = Record(**fields)
         if rule.life == "anew":
             expires_ms = now_ms + (asked.delay_ms or 0) + asked.keep_ms
@@ -175,27 +169,7 @@ class Move:
         if stored is None:
             return StoredRecord(record, expires_ms, asked.attempt or b"")
         attempt = stored.attempt if asked.attempt is None else asked.attempt
-        interventions = with_intervention(stored.interventions, asked.intervention, now_ms)
-        return StoredRecord(
-            record,
-            expires_ms,
-            attempt,
-            stored.requeues + self._requeues,
-            stored.refusals,
-            interventions,
-        )
-
-
-def _with_step(
-    steps: tuple[tuple[str, Stored], ...], name: str, value: Stored | None
-) -> tuple[tuple[str, Stored], ...]:
-    """Return the steps with this one in the place of the one that it replaces, or last; without a value it goes."""
-    known = dict(steps)
-    if value is None:
-        known.pop(name, None)
-    else:
-        known[name] = value
-    return tuple(known.items())
+        return StoredRecord(record, expires_ms, attempt, stored.requeues + self._requeues)
 
 
 _MOVES: dict[Verb, dict[State | None, tuple[Move, ...]]] = {}

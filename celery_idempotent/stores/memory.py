@@ -14,13 +14,11 @@ from celery_idempotent.records import (
     Counted,
     Identity,
     Record,
-    RefusalKind,
     Stats,
 )
 from celery_idempotent.stores.base import COUNTED_HOURS
 from celery_idempotent.stores.cas import Look
 from celery_idempotent.stores.machine import StoredRecord
-from celery_idempotent.stores.refusals import with_refusal
 from celery_idempotent.stores.scanning import ScanningStore
 
 __all__ = ["MemoryStore"]
@@ -46,12 +44,6 @@ class MemoryLook(Look):
         """Delete what the look found."""
         assert self.stored is not None
         del self._store.records[self.stored.record.identity]
-
-    def refuse(self, kind: RefusalKind, task_id: str) -> None:
-        """Note who could not have the key."""
-        assert self.stored is not None
-        refusals = with_refusal(self.stored.refusals, kind, task_id, self.now_us // 1000)
-        self.write(self.stored._replace(refusals=refusals))
 
 
 class MemoryStore(ScanningStore):

@@ -3,7 +3,7 @@
 A verb looks at what is stored for a key, and the first rule for the state that it finds, and whose condition holds,
 says what it answers and what is stored then. Example: a claim that finds a PROCESSING record skips the rule
 ``"another fingerprint"`` if the fingerprints agree, and stops at ``"within its lease"`` if that has not run out:
-it answers ``held``, writes nothing, and adds the caller to the refusals.
+it answers ``held`` and writes nothing.
 
 :mod:`celery_idempotent.stores.machine` executes the table for the stores that decide in Python,
 ``tests/contract`` asks every store about each of its cells, Redis with its scripts included,
@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from celery_idempotent.records import Record, RefusalKind, State
+from celery_idempotent.records import Record, State
 
 # fmt: off
 Verb = Literal[
-    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "amend", "mark_delivered", "requeue",
+    "claim", "reserve", "renew", "settle", "release", "interrupt", "checkpoint", "mark_delivered", "requeue",
     "sweep", "forget",
 ]
 # fmt: on
@@ -31,14 +31,13 @@ LIVE = tuple(state for state in State if not state.settled)
 ANY = (*LIVE, *ENDS)
 
 #: What the next claim or reservation of a key takes over.
-HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps")
+HISTORY = ("created_ms", "crashes", "attempts", "fingerprint", "steps", "note")
 CLAIM = (*HISTORY, "reserved")
 #: All but the state, the deadline and the time of the last change.
 WHOLE = tuple(
     field.name
     for field in fields(Record)
-    if field.name
-    not in ("identity", "state", "deadline_ms", "updated_ms", "refusals", "interventions")
+    if field.name not in ("identity", "state", "deadline_ms", "updated_ms")
 )
 #: All but the state and the deadline.
 UNCHANGED = (*WHOLE, "updated_ms")
@@ -54,6 +53,9 @@ _UNFINISHED = ("worker", "on_stale", "message", "steps", "reserved", "uncommitte
 OUTCOME = _without(WHOLE, *_UNFINISHED, "value", "replaced", "delivered")
 #: What stays of a claim that a sweep ends, or that goes on after that.
 RUN = _without(WHOLE, "swept")
+#: What stays when an operator says how it goes on: the record gets a new token, which refuses whoever still runs.
+OPERATED = _without(RUN, "token", "note")
+ENDED_BY_OPERATOR = _without(OUTCOME, "token", "note")
 #: What a reservation has when it is repeated; its transaction may be committed by now.
 SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 
@@ -71,8 +73,7 @@ class Rule:
     counts from now.
 
     ``crashes`` and ``attempts`` are added to what is carried. The record lives for as long as the verb asks
-    (``"anew"``), by as much longer as its deadline is away (``"longer"``), or for as long as before. ``refusal`` is the
-    note about a caller who could not have the key.
+    (``"anew"``), by as much longer as its deadline is away (``"longer"``), or for as long as before.
     """
 
     verb: Verb
@@ -84,7 +85,6 @@ class Rule:
     crashes: int = 0
     attempts: int = 0
     life: Literal["anew", "longer", "same"] = "same"
-    refusal: RefusalKind | None = None
 
 
 def _lost(verb: Verb, *states: State) -> tuple[Rule, ...]:
@@ -99,20 +99,17 @@ def _lost(verb: Verb, *states: State) -> tuple[Rule, ...]:
 # fmt: off
 TABLE: tuple[Rule, ...] = (
     Rule("claim", NONE, "", "claimed", PROCESSING, attempts=1, life="anew"),
-    Rule("claim", ANY, "another fingerprint", "mismatched", refusal="mismatch"),
+    Rule("claim", ANY, "another fingerprint", "mismatched"),
     Rule("claim", ENDS, "", "settled"),
     # The answer to this very claim was lost.
     Rule("claim", (PROCESSING,), "the same attempt", "claimed", PROCESSING, UNCHANGED, life="anew"),
-    # Its caller gave up before anything ran.
-    Rule("claim", (PROCESSING,), "an attempt without an answer", "claimed", PROCESSING, CLAIM, attempts=1, life="anew"),
-    Rule("claim", (PROCESSING,), "within its lease", "held", refusal="conflict"),
+    Rule("claim", (PROCESSING,), "within its lease", "held"),
     Rule("claim", (PROCESSING,), "", "claimed", PROCESSING, CLAIM, crashes=1, attempts=1, life="anew"),
     Rule("claim", (QUEUED, INTERRUPTED), "", "claimed", PROCESSING, CLAIM, attempts=1, life="anew"),
 
     Rule("reserve", NONE, "", "reserved", QUEUED, life="anew"),
-    Rule("reserve", ANY, "another fingerprint", "mismatched", refusal="mismatch"),
+    Rule("reserve", ANY, "another fingerprint", "mismatched"),
     Rule("reserve", ENDS, "", "settled"),
-    # Not a refusal: the caller gets the result of the first call.
     Rule("reserve", (PROCESSING,), "", "held"),
     # The answer to this very reservation was lost, or the first sender publishes again.
     Rule("reserve", (QUEUED,), "the same task id, with a message", "reserved", QUEUED,
@@ -137,16 +134,17 @@ TABLE: tuple[Rule, ...] = (
     Rule("settle", NONE, "", "none"),
     Rule("settle", ANY, "another token", "lost"),
     # An operator who saw it fail knows better.
-    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", OUTCOME, life="anew"),
+    Rule("settle", (State.FAILED,), "seen as FAILED", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
     # A run that a sweep gave up has come back.
     Rule("settle", (State.FAILED,), "swept, may be restored", "settled", "as asked", OUTCOME, life="anew"),
     Rule("settle", ENDS, "", "settled"),
-    # Only by who did not run it: a requeue, which keeps the token, came between the look and this.
     Rule("settle", LIVE, "another state", "lost"),
+    Rule("settle", LIVE, "by an operator", "settled", "as asked", ENDED_BY_OPERATOR, life="anew"),
     Rule("settle", LIVE, "", "settled", "as asked", OUTCOME, life="anew"),
 
     *_lost("release", INTERRUPTED, *ENDS),
     Rule("release", (QUEUED, PROCESSING), "a retry is announced", "requeued", QUEUED, RUN, life="longer"),
+    Rule("release", (QUEUED, PROCESSING), "has steps, by an operator", "interrupted", INTERRUPTED, OPERATED),
     Rule("release", (QUEUED, PROCESSING), "has steps", "interrupted", INTERRUPTED, RUN),
     Rule("release", (QUEUED, PROCESSING), "", "released", "deleted"),
 
@@ -161,12 +159,6 @@ TABLE: tuple[Rule, ...] = (
         for state in LIVE
     ],
 
-    *_lost("amend", *ENDS),
-    Rule("amend", (QUEUED,), "", "amended", QUEUED, (*_without(UNCHANGED, "steps"), "deadline_ms")),
-    # Its owner loses the claim: it may be about to do that very step.
-    Rule("amend", (PROCESSING,), "", "amended", INTERRUPTED, _without(WHOLE, "steps")),
-    Rule("amend", (INTERRUPTED,), "", "amended", INTERRUPTED, _without(UNCHANGED, "steps")),
-
     *_lost("mark_delivered", *LIVE),
     *[Rule("mark_delivered", (state,), "", "marked", state, _without(UNCHANGED, "delivered")) for state in ENDS],
 
@@ -175,8 +167,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("requeue", (QUEUED, *ENDS), "", "none"),
     Rule("requeue", (PROCESSING, INTERRUPTED), "has no message", "none"),
     Rule("requeue", (PROCESSING,), "within its lease, no token given", "none"),
-    Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, WHOLE, crashes=1, life="longer"),
-    Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, WHOLE, life="longer"),
+    Rule("requeue", (PROCESSING,), "", "requeued", QUEUED, OPERATED, crashes=1, life="longer"),
+    Rule("requeue", (INTERRUPTED,), "", "requeued", QUEUED, OPERATED, life="longer"),
 
     Rule("sweep", (None, INTERRUPTED, *ENDS), "", "none"),
     Rule("sweep", (PROCESSING,), "within its lease", "none"),

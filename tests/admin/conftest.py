@@ -59,7 +59,6 @@ def database(project: None) -> Iterator[None]:
         models.Record,
         models.Lease,
         models.Counter,
-        models.Refusals,
         models.Sweep,
     ):
         model._default_manager.all().delete()

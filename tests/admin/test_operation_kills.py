@@ -206,10 +206,10 @@ def test_a_process_that_is_killed_has_done_it_or_not(
             found = admin.store.get(identity(key))
         assert (found and found.state) is then, place
         if found is not None:
-            assert found.token == seen.token
+            assert found.token > seen.token
         if operation.startswith("complete"):
             assert found is not None
-            assert [each.reason for each in found.interventions] == ["a test"], place
+            assert found.note.endswith(": a test"), place
         if operation == "requeue":
             unpublished = {f"after {verb}", "before publish"}
             _published_in_the_end(admin, at_once=place not in unpublished)

@@ -10,10 +10,8 @@ pytest.register_assert_rewrite(
     "tests.contract.claims",
     "tests.contract.endings",
     "tests.contract.identities",
-    "tests.contract.interventions",
     "tests.contract.listing",
     "tests.contract.messages",
-    "tests.contract.refusals",
     "tests.contract.releases",
     "tests.contract.renewals",
     "tests.contract.requeues",
@@ -26,10 +24,8 @@ from tests.contract.cells import CellContract  # noqa: E402
 from tests.contract.claims import ClaimContract  # noqa: E402
 from tests.contract.endings import EndingContract  # noqa: E402
 from tests.contract.identities import IdentityContract  # noqa: E402
-from tests.contract.interventions import InterventionContract  # noqa: E402
 from tests.contract.listing import ListingContract  # noqa: E402
 from tests.contract.messages import MessageContract  # noqa: E402
-from tests.contract.refusals import RefusalContract  # noqa: E402
 from tests.contract.releases import ReleaseContract  # noqa: E402
 from tests.contract.renewals import RenewalContract  # noqa: E402
 from tests.contract.requeues import RequeueContract  # noqa: E402
@@ -50,8 +46,6 @@ class StoreContract(
     StepContract,
     RequeueContract,
     MessageContract,
-    RefusalContract,
-    InterventionContract,
     UpkeepContract,
     ListingContract,
     IdentityContract,

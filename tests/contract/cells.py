@@ -6,8 +6,7 @@ false: the walk makes those of the rules before false, and that of the rule itse
     the rules of claim for PROCESSING, in order     made     by
     1  "another fingerprint" ─▶ mismatched          false    the same fingerprint (as a scene has it at first)
     2  "the same attempt" ─▶ claimed                false    another attempt (likewise)
-    3  "an attempt without an answer" ─▶ claimed    false    no such attempts (likewise)
-    4  "within its lease" ─▶ held                   true     not past its lease: claim ─▶ Held, and a refusal is noted
+    3  "within its lease" ─▶ held                        true     not past its lease: claim ─▶ Held
 
 A store that fails here does something else than the table says in the state, and under the condition, that the test's
 id names: ``claim PROCESSING within its lease``.
@@ -19,7 +18,7 @@ import dataclasses
 
 import pytest
 
-from celery_idempotent.records import Intervention, Record, State, Stored
+from celery_idempotent.records import Record, State, Stored
 from celery_idempotent.stores.base import Store
 from celery_idempotent.stores.machine import Fields
 from celery_idempotent.stores.table import TABLE, Rule
@@ -33,9 +32,9 @@ from tests.contract.base import (
     VALUE,
     Advance,
     ContractBase,
-    attempt,
 )
 
+NOTE = "complete by alice: the bank has it"
 #: The attempt of the claim that is there.
 MINE = b"attempt1"
 ENDING = Stored(content_type="text/plain", content_encoding="utf-8", body=b"an end")
@@ -53,7 +52,6 @@ class Scene:
     taken_over: bool = False
     # The verb.
     attempt: bytes = b"another_"
-    unanswered: tuple[bytes, ...] = ()
     task_id: str = "another"
     message: bytes | None = None
     fingerprint: bytes = FINGERPRINT
@@ -63,6 +61,7 @@ class Scene:
     restore: bool = True
     retry: bool = False
     step: str = "ship"
+    note: str = ""
 
 
 #: What makes each condition true, and what makes it false.
@@ -72,7 +71,6 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "another token": ({"token": 1}, {}),
     "another state": ({"another_state": True}, {}),
     "the same attempt": ({"attempt": MINE}, {}),
-    "an attempt without an answer": ({"unanswered": (attempt(), MINE)}, {}),
     "the same task id, with a message": ({"task_id": TASK_ID, "message": b"brought"}, {}),
     "the same task id": ({"task_id": TASK_ID}, {}),
     "the same caller": ({"taken_over": True}, {}),
@@ -85,6 +83,8 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "may be restored": ({}, {"restore": False}),
     "a retry is announced": ({"retry": True}, {}),
     "has steps": ({}, {"steps": False}),
+    "has steps, by an operator": ({"note": NOTE}, {}),
+    "by an operator": ({"note": NOTE}, {}),
     "has this step": ({"step": "pay"}, {}),
     "has no message": ({"stored_message": None}, {}),
     "is requeued when stale": ({"on_stale": "requeue"}, {}),
@@ -142,11 +142,6 @@ class CellContract(ContractBase):
             self._has_what_the_rule_says(
                 rule, record if found or rule.carried else None, after, brought
             )
-        if after is not None:
-            known = before.refusals if before else ()
-            noted = [(each.kind, each.task_id) for each in after.refusals[len(known) :]]
-            assert after.refusals[: len(known)] == known
-            assert noted == ([(rule.refusal, "another")] if rule.refusal else [])
 
         if rule.then not in (None, "deleted"):
             left_ms -= passed
@@ -177,7 +172,6 @@ class CellContract(ContractBase):
             on_stale="requeue" if requeued else scene.on_stale,
             message=scene.stored_message,
         )
-        self.try_claim(store, task_id="refused")
         if scene.steps:
             assert store.checkpoint(KEY, token=claim.token, name="pay", value=VALUE)
         life_ms = self.lease_ms + self.keep_ms
@@ -231,8 +225,7 @@ class CellContract(ContractBase):
             else:
                 wanted["deadline_ms"] = after.updated_ms + self.delay_ms
         found = {name: getattr(after, name) for name in wanted}
-        beside = {"refusals": (), "interventions": ()}
-        assert {**found, **beside} == {**wanted, **beside}
+        assert found == wanted
 
     # Each verb: its answer, and the fields that it brings.
 
@@ -247,7 +240,6 @@ class CellContract(ContractBase):
         answer = self.try_claim(
             store,
             attempt=scene.attempt,
-            unanswered=scene.unanswered,
             lease_ms=self.delay_ms,
             **brought,
         )
@@ -269,7 +261,12 @@ class CellContract(ContractBase):
 
     def _settle(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         claim = dataclasses.replace(record, token=record.token + (scene.token or 0))
-        brought: Fields = {"state": State.FAILED, "value": ENDING, "replaced": True}
+        brought: Fields = {
+            "state": State.FAILED,
+            "value": ENDING,
+            "replaced": True,
+            "note": scene.note,
+        }
         restore = scene.restore
         if scene.another_state:
             claim = dataclasses.replace(claim, state=_another(claim.state))
@@ -279,7 +276,8 @@ class CellContract(ContractBase):
     def _release(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
         requeue_ms = self.delay_ms if scene.retry else None
-        return store.release(KEY, token=token, requeue_ms=requeue_ms), {}
+        done = store.release(KEY, token=token, requeue_ms=requeue_ms, note=scene.note)
+        return done, {"note": scene.note}
 
     def _interrupt(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         found = store.interrupt(KEY, token=record.token + (scene.token or 0))
@@ -291,22 +289,15 @@ class CellContract(ContractBase):
         brought: Fields = {"steps": (*record.steps, (scene.step, ENDING))}
         return store.checkpoint(KEY, token=token, name=scene.step, value=ENDING), brought
 
-    def _amend(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
-        token = record.token + (scene.token or 0)
-        brought: Fields = {"steps": (*record.steps, (scene.step, ENDING))}
-        noted = Intervention(operation="complete", who="alice", step=scene.step)
-        done = store.amend(KEY, token=token, name=scene.step, value=ENDING, intervention=noted)
-        return done, brought
-
     def _mark_delivered(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = record.token + (scene.token or 0)
         return store.mark_delivered(KEY, token=token), {"delivered": True}
 
     def _requeue(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:
         token = None if scene.token is None else record.token + scene.token
-        found = store.requeue(KEY, deadline_ms=self.delay_ms, token=token)
+        found = store.requeue(KEY, deadline_ms=self.delay_ms, token=token, note=NOTE)
         assert found is None or found == store.get(KEY)
-        return found is not None, {}
+        return found is not None, {"note": NOTE}
 
     def _sweep(self, store: Store, _: Scene, record: Record) -> tuple[str, Fields]:
         report = store.sweep(limit=10, requeue_ms=self.delay_ms)

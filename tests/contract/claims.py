@@ -127,45 +127,6 @@ class ClaimContract(ContractBase):
         assert again.token > first.token
         assert (again.crashes, again.attempts) == (1, 2)
 
-    @pytest.mark.parametrize("late", [False, True])
-    def test_a_claim_that_was_never_answered_is_nobodys(
-        self, store: Store, advance: Advance, late: bool
-    ) -> None:
-        """A message that went back to the queue brings the attempts that were not answered. The claim of such an
-        attempt has no run, so waiting for its lease would be for nothing.
-
-        ::
-
-            delivery 1   claim (attempt a) ─✂─ no answer: the message goes back, and says "a was not answered"
-            delivery 2   claim (attempt b, unanswered a) ─▶ Claimed: a new token, no crash
-        """
-        lost = attempt()
-        first = self.claim(store, attempt=lost)
-        if late:
-            advance(self.lease_ms + 1)
-        again = self.claim(store, unanswered=(attempt(), lost))
-        assert again.token > first.token
-        assert (again.crashes, again.attempts) == (0, 2)
-        # Nor does another copy of the message take it from the present run.
-        answer = self.try_claim(store, unanswered=(attempt(), lost))
-        assert isinstance(answer, Held)
-        assert answer.record.token == again.token
-        assert not store.release(KEY, token=first.token)
-
-    def test_no_other_attempt_without_an_answer_takes_a_claim(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """Attempts are compared one by one. A store that searches for one in their joined bytes may find it between
-        two.
-        """
-        mine = attempt()
-        # Eight bytes from the end of one and the beginning of the next are no attempt.
-        others = (attempt()[:4] + mine[:4], mine[4:] + attempt()[4:])
-        self.claim(store, attempt=mine)
-        assert isinstance(self.try_claim(store, unanswered=others), Held)
-        advance(self.lease_ms + 1)
-        assert self.claim(store, unanswered=others).crashes == 1
-
     def test_a_lease_that_ran_out_is_claimed_and_counts_a_crash(
         self, store: Store, advance: Advance
     ) -> None:

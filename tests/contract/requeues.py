@@ -235,29 +235,6 @@ class RequeueContract(ContractBase):
                 break
         assert swept == Counter(NAMES)
 
-    @pytest.mark.parametrize("on_stale", ["interrupt", "fail", "requeue"])
-    @pytest.mark.parametrize("stale", [True, False])
-    def test_an_operator_requeues_an_unfinished_record(
-        self, store: Store, advance: Advance, stale: bool, on_stale: str
-    ) -> None:
-        record = self.requeueable(store, advance, on_stale=on_stale)
-        if not stale:
-            store.interrupt(KEY, token=record.token)
-        queued = store.requeue(KEY, deadline_ms=2 * self.lease_ms)
-        assert queued is not None
-        assert queued == dataclasses.replace(
-            record,
-            state=State.QUEUED,
-            crashes=1,
-            updated_ms=queued.updated_ms,
-            deadline_ms=queued.updated_ms + 2 * self.lease_ms,
-        )
-        assert store.get(KEY) == queued
-        assert store.requeue(KEY, deadline_ms=1000) is None
-        assert store.sweep(limit=10).requeued == ()
-        advance(2 * self.lease_ms + 1)
-        assert len(store.sweep(limit=10).requeued) == 1
-
     @pytest.mark.parametrize("state", ["PROCESSING", "STALE", "INTERRUPTED"])
     def test_an_operator_who_names_the_token_requeues_that_very_claim(
         self, store: Store, advance: Advance, state: str

@@ -193,7 +193,7 @@ class UpkeepContract(ContractBase):
     def test_a_forgotten_key_is_free_whatever_its_state_was(
         self, store: Store, advance: Advance, state: str
     ) -> None:
-        """With all that belongs to it: indexes, steps and refusals. Only the token outlives it."""
+        """With all that belongs to it: indexes and steps. Only the token outlives it."""
         token = self.bring_to(store, advance, state).token
         assert store.forget(KEY) is True
         assert store.get(KEY) is None

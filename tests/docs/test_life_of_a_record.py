@@ -16,8 +16,6 @@ def line(rule: Rule) -> str:
     if rule.found == (*State,):
         found = "any"
     then = rule.then.name if isinstance(rule.then, State) else rule.then or "unchanged"
-    if rule.refusal is not None:
-        then += f", refusal: {rule.refusal}"
     return f"| `{rule.verb}` | {found} | {rule.when} | {rule.answer} | {then} | {carried(rule)} |\n"
 
 

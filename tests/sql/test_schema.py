@@ -99,11 +99,11 @@ def filled(sql_databases: Callable[[str], Any], tmp_path_factory: Any) -> Iterat
             store.alias,
             "INSERT INTO celery_idempotent_record SELECT id + 100000, token, created_ms, updated_ms,"
             " expires_ms, prune_ms + id, version, crashes, attempts, state, reserved, replaced,"
-            " delivered, substring(sha256(digest || n::text::bytea) for 16), fingerprint, namespace,"
-            " scope, key || '-' || n, task_id, value"
+            " delivered, swept, substring(sha256(digest || n::text::bytea) for 16), fingerprint, namespace,"
+            " scope, key || '-' || n, task_id, value, note"
             " FROM (SELECT 10000 * n + id AS id, n, token, created_ms, updated_ms, expires_ms,"
-            " prune_ms, version, crashes, attempts, state, reserved, replaced, delivered, digest,"
-            " fingerprint, namespace, scope, key, task_id, value"
+            " prune_ms, version, crashes, attempts, state, reserved, replaced, delivered, swept, digest,"
+            " fingerprint, namespace, scope, key, task_id, value, note"
             " FROM celery_idempotent_record, generate_series(1, 10) AS n) x",
         )
         execute(store.alias, "ANALYZE")
@@ -206,9 +206,9 @@ def test_pages_are_left_room_for_updates(filled: DjangoStore):
     found = rows(
         filled.alias,
         "SELECT reloptions FROM pg_class WHERE relname IN"
-        " ('celery_idempotent_record', 'celery_idempotent_lease', 'celery_idempotent_refusals')",
+        " ('celery_idempotent_record', 'celery_idempotent_lease')",
     )
-    assert found == [(["fillfactor=70"],)] * 3
+    assert found == [(["fillfactor=70"],)] * 2
 
 
 def _tables(alias: str) -> set[str]:

@@ -15,7 +15,7 @@ from celery_idempotent.stores import Store
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.contract import StoreContract
-from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
+from tests.stores.beyond import doubles_ten_times
 
 KEY = Identity(namespace="charge", key="order-17")
 
@@ -36,9 +36,6 @@ class TestMemoryStore(StoreContract):
 
     def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
         doubles_ten_times(store, advance)
-
-    def test_any_attempt_without_an_answer_gives_way(self, store):
-        any_attempt_gives_way(store)
 
     @pytest.fixture
     def stop_at(self, clock: FakeClock) -> Callable[[int], None]:

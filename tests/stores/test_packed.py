@@ -133,8 +133,7 @@ def test_a_delivered_record_stays_readable():
     "newer",
     [
         b"S" + pack(COMPLETED)[1:],
-        b"Q" + pack(COMPLETED)[1:],
-        b"C\x40" + pack(COMPLETED)[2:],
+        b"Q\x08" + pack(COMPLETED)[2:],
         b"C\x80" + pack(COMPLETED)[2:],
         b"",
         b"C",

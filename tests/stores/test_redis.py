@@ -19,7 +19,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.contract import StoreContract
-from tests.stores.beyond import any_attempt_gives_way, doubles_ten_times
+from tests.stores.beyond import doubles_ten_times
 from tests.stores.servers import Server
 from tests.stores.shifted import FixedLink, Shift
 
@@ -74,9 +74,6 @@ class TestRedis(RedisContract):
 
     def test_a_deadline_doubles_ten_times_at_the_most(self, store, advance):
         doubles_ten_times(store, advance)
-
-    def test_any_attempt_without_an_answer_gives_way(self, store):
-        any_attempt_gives_way(store)
 
     def test_the_token_of_a_reservation_given_back_is_not_given_out_again(self, store, stop_at):
         now_ms, asked = time.time_ns() // 1_000_000, {"lease_ms": 60_000, "keep_ms": 60_000}

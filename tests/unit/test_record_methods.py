@@ -72,8 +72,8 @@ class TestComplete:
         assert answer(task, "paid") == value
         found = task.idempotency_record("paid")
         assert (found.state, found.attempts) == (State.COMPLETED, 1)
-        assert (found.settled_by.operation, found.settled_by.who) == ("complete", "alice")
-        assert found.settled_by.reason == "ticket 47"
+        assert found.settled_by_operator
+        assert found.note == "complete by alice: ticket 47"
 
     def test_what_failed_may_have_taken_effect(self, store, task):
         interrupted(store, "paid")
@@ -82,11 +82,7 @@ class TestComplete:
             answer(task, "paid")
         assert task.idempotency_complete("paid", 17, who="alice")
         assert answer(task, "paid") == 17
-        noted = task.idempotency_record("paid").interventions
-        assert [(each.operation, each.who) for each in noted] == [
-            ("fail", "bob"),
-            ("complete", "alice"),
-        ]
+        assert task.idempotency_record("paid").note == "complete by alice"
 
     def test_what_is_completed_stays_as_it_is(self, store, task):
         assert answer(task, "done") == 0

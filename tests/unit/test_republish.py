@@ -11,7 +11,7 @@ from kombu import Exchange, Queue, binding
 
 from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import exchanges
-from celery_idempotent.celery.republish import UNANSWERED, longest_wait_ms, unanswered
+from celery_idempotent.celery.republish import longest_wait_ms
 
 
 def task(visibility_timeout: int | None = None, **options: Any) -> Any:
@@ -42,26 +42,6 @@ def test_a_message_that_is_acknowledged_already_is_never_taken_for_lost():
 
 def test_nothing_waits_in_the_process_that_it_waits_for():
     assert longest_wait_ms(task(20), SimpleNamespace(is_eager=True)) == 0
-
-
-@pytest.mark.parametrize(
-    ("said", "attempts"),
-    [
-        (None, 0),
-        ("0123456789abcdef", 1),
-        ("0123456789abcdef" * 8, 8),
-        ("0123456789abcdef" * 9, 0),
-        ("0123456789abcde", 0),
-        ("0123456789abcdeg", 0),
-        ("", 0),
-        (17, 0),
-        (["0123456789abcdef"], 0),
-    ],
-)
-def test_what_is_no_list_of_attempts_counts_for_nothing(said, attempts):
-    found = unanswered({UNANSWERED: said})
-    assert len(found) == attempts
-    assert all(len(each) == 8 for each in found)
 
 
 @pytest.mark.parametrize(

@@ -782,17 +782,12 @@ class TestStoreFailures:
         assert execute(lambda: current_claim().crashes) == Ran(0)
         assert memory.get(IDENTITY).attempts == 1
 
-    def test_a_claim_without_an_answer_is_told_so_that_the_next_round_may_take_it(
-        self, execute, store, memory, fake_time
-    ):
+    def test_a_claim_without_an_answer_ends_with_its_lease(self, execute, store, memory, fake_time):
         store.fail("claim", *[StoreUnavailable] * 50, when="after")
-        failed = execute(never)
-        assert isinstance(failed, StoreFailed)
-        assert set(store.attempts) == {failed.attempt}
+        assert isinstance(execute(never), StoreFailed)
         store._plans.clear()
-        again = replace(a_call(), unanswered=(failed.attempt,))
-        assert execute(lambda: "ran", call=again) == Ran("ran")
-        assert memory.get(IDENTITY).crashes == 0
+        assert isinstance(execute(never), Conflict)
+        assert memory.get(IDENTITY).state is State.PROCESSING
 
     def test_every_call_is_an_attempt_of_its_own(self, execute, store):
         for key in "ab":
@@ -1124,7 +1119,7 @@ def start(heartbeat: lease.Heartbeat) -> None:
     """Have the thread started, as the first claim of a process does."""
     store = MemoryStore()
     record = claim(store)
-    answered = AnsweredAttempt(Claimed(record), b"", time.monotonic(), store)
+    answered = AnsweredAttempt(Claimed(record), time.monotonic(), store)
     other = Claiming(Policy(), TextCodec(), lambda: store).make_claim(a_call(), record, answered)  # type: ignore[arg-type]
     heartbeat.add(other)
     heartbeat.remove(other)

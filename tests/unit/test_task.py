@@ -953,40 +953,12 @@ class TestStoreFailures:
         assert app.AsyncResult(message.id).state == "PENDING"
         again = published[-1]
         assert (again.id, again.retries) == (message.id, 0)
-        said = {**message.stamp, "store_failures": 2, "unanswered": again.stamp["unanswered"]}
+        said = {**message.stamp, "store_failures": 2}
         assert again.stamp == said
         # What did not begin may still expire.
         assert again.headers["expires"] is not None
         deliver(app, again)
         assert runs == ["o-1"]
-
-    def test_the_message_carries_every_attempt_that_was_not_answered(
-        self, app, store, published, charge, runs, monkeypatch
-    ):
-        """The store may have any of them, and gives the key to the next round only if it knows all."""
-        asked: list[ClaimRequest] = []
-        claim = MemoryStore.claim
-
-        def away(_: MemoryStore, request: ClaimRequest) -> None:
-            asked.append(request)
-            raise StoreUnavailable("away")
-
-        def note(self: MemoryStore, request: ClaimRequest) -> Any:
-            asked.append(request)
-            return claim(self, request)
-
-        message = send(published, charge, "o-1")
-        with monkeypatch.context() as patch:
-            patch.setattr(MemoryStore, "claim", away)
-            for _ in range(3):
-                deliver(app, published[-1])
-        attempts = tuple(dict.fromkeys(each.attempt for each in asked))
-        assert len(attempts) == 3
-        assert republish.unanswered(published[-1].stamp) == attempts
-        monkeypatch.setattr(MemoryStore, "claim", note)
-        deliver(app, published[-1])
-        assert asked[-1].unanswered == attempts
-        assert (runs, published[-1].id) == (["o-1"], message.id)
 
     def test_what_a_person_is_to_look_at_does_not_run_without_protection(
         self, app, store, published, runs, monkeypatch
@@ -1016,6 +988,8 @@ class TestStoreFailures:
         assert runs == []
         again = published[-1]
         assert again.stamp["store_failures"] == 1
+        held = record(store, "o-1")
+        store.interrupt(held.identity, token=held.token)  # its lease ends
         assert isinstance(deliver(app, again).info.retval, ProcessingTimedOut)
         assert record(store, "o-1").state is State.FAILED
         assert runs == []

@@ -96,6 +96,7 @@ class Migration(migrations.Migration):
                 ("key", models.TextField()),
                 ("task_id", models.TextField()),
                 ("value", models.BinaryField(null=True)),
+                ("note", models.TextField()),
             ],
         ),
         migrations.RunPython(leave_room, migrations.RunPython.noop),

@@ -22,6 +22,7 @@ class Migration(migrations.Migration):
                     ("view_result", "Can see results and errors of idempotency records"),
                     ("release_record", "Can release idempotency records"),
                     ("requeue_record", "Can requeue idempotency records"),
+                    ("complete_record", "Can complete idempotency records"),
                     ("fail_record", "Can fail idempotency records"),
                     ("forget_record", "Can forget idempotency records"),
                 ),

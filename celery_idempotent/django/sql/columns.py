@@ -12,19 +12,15 @@ lease row meanwhile. A lease row that was left behind does not count: its token 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from typing import Any
 
 from celery_idempotent.django.sql.dialects import Dialect
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
     Identity,
-    Intervention,
     OnStale,
     Record,
-    Refusal,
     State,
     Stored,
 )
@@ -53,8 +49,6 @@ ENDED = (
 )
 #: A key that was given back: as if there were no row, but for the token, which must not be given out twice.
 RELEASED = "R"
-#: A later version may write more.
-_INTERVENTION = frozenset(field.name for field in fields(Intervention))
 #: A row as it was read: its columns have types of their own.
 ColumnValues = Sequence[Any]
 ReadRows = list[tuple[Any, ...]]
@@ -66,7 +60,7 @@ _ON_STALE: dict[str, OnStale] = {"i": "interrupt", "f": "fail", "r": "requeue"}
 # fmt: off
 RECORD = (
     "token", "created_ms", "updated_ms", "expires_ms", "version", "crashes", "attempts", "state",
-    "reserved", "replaced", "delivered", "swept", "fingerprint", "task_id", "value", "interventions",
+    "reserved", "replaced", "delivered", "swept", "fingerprint", "task_id", "value", "note",
 )
 LEASE = (
     "token", "deadline_ms", "due_ms", "expires_ms", "version", "requeues", "state", "on_stale",
@@ -92,7 +86,7 @@ def due_ms(record: Record) -> int | None:
 
 def summary_columns(words: Dialect) -> str:
     """Return what :func:`record_of` reads, of ``r`` and ``l``: all but what was stored."""
-    unread = ("r.value", "r.interventions", "l.message", "l.steps")
+    unread = ("r.value", "l.message", "l.steps")
     columns = f"{READ_RECORD}, {READ_LEASE}".split(", ")
     return f"r.namespace, r.scope, r.{words.key}, " + ", ".join(
         "NULL" if column in unread else column for column in columns
@@ -127,7 +121,7 @@ def record_values(stored: StoredRecord, version: int) -> tuple[object, ...]:
         record.fingerprint,
         record.task_id,
         None if record.value is None else pack_value(record.value),
-        _pack_interventions(record.created_ms, stored.interventions),
+        record.note,
     )
 
 
@@ -155,11 +149,10 @@ def stored_record(
     identity: Identity,
     record: ColumnValues,
     lease: ColumnValues | None,
-    refusals: tuple[Refusal, ...] = (),
 ) -> StoredRecord:
     """Return the record of what was read; ``lease``: of its lease row, if that counts."""
     token, created_ms, updated_ms, expires_ms, _, crashes, attempts, letter = record[:8]
-    reserved, replaced, delivered, swept, fingerprint, task_id, value, noted = record[8:]
+    reserved, replaced, delivered, swept, fingerprint, task_id, value, note = record[8:]
     state = STATES.get(letter)
     if state is None:
         raise StoreMisconfigured(
@@ -195,31 +188,11 @@ def stored_record(
             on_stale=_ON_STALE.get(on_stale.lower(), "interrupt"),
             message=None if message is None else bytes(message),
             steps=_unpack_steps(bytes(steps)) if steps else (),
+            note=note,
         ),
         expires_ms,
         bytes(attempt),
         requeues,
-        refusals,
-        _unpack_interventions(created_ms, noted),
-    )
-
-
-def _pack_interventions(created_ms: int, interventions: Sequence[Intervention]) -> str | None:
-    """Return the interventions as a text with the birth of their record: an older version does not clear the column."""
-    if not interventions:
-        return None
-    return json.dumps([created_ms, *map(asdict, interventions)])
-
-
-def _unpack_interventions(created_ms: int, packed: str | None) -> tuple[Intervention, ...]:
-    if packed is None:
-        return ()
-    birth, *noted = json.loads(packed)
-    if birth != created_ms:
-        return ()
-    return tuple(
-        Intervention(**{name: value for name, value in each.items() if name in _INTERVENTION})
-        for each in noted
     )
 
 

@@ -34,7 +34,7 @@ _READ_ONLY = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 #: The tables of the store. Its verbs commit by themselves on purpose, in any thread.
-_STORE_TABLES = re.compile(r"\bcelery_idempotent_(?:record|lease|refusals|highwatermark|counter)\b")
+_STORE_TABLES = re.compile(r"\bcelery_idempotent_(?:record|lease|highwatermark|counter)\b")
 
 
 class OtherConnections:

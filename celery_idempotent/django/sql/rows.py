@@ -31,23 +31,17 @@ from celery_idempotent.django.sql.columns import (
 )
 from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.holders import end_holder
-from celery_idempotent.django.sql.refusals import note_refusal, split_refusals
 from celery_idempotent.errors import StoreMisconfigured
-from celery_idempotent.records import Identity, RefusalKind, State
+from celery_idempotent.records import Identity, State
 from celery_idempotent.stores.cas import Look
 from celery_idempotent.stores.machine import StoredRecord
 
 _SET_RECORD = ", ".join(f"{column} = %s" for column in RECORD)
 _SET_LEASE = ", ".join(f"{column} = %s" for column in LEASE)
 
-_READ_REFUSALS = (
-    "(SELECT x.entries FROM celery_idempotent_refusals x"
-    " WHERE x.digest = r.digest AND x.created_ms = r.created_ms)"
-)
 HIGH_WATER = "(SELECT max(token) FROM celery_idempotent_highwatermark)"
 #: Where in a row is the number that says that there is one.
 ROW_ID = 2
-_DELETE_REFUSALS = "DELETE FROM celery_idempotent_refusals WHERE digest = %s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +61,6 @@ class Row(Look):
     version: int = 0
     prune_ms: int = 0
     token: int = 0
-    created_ms: int = 0
     lease_version: int | None = None
     lease_counts: bool = False
     stored: StoredRecord | None = None
@@ -90,9 +83,6 @@ class Row(Look):
                 if after.record.token < self.token:
                     # The settled record of a claim that was given back, and claimed again since.
                     session.write(session.words.raise_mark, (self.token,))
-                if self.stored is None and after.record.created_ms == self.created_ms:
-                    # Given back and claimed within a millisecond: its refusals would seem to be ours.
-                    session.write(_DELETE_REFUSALS, (self.digest,))
             if after.record.state is State.COMPLETED:
                 self.delete_lease()
             else:
@@ -118,7 +108,6 @@ class Row(Look):
                     "DELETE FROM celery_idempotent_record WHERE id = %s AND version = %s",
                     (self.id, self.version),
                 )
-                session.write(_DELETE_REFUSALS, (self.digest,))
                 session.write(session.words.raise_mark, (self.token,))
             else:
                 prune_ms = min(self.prune_ms, self.now_us // 1000 + PRUNE_SLACK_MS)
@@ -144,35 +133,26 @@ class Row(Look):
                 (self.digest, self.lease_version),
             )
 
-    def refuse(self, kind: RefusalKind, task_id: str) -> None:
-        """Note who could not have the key."""
-        note_refusal(self, kind, task_id)
-
     def may_take_over(self) -> bool:
         """End the session that is at work; if that is not allowed, its locks would keep our run waiting."""
         return self.stored is None or end_holder(self.session, self.digest, self.stored.record)
 
 
-def read_columns(key: str = '"key"', refusals: str = "NULL") -> str:
+def read_columns(key: str = '"key"') -> str:
     """Return what :func:`row_of` reads of ``r`` and ``l``."""
-    return (
-        f"r.id, r.prune_ms, {refusals}, r.namespace, r.scope, r.{key}, {READ_RECORD}, {READ_LEASE}"
-    )
+    return f"r.id, r.prune_ms, r.namespace, r.scope, r.{key}, {READ_RECORD}, {READ_LEASE}"
 
 
-def read(
-    session: Session, name: bytes, identity: Identity | None = None, *, refusals: bool = False
-) -> Row:
+def read(session: Session, name: bytes, identity: Identity | None = None) -> Row:
     """Look at a record without locking anything, in one statement."""
     words = session.words
-    read_refusals = _READ_REFUSALS if refusals else "NULL"
     level = getattr(session.connection, "isolation_level", None)
     if level == "read uncommitted" and not session.inside:
         # Only MySQL means it. A result that is not committed may never be: the next statement is
         # to see none.
         session.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
     (found,) = session.rows(
-        f"SELECT {words.now_us}, {HIGH_WATER}, {read_columns(words.key, read_refusals)}"
+        f"SELECT {words.now_us}, {HIGH_WATER}, {read_columns(words.key)}"
         " FROM (SELECT 1 AS one) o"
         " LEFT JOIN celery_idempotent_record r ON r.digest = %s"
         " LEFT JOIN celery_idempotent_lease l ON l.digest = %s",
@@ -183,7 +163,7 @@ def read(
 
 def row_of(session: Session, name: bytes, identity: Identity | None, columns: Sequence[Any]) -> Row:
     """Return what a look found: the time, the largest token given back, and what :func:`read_columns` asks for."""
-    now_us, mark, row_id, prune_ms, entries, namespace, scope, key, *rest = columns
+    now_us, mark, row_id, prune_ms, namespace, scope, key, *rest = columns
     record, lease = rest[: len(RECORD)], rest[len(RECORD) :]
     lease_version = lease[3]
     if row_id is None:
@@ -202,7 +182,7 @@ def row_of(session: Session, name: bytes, identity: Identity | None, columns: Se
     counts = state in LIVE_LETTERS and lease_version is not None and lease[0] == token
     stored = None
     if state != RELEASED:
-        stored = stored_record(found, record, lease if counts else None, split_refusals(entries))
+        stored = stored_record(found, record, lease if counts else None)
         if stored.expires_ms <= now_us // 1000:
             stored = None
     return Row(
@@ -215,7 +195,6 @@ def row_of(session: Session, name: bytes, identity: Identity | None, columns: Se
         version=version,
         prune_ms=prune_ms,
         token=token,
-        created_ms=record[1],
         lease_version=lease_version,
         lease_counts=counts,
         stored=stored,

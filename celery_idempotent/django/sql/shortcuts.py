@@ -116,7 +116,7 @@ def _settle(session: Session, identity: Identity, asked: Asked) -> Done | None:
         session.words.vendor != "postgresql"
         or state is not State.COMPLETED
         or asked.state
-        or asked.intervention
+        or asked.fields["note"]
     ):
         return None
     found = plans.rows(

@@ -170,7 +170,7 @@ def _lives(session: Session, rows: Iterable[ColumnValues]) -> dict[tuple[bytes, 
 
 def _delete(session: Session, rows: Sequence[ColumnValues]) -> None:
     ids, names = [row[0] for row in rows], [bytes(row[1]) for row in rows]
-    tables = (("record", "id", ids), ("lease", "digest", names), ("refusals", "digest", names))
+    tables = (("record", "id", ids), ("lease", "digest", names))
     for table, column, values in tables:
         name = f"celery_idempotent_{table}"
         statement = f"DELETE FROM {name} WHERE {column} IN ({_marks(values)})"

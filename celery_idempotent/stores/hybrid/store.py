@@ -31,9 +31,8 @@ class HybridStore(ForwardingStore):
     lets a FAILED record end anew: they fail while the cache does not answer, because an entry might outlive the
     record. (:meth:`forget_mark` does without: what it forgets is never an answer.)
 
-    Three questions about a settled key still go to the truth: with another fingerprint (it answers and notes the
-    refusal), for the very task that settled it as long as its callbacks are not known to be sent, and about what an
-    operator settled.
+    Some questions about a settled key still go to the truth: with another fingerprint, for the very task that settled
+    it as long as its callbacks are not known to be sent, and about what an operator or a sweep settled.
     """
 
     def __init__(self, cache: RedisCache, truth: Store) -> None:
@@ -182,7 +181,7 @@ class HybridStore(ForwardingStore):
         # Nor that a sweep did, whose FAILED the owner may still replace.
         if (
             retained is not None
-            and retained.record.settled_by is None
+            and not retained.record.settled_by_operator
             and not retained.record.swept
         ):
             self.cache.fill(identity, ticket, retained)

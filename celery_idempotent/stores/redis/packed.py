@@ -5,9 +5,9 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
     1      state       C COMPLETED, F FAILED, I INTERRUPTED, P PROCESSING, Q QUEUED
     2      flags       1 has a fingerprint
                        C, F: 2 task id is a UUID, 4 has a value, 8 was replaced, 16 is delivered,
-                             32 has notes
-                       P, I, Q: 2 its reservation is not committed, 16 was reserved, 32 fails when stale,
-                             64 is requeued when stale
+                             32 has a note, 64 a sweep settled it
+                       P, I, Q: 2 its reservation is not committed, 4 a sweep took it, 16 was reserved,
+                             32 fails when stale, 64 is requeued when stale
     3-9    token
     10-15  created, ms
     16-21  updated, ms
@@ -20,14 +20,14 @@ All numbers are big-endian and unsigned; offsets count from 1, as Lua does::
                   M  the message to publish when it is requeued; the first item, if there
                   R  how often it was requeued, 1 byte; after the message, before all others
                   S  a step: its name after its length in 2 bytes, its value (see values.py)
-                  X  notes: who was refused (see refusals.py), what operators did (see interventions.py)
+                  X  the note of an operator
               and whatever a later version adds. A new claim brings its own message and carries
               the other items over.
     C, F:     [16 bytes fingerprint] · task id: the 16 bytes of a UUID, else text after its length
-              in 2 bytes · [notes, after their length in 2 bytes] · [value, see values.py]
+              in 2 bytes · [the note, after its length in 2 bytes] · [value, see values.py]
 
 A hash would leave its compact form at fields of 64 bytes and more than double, see docs/benchmarks.md.
-The scripts write live records (P, I, Q) and notes themselves; an unknown state or flag was written by a
+The scripts write live records (P, I, Q) themselves; an unknown state or flag was written by a
 newer version.
 """
 
@@ -40,17 +40,13 @@ from celery_idempotent.records import (
     FINGERPRINT_BYTES,
     ClaimRequest,
     Identity,
-    Intervention,
     OnStale,
     Record,
-    Refusal,
     ReserveRequest,
     SettleRequest,
     State,
     Stored,
 )
-from celery_idempotent.stores.interventions import unpack_interventions
-from celery_idempotent.stores.refusals import unpack_refusals
 from celery_idempotent.stores.values import STATES, pack_text, pack_value, unpack_text, unpack_value
 
 _STATE_OF_LETTER = {ord(letter): state for letter, state in STATES.items()}
@@ -58,10 +54,10 @@ _LETTER_OF_STATE = {state: letter for letter, state in _STATE_OF_LETTER.items()}
 _SETTLED = bytes(letter for letter, state in _STATE_OF_LETTER.items() if state.settled)
 
 _HAS_FINGERPRINT = 1
-_UUID, _VALUE, _REPLACED, _DELIVERED, _NOTES = 2, 4, 8, 16, 32
+_UUID, _VALUE, _REPLACED, _DELIVERED, _NOTE = 2, 4, 8, 16, 32
 _SWEPT_END = 64
 _UNCOMMITTED, _SWEPT, _RESERVED, _FAIL, _REQUEUE = 2, 4, 16, 32, 64
-_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _NOTES | _SWEPT_END
+_SETTLED_FLAGS = _HAS_FINGERPRINT | _UUID | _VALUE | _REPLACED | _DELIVERED | _NOTE | _SWEPT_END
 _LIVE_FLAGS = _HAS_FINGERPRINT | _UNCOMMITTED | _SWEPT | _RESERVED | _FAIL | _REQUEUE
 #: What a sweep does with the record once it is stale, as flags.
 _ON_STALE_FLAGS: dict[OnStale, int] = {"interrupt": 0, "fail": _FAIL, "requeue": _REQUEUE}
@@ -131,8 +127,14 @@ def pack_message(message: bytes | None) -> bytes:
     return b"" if message is None else b"M" + len(message).to_bytes(4, "big") + message
 
 
+def pack_note(note: str) -> bytes:
+    """Return the item with the note of an operator, or nothing if there is none."""
+    packed = note.encode()
+    return b"X" + len(packed).to_bytes(4, "big") + packed if packed else b""
+
+
 def pack_settled(request: SettleRequest, *, delivered: bool = False) -> bytes:
-    """Return the settled form of a record; the script adds what only the store knows: times, counts and notes."""
+    """Return the settled form of a record; the script adds what only the store knows: times and counts."""
     record, value, flags = request.record, request.value, 0
     parts = []
     if record.fingerprint is not None:
@@ -143,6 +145,10 @@ def pack_settled(request: SettleRequest, *, delivered: bool = False) -> bytes:
         parts.append(bytes.fromhex(record.task_id.replace("-", "")))
     else:
         parts.append(pack_text(record.task_id))
+    note = request.note if request.by_operator else record.note
+    if note:
+        flags |= _NOTE
+        parts.append(pack_text(note))
     if value is not None:
         flags |= _VALUE
         parts.append(pack_value(value))
@@ -188,22 +194,19 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
     worker, value, deadline_ms = "", None, None
     message: bytes | None = None
     steps: tuple[tuple[str, Stored], ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    interventions: tuple[Intervention, ...] = ()
+    note = ""
     live = 0
     if settled:
         task_id, at = _unpack_task_id(packed, at, flags)
-        if flags & _NOTES and not summary:
-            start, at = at + 2, at + 2 + int.from_bytes(packed[at : at + 2], "big")
-            refusals, interventions = _unpack_notes(packed[start:at])
+        if flags & _NOTE and not summary:
+            note, at = unpack_text(packed, at)
         value = unpack_value(packed, at) if flags & _VALUE and not summary else None
     else:
         live = flags
         task_id, at = unpack_text(packed, at)
         worker, at = unpack_text(packed, at)
         if at < len(packed) and not summary:
-            message, steps, notes = _unpack_extension(identity, packed, at)
-            refusals, interventions = _unpack_notes(notes)
+            message, steps, note = _unpack_extension(identity, packed, at)
         if state is not State.INTERRUPTED:
             deadline_ms = int.from_bytes(packed[23:29], "big")
     return Record(
@@ -227,8 +230,7 @@ def _unpack(identity: Identity, packed: bytes, *, summary: bool) -> Record:
         on_stale=_ON_STALE_WORDS.get(live & (_FAIL | _REQUEUE), "interrupt"),
         message=message,
         steps=steps,
-        refusals=refusals,
-        interventions=interventions,
+        note=note,
     )
 
 
@@ -255,11 +257,11 @@ def _unpack_task_id(packed: bytes, at: int, flags: int) -> tuple[str, int]:
 
 def _unpack_extension(
     identity: Identity, packed: bytes, at: int
-) -> tuple[bytes | None, tuple[tuple[str, Stored], ...], bytes]:
-    """Return the message, the steps and the notes; items of other kinds are those of a newer version."""
+) -> tuple[bytes | None, tuple[tuple[str, Stored], ...], str]:
+    """Return the message, the steps and the note; items of other kinds are those of a newer version."""
     message: bytes | None = None
     steps: list[tuple[str, Stored]] = []
-    notes = b""
+    note = ""
     while at < len(packed):
         start = at + _ITEM_HEAD_BYTES
         kind, at = packed[at], start + int.from_bytes(packed[at + 1 : start], "big")
@@ -272,9 +274,5 @@ def _unpack_extension(
             name, value_at = unpack_text(step, 0)
             steps.append((name, unpack_value(step, value_at)))
         elif kind == _NOTED:
-            notes = packed[start:at]
-    return message, tuple(steps), notes
-
-
-def _unpack_notes(packed: bytes) -> tuple[tuple[Refusal, ...], tuple[Intervention, ...]]:
-    return unpack_refusals(packed), unpack_interventions(packed)
+            note = packed[start:at].decode()
+    return message, tuple(steps), note

@@ -18,7 +18,6 @@ Reply: TypeAlias = Any
 
 #: The verbs that are a script.
 VERBS = (
-    "amend",
     "checkpoint",
     "claim",
     "due",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, ResultWrite, SettledWith, SettleRequest
-from celery_idempotent.stores.interventions import pack_intervention
 from celery_idempotent.stores.redis.channel import Server
 from celery_idempotent.stores.redis.endpoint import endpoint_of
 from celery_idempotent.stores.redis.facts import Servers
@@ -73,17 +72,19 @@ class Settling(Servers):
 
     def _settle(self, request: SettleRequest, result: ResultWrite | None = None) -> bytes:
         identity = request.record.identity
-        bucket, name, leases, failures, _, interrupted = self._names(identity)
+        bucket, name, leases, failures, token, interrupted = self._names(identity)
         keys = [name, leases, failures, interrupted]
         payload = expiry = b""
-        if result is not None:
+        if request.by_operator:
+            keys.append(token)
+        elif result is not None:
             keys.append(result.key)
             payload, expiry = result.payload, _expiry(result)
         arguments = [pack_settled(request), b"%d" % max(request.keep_ms, 1), payload, expiry]
-        if not request.restore or request.intervention is not None:
+        if not request.restore or request.by_operator:
             arguments += (
                 b"" if request.restore else pack_state(request.record.state),
-                pack_intervention(request.intervention),
+                b"1" if request.by_operator else b"",
             )
         word: bytes = self._ask(script("settle").call(bucket, keys, *arguments))
         if word == b"unreadable":

@@ -13,7 +13,6 @@ from celery_idempotent.records import (
     ClaimRequest,
     Held,
     Identity,
-    Intervention,
     Mismatched,
     Record,
     Renewal,
@@ -25,13 +24,13 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
-from celery_idempotent.stores.interventions import pack_intervention
 from celery_idempotent.stores.redis.browse import Browsing
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.packed import (
     pack_claim,
     pack_fingerprint,
     pack_message,
+    pack_note,
     pack_reservation_flags,
     pack_state,
     pack_token,
@@ -84,7 +83,6 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
             raise ValueError(f"an attempt has {ATTEMPT_BYTES} bytes")
         identity, lease_ms = request.identity, request.lease_ms
         brought, flags = pack_claim(request)
-        unanswered = (b"".join(request.unanswered),) if request.unanswered else ()
         bucket, *keys = self._names(identity)
         word, *rest = self._ask(
             script("claim").call(
@@ -94,7 +92,6 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
                 b"%d" % lease_ms,
                 b"%d" % (lease_ms + request.keep_ms),
                 flags,
-                *unanswered,
             )
         )
         if word in (b"new", b"claimed"):
@@ -151,32 +148,18 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         word = self._ask_about("checkpoint", identity, pack_token(token), *step)
         return bool(word != b"lost")
 
-    def amend(
-        self,
-        identity: Identity,
-        *,
-        token: int,
-        name: str,
-        value: Stored | None,
-        intervention: Intervention,
-    ) -> bool:
-        """Set the result of a step, or take it away, as an operator says."""
-        step = pack_text(name), b"" if value is None else pack_value(value)
-        noted = pack_intervention(intervention)
-        word = self._ask_about("amend", identity, pack_token(token), *step, noted)
-        if word == b"unreadable":
-            raise unreadable(identity)
-        return bool(word == b"amended")
-
     def mark_delivered(self, identity: Identity, *, token: int) -> bool:
         """Note that the callbacks of the settled task were sent."""
         word = self._ask_about("mark_delivered", identity, pack_token(token))
         return bool(word == b"marked")
 
-    def release(self, identity: Identity, *, token: int, requeue_ms: int | None = None) -> bool:
+    def release(
+        self, identity: Identity, *, token: int, requeue_ms: int | None = None, note: str = ""
+    ) -> bool:
         """Give the key back."""
         deadline = b"" if requeue_ms is None else b"%d" % requeue_ms
-        return bool(self._ask_about("release", identity, pack_token(token), deadline) != b"lost")
+        given = pack_token(token), deadline, pack_note(note)
+        return bool(self._ask_about("release", identity, *given) != b"lost")
 
     def interrupt(self, identity: Identity, *, token: int) -> Record | None:
         """Note that a crash took the owner."""
@@ -190,12 +173,14 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         return None if packed is None else unpack_record(identity, packed)
 
     def requeue(
-        self, identity: Identity, *, deadline_ms: int, token: int | None = None
+        self, identity: Identity, *, deadline_ms: int, token: int | None = None, note: str = ""
     ) -> Record | None:
         """Make an unfinished record that has a message QUEUED."""
         attempt = os.urandom(ATTEMPT_BYTES)
         only = b"" if token is None else pack_token(token)
-        word, *rest = self._ask_about("requeue", identity, b"%d" % deadline_ms, attempt, only)
+        word, *rest = self._ask_about(
+            "requeue", identity, b"%d" % deadline_ms, attempt, only, pack_note(note)
+        )
         if word == b"unreadable":
             raise unreadable(identity)
         return unpack_record(identity, rest[0]) if word == b"requeued" else None
@@ -230,7 +215,7 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
         raise StoreMisconfigured(f"{self._link.where} answered with {word!r}")
 
     def _ask_about(self, verb: str, identity: Identity, *arguments: bytes) -> Reply:
-        """Run the script of a verb that needs the record, the leases and what is interrupted."""
-        bucket, name = self._keys.locate(identity)
-        keys = (name, self._keys.leases(bucket), self._keys.interrupted(bucket))
+        """Run the script of a verb that needs the record, the leases, what is interrupted and the token."""
+        bucket, name, leases, _, token, interrupted = self._names(identity)
+        keys = (name, leases, interrupted, token)
         return self._ask(script(verb).call(bucket, keys, *arguments))

@@ -3,7 +3,6 @@
 -- KEYS     1 record · 2 leases · 3 failures · 4 token (of the bucket) · 5 interrupted
 -- ARGV     1 attempt id, 8 bytes · fingerprint, 16 bytes, if it has one · owner and message, packed
 --          2 lease, ms · 3 life of the record, ms · 4 flags: 1 with a fingerprint, and those of on_stale
---          5 attempts without an answer, one after the other, if there are any
 -- returns  {'new', token and now}: claimed, and there was no record
 --          {'claimed', record}
 --          {'held', record, ms until its lease runs out}
@@ -11,7 +10,7 @@
 --          {'mismatched', record}
 --          {'unreadable'}: written by a newer version
 --
--- A record is laid out as packed.py says. Who is held or mismatched is noted in it.
+-- A record is laid out as packed.py says.
 --include take.lua
 local old = redis.call('GET', KEYS[1])
 if not old then
@@ -23,12 +22,9 @@ end
 if unreadable(old) then return {'unreadable'} end
 local attempt, fingerprint, claimant = ARGV[1]:sub(1, 8), '', ARGV[1]:sub(9)
 if ARGV[4] % 2 == 1 then fingerprint, claimant = claimant:sub(1, 16), claimant:sub(17) end
-local who, at = claimant:sub(3, 2 + struct.unpack('>I2', claimant)), nil
+local at
 fingerprint, at = agreed(old, fingerprint)
-if not fingerprint then
-  refuse(KEYS[1], old, 'm', now, who)
-  return {'mismatched', old}
-end
+if not fingerprint then return {'mismatched', old} end
 if old:find(ENDED) then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
 
 local crashes, attempts = old:byte(22, 23)
@@ -37,16 +33,9 @@ if old:sub(1, 1) == 'P' then
     -- The answer to this very claim was lost: give it again, with a new lease.
     return {'claimed', put(old:sub(1, 23) .. struct.pack('>I6', deadline) .. old:sub(30))}
   end
-  local begun, unanswered = true, ARGV[5] or ''
-  for at = 1, #unanswered, 8 do
-    begun = begun and old:sub(30, 37) ~= unanswered:sub(at, at + 7)
-  end
   local left = struct.unpack('>I6', old, 24) - now
-  if begun and left > 0 then
-    refuse(KEYS[1], old, 'c', now, who)
-    return {'held', old, left}
-  end
-  if begun then crashes = math.min(crashes + 1, 255) end
+  if left > 0 then return {'held', old, left} end
+  crashes = math.min(crashes + 1, 255)
 end
 attempts = math.min(attempts + 1, 255)
 local created = struct.unpack('>I6', old, 10)

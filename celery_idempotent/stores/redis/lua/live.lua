@@ -22,6 +22,17 @@ local function swept(record, yes)
   return record:sub(1, 1) .. string.char(bit.band(record:byte(2), 251) + (yes and 4 or 0)) .. record:sub(3)
 end
 
+-- Return a live record with the note of an operator, an item, in the place of the last one.
+local function noted(record, item)
+  local at = extension(record)
+  while at <= #record do
+    local rest = past(record, at)
+    if record:sub(at, at) == 'X' then return record:sub(1, at - 1) .. record:sub(rest) .. item end
+    at = rest
+  end
+  return record .. item
+end
+
 -- Make a live record INTERRUPTED, with this many crashes, for as long as it would have lived, and index it.
 local function interrupt(leases, interrupted, name, old, now, crashes)
   local new = 'I' .. old:sub(2, 15) .. struct.pack('>I6B', now, crashes) .. old:sub(23)

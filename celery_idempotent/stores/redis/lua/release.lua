@@ -1,7 +1,8 @@
 -- Give the key back: delete the PROCESSING or QUEUED record with this token.
 --
--- KEYS     1 record · 2 leases · 3 interrupted
+-- KEYS     1 record · 2 leases · 3 interrupted · 4 token (of the bucket)
 -- ARGV     1 token, 7 bytes · 2 ms until the retry of a record counts as lost, or ''
+--          3 the note of an operator, an item, or ''
 -- returns  'released'
 --          'requeued': it was reserved or has a message, and is QUEUED until its retry is there
 --          'interrupted': it stays
@@ -25,7 +26,12 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if not requeued then
-  interrupt(KEYS[2], KEYS[3], KEYS[1], swept(old, false), now, old:byte(22))
+  old = swept(old, false)
+  if ARGV[3] ~= '' then
+    --include token.lua
+    old = old:sub(1, 2) .. larger_token(KEYS[4], old, time) .. noted(old, ARGV[3]):sub(10)
+  end
+  interrupt(KEYS[2], KEYS[3], KEYS[1], old, now, old:byte(22))
   return 'interrupted'
 end
 local deadline = now + ARGV[2]

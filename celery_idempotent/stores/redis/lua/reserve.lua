@@ -9,8 +9,6 @@
 --          {'settled', record, ms since it was settled}
 --          {'mismatched', record}
 --          {'unreadable'}: written by a newer version
---
--- A mismatch is noted in the record. What is held is not: the caller gets the first call's result.
 --include take.lua
 local fingerprint, owner = ARGV[4], ARGV[5] .. '\0\0' .. ARGV[6]
 local created, crashes, attempts, extra, flags, at = now, 0, 0, '', tonumber(ARGV[7]), nil
@@ -20,10 +18,7 @@ if old then
   --include taken.lua
   if unreadable(old) then return {'unreadable'} end
   fingerprint, at = agreed(old, fingerprint)
-  if not fingerprint then
-    refuse(KEYS[1], old, 'm', now, ARGV[5]:sub(3))
-    return {'mismatched', old}
-  end
+  if not fingerprint then return {'mismatched', old} end
   if old:find(ENDED) then return {'settled', old, now - struct.unpack('>I6', old, 16)} end
   local state = old:sub(1, 1)
   if state == 'P' then

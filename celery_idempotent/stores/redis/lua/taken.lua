@@ -1,7 +1,6 @@
 -- What claim.lua and reserve.lua share about a key that has a record already.
 
 --include live.lua
---include notes.lua
 -- Was the record written by a newer version?
 local function unreadable(old)
   if old:find(LIVE) then return foreign(old) end

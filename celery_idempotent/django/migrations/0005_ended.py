@@ -10,7 +10,7 @@ from celery_idempotent.django.fields import EndedIndex
 class Migration(migrations.Migration):
     """Makes the index and the table."""
 
-    dependencies = (("celery_idempotent", "0005_refusals"),)
+    dependencies = (("celery_idempotent", "0004_idempotencyrecord"),)
 
     operations = (
         migrations.CreateModel(
