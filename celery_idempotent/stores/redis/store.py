@@ -38,7 +38,7 @@ from celery_idempotent.stores.redis.packed import (
     unpack_record,
     unreadable,
 )
-from celery_idempotent.stores.redis.scripts import VERBS, Reply, plain, script
+from celery_idempotent.stores.redis.scripts import VERBS, Command, Reply, plain, script
 from celery_idempotent.stores.redis.settling import Settling
 from celery_idempotent.stores.redis.upkeep import Upkeep
 from celery_idempotent.stores.redis.url import link_and_prefix
@@ -103,20 +103,21 @@ class RedisStore(Browsing, Settling, Upkeep, Store):
 
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew."""
-        renew = script("renew")
-        commands = []
-        for lease in leases:
-            bucket, name = self._keys.locate(lease.identity)
-            commands.append(
-                renew.call(
-                    bucket,
-                    (name, self._keys.leases(bucket), self._keys.interrupted(bucket)),
-                    pack_token(lease.token),
-                    b"%d" % lease.lease_ms,
-                    b"%d" % (lease.lease_ms + lease.keep_ms),
-                )
-            )
-        return [answer == b"renewed" for answer in self._ask_all(commands)]
+        answers = self._ask_all([self._renewal(lease) for lease in leases])
+        swept = [n for n, answer in enumerate(answers) if answer == b"interrupted"]
+        again = self._ask_all([self._renewal(leases[n], interrupted=True) for n in swept])
+        for n, answer in zip(swept, again, strict=True):
+            answers[n] = answer
+        return [answer == b"renewed" for answer in answers]
+
+    def _renewal(self, lease: Renewal, *, interrupted: bool = False) -> Command:
+        bucket, name = self._keys.locate(lease.identity)
+        keys = [name, self._keys.leases(bucket)]
+        if interrupted:
+            keys.append(self._keys.interrupted(bucket))
+        life_ms = lease.lease_ms + lease.keep_ms
+        arguments = pack_token(lease.token), b"%d" % lease.lease_ms, b"%d" % life_ms
+        return script("renew").call(bucket, keys, *arguments)
 
     def reserve(self, request: ReserveRequest) -> Reservation:
         """Take the key for a message that is about to be published."""
