@@ -79,7 +79,8 @@ class Store(ABC):
     def renew(self, leases: Sequence[Renewal]) -> list[bool]:
         """Let each lease start anew; ``False`` for each that is no longer held with that token.
 
-        The token decides, not the state: a claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again.
+        The token decides, not the state: a claim that a sweep made INTERRUPTED or QUEUED is PROCESSING again. One that
+        a sweep made FAILED stays so, and ``True`` says that its run may settle it anew.
         """
 
     @abstractmethod
@@ -111,7 +112,8 @@ class Store(ABC):
     def checkpoint(self, identity: Identity, *, token: int, name: str, value: Stored) -> bool:
         """Add the result of the step ``name`` to the claim with this token, swept or not; ``False`` if there is none.
 
-        A step that is there already keeps its first result. Steps stay with the record until it is settled.
+        A step that is there already keeps its first result. Steps stay with the record until it is settled: one of a
+        record that a sweep made FAILED is not kept.
         """
 
     @abstractmethod

@@ -94,6 +94,7 @@ _CONDITIONS: dict[str, Holds] = {
     ),
     "seen as FAILED": lambda _, asked, __: asked.state is State.FAILED,
     "not swept": lambda s, *_: not s.record.swept,
+    "swept": lambda s, *_: s.record.swept,
     "swept, may be restored": lambda s, asked, _: s.record.swept and asked.restore,
     "may be restored": lambda _, asked, __: asked.restore,
     "a retry is announced": lambda s, asked, _: (

@@ -87,11 +87,15 @@ class Rule:
     life: Literal["anew", "longer", "same"] = "same"
 
 
-def _lost(verb: Verb, *states: State) -> tuple[Rule, ...]:
-    """Return the rules of a verb for a claim that is over: no record, another token, one of these states."""
+def _lost(verb: Verb, *states: State, swept: str = "") -> tuple[Rule, ...]:
+    """Return the rules of a verb for a claim that is over: no record, another token, one of these states.
+
+    ``swept`` is the answer about a record that a sweep settled FAILED: its run may still settle it anew.
+    """
     return (
         Rule(verb, NONE, "", "lost"),
         Rule(verb, ANY, "another token", "lost"),
+        *([Rule(verb, (State.FAILED,), "swept", swept)] if swept else []),
         Rule(verb, states, "", "lost"),
     )
 
@@ -122,7 +126,7 @@ TABLE: tuple[Rule, ...] = (
          (*HISTORY, "task_id", "worker", "on_stale", "message"), life="anew"),
     Rule("reserve", (INTERRUPTED,), "", "reserved", QUEUED, HISTORY, life="anew"),
 
-    *_lost("renew", *ENDS),
+    *_lost("renew", *ENDS, swept="renewed"),
     Rule("renew", (PROCESSING,), "", "renewed", PROCESSING, UNCHANGED, life="anew"),
     # A reservation has no lease, and a key that was given back stays so.
     Rule("renew", (QUEUED, INTERRUPTED), "not swept", "lost"),
@@ -151,7 +155,7 @@ TABLE: tuple[Rule, ...] = (
     *_lost("interrupt", QUEUED, INTERRUPTED, *ENDS),
     Rule("interrupt", (PROCESSING,), "", "interrupted", INTERRUPTED, WHOLE, crashes=1),
 
-    *_lost("checkpoint", *ENDS),
+    *_lost("checkpoint", *ENDS, swept="kept"),
     Rule("checkpoint", (QUEUED, INTERRUPTED), "not swept", "lost"),
     Rule("checkpoint", LIVE, "has this step", "kept"),
     *[

@@ -79,6 +79,7 @@ SCENES: dict[str, tuple[dict[str, object], Fields]] = {
     "within its lease, no token given": ({"token": None}, {"late": True, "token": None}),
     "seen as FAILED": ({"restore": False}, {}),
     "not swept": ({}, {"swept": True}),
+    "swept": ({"swept": True}, {}),
     "swept, may be restored": ({"swept": True}, {}),
     "may be restored": ({}, {"restore": False}),
     "a retry is announced": ({"retry": True}, {}),

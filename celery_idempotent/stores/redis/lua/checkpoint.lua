@@ -2,10 +2,12 @@
 --
 -- KEYS     1 record · 2 leases
 -- ARGV     1 token, 7 bytes · 2 name of the step, after its length · 3 its value, packed
--- returns  'added' | 'kept': it was there, and stays | 'lost'
+-- returns  'added' | 'kept': it was there, and stays, or a sweep failed the record | 'lost'
 --include live.lua
 local old = redis.call('GET', KEYS[1])
-if not old or not old:find(LIVE) or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
+if not old or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
+if old:sub(1, 1) == 'F' and bit.band(old:byte(2), 64) ~= 0 then return 'kept' end
+if not old:find(LIVE) then return 'lost' end
 if old:sub(1, 1) ~= 'P' and bit.band(old:byte(2), 4) == 0 then return 'lost' end
 local at = extension(old)
 while at <= #old do

@@ -7,6 +7,8 @@
 local old = redis.call('GET', KEYS[1])
 if not old or old:sub(3, 9) ~= ARGV[1] then return 'lost' end
 local state, flags = old:sub(1, 1), old:byte(2)
+-- A sweep failed it. Its run is to settle it anew.
+if state == 'F' and bit.band(flags, 64) ~= 0 then return 'renewed' end
 local swept = (state == 'I' or state == 'Q') and bit.band(flags, 4) ~= 0
 if state ~= 'P' and not swept then return 'lost' end
 if state == 'I' and not KEYS[3] then return 'interrupted' end
