@@ -8,7 +8,6 @@ from celery_idempotent.celery.checks import (
     check_or_raise,
     check_settings,
     check_store,
-    check_workers,
 )
 
-__all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store", "check_workers"]
+__all__ = ["Finding", "check", "check_or_raise", "check_settings", "check_store"]

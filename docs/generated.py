@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parent.parent
-CHECKS = ROOT / "celery_idempotent" / "celery" / "checks"
+CHECKS = ROOT / "celery_idempotent" / "celery" / "checks.py"
 KEYSPACE = ROOT / "celery_idempotent" / "stores" / "redis" / "keyspace.py"
 METRICS = ROOT / "celery_idempotent" / "metrics.py"
 MODELS = [
@@ -72,12 +72,11 @@ def _said(node: ast.expr | None) -> str:
 def findings() -> dict[str, list[tuple[str, str]]]:
     """Return the problem and the hint of every place that makes a finding, by its id."""
     found = defaultdict(list)
-    for path in sorted(CHECKS.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
-                given = {each.arg: each.value for each in node.keywords}
-                text = (_said(given.get("problem")), _said(given.get("hint")))
-                found[_said(given.get("id"))].append(text)
+    for node in ast.walk(ast.parse(CHECKS.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+            given = {each.arg: each.value for each in node.keywords}
+            text = (_said(given.get("problem")), _said(given.get("hint")))
+            found[_said(given.get("id"))].append(text)
     return dict(sorted(found.items(), key=lambda item: item[0][1:]))
 
 

@@ -38,9 +38,9 @@ def make_store(sender: WorkController, **_: object) -> None:
 def check_setup(sender: Consumer, **_: object) -> None:
     """Let the checks look at how the worker is set up."""
     if has_tasks(sender.app):
-        from celery_idempotent.celery.checks import worker
+        from celery_idempotent.celery.checks import check_in_thread
 
-        worker.begin(sender.app)
+        check_in_thread(sender.app)
 
 
 def watch_children(sender: Consumer, **_: object) -> None:

@@ -5,27 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from celery_idempotent.celery.typed import Options
-
 if TYPE_CHECKING:
     from celery import Celery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedeliveryTimeout:
-    """``option`` is the transport's option for it. A dead worker's message comes again after ``seconds``.
-
-    A live worker's message comes again after ``held`` seconds; ``None``: never, since the worker renews it.
-
-    ::
-
-        Redis       seconds 3600, held 3600    a task of two hours is delivered to a second worker after one
-        Pub/Sub     seconds 240, held None     a live worker extends the deadline; a dead one's message comes in 240 s
-    """
+    """``option`` is the transport's option for it. A dead worker's message comes again after ``seconds``."""
 
     option: str
     seconds: float
-    held: float | None
 
 
 #: Of kombu's transports: the option, and its default. Those that are missing notice that a connection is gone, or (as
@@ -40,9 +29,6 @@ _TRANSPORTS = {
     "azureservicebus": ("peek_lock_seconds", 60.0),
 }
 
-#: For so long Azure's client renews what a worker holds, where it does.
-_AZURE_RENEWS = 3600.0
-
 
 def redelivery_timeout(app: Celery) -> RedeliveryTimeout | None:
     """Return how long the broker that the app reads from waits, ``None`` if it redelivers at once or never."""
@@ -53,18 +39,8 @@ def redelivery_timeout(app: Celery) -> RedeliveryTimeout | None:
         return None
     option, default = _TRANSPORTS[scheme]
     options = app.conf.broker_transport_options or {}
-    seconds = _seconds(options, option, default)
-    held: float | None = seconds
-    if scheme == "gcpubsub":
-        held = None  # a thread of the worker extends the deadlines of all that it holds
-    elif scheme == "azureservicebus" and options.get("use_lock_renewal"):
-        held = max(seconds, _seconds(options, "max_lock_renewal_duration", _AZURE_RENEWS))
-    return RedeliveryTimeout(option=option, seconds=seconds, held=held)
-
-
-def _seconds(options: Options, name: str, default: float) -> float:
-    """Return a number that may be written as a text, as in the query of a URL; what is none is for kombu to refuse."""
     try:
-        return float(options.get(name) or default)
+        seconds = float(options.get(option) or default)  # may be text, as in the query of a URL
     except (TypeError, ValueError):
-        return default
+        seconds = default  # kombu refuses it
+    return RedeliveryTimeout(option=option, seconds=seconds)

@@ -232,7 +232,7 @@ def _unacknowledged(task: IdempotentTask) -> float:
     if broker is None:
         visible = task.app.conf.broker_transport_options.get("visibility_timeout")
         return float(visible or _VISIBILITY_TIMEOUT) / 4
-    return (broker.held or _VISIBILITY_TIMEOUT) / 4
+    return broker.seconds / 4
 
 
 def _publish_again(

@@ -40,7 +40,7 @@ def check_command(
     only_health: bool,
     as_json: bool,
 ) -> None:
-    """Check how the app, its store, its broker and its workers are set up.
+    """Check how the app and its store are set up.
 
     Each finding has an id, what can go wrong, and what to set. Exit code 1 if there is any, 3 if the store does not
     answer.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
-from celery_idempotent.celery.checks import Finding, check_settings, check_store, check_workers
+from celery_idempotent.celery.checks import Finding, check_settings, check_store
 from celery_idempotent.django.applications import celery_app, has_app
 
 #: ``manage.py check --tag idempotency``
@@ -27,14 +27,14 @@ def of_settings(**_: object) -> list[checks.CheckMessage]:
 
 @checks.register(TAG, deploy=True)
 def of_store(**_: object) -> list[checks.CheckMessage]:
-    """Ask the store and the workers, too."""
+    """Ask the store, too."""
     if not has_app():
         return []
     try:
         app = celery_app()
     except ImproperlyConfigured:
         return []  # said above
-    return _messages([*check_store(app), *check_workers(app)])
+    return _messages(check_store(app))
 
 
 def _messages(found: Iterable[Finding]) -> list[checks.CheckMessage]:

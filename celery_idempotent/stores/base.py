@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
     from celery_idempotent.stores.redis.facts import ServerFacts
 
-__all__ = ["ATTEMPT_BYTES", "COUNTED_HOURS", "Store", "Transaction", "skew_ms"]
+__all__ = ["ATTEMPT_BYTES", "COUNTED_HOURS", "Store", "Transaction"]
 
 #: The length of an attempt id, the random bytes that make a repeated claim answer as the first one did.
 ATTEMPT_BYTES = 8
@@ -301,18 +300,3 @@ class Store(ABC):
     def missing_rights(self) -> Sequence[str]:
         """Return the commands of the server that this user needs and may not run."""
         return ()
-
-    def skews_ms(self) -> Sequence[int]:
-        """Return how far the clock of each server is ahead of this machine's."""
-        return [skew_ms(self.now_ms)]
-
-
-def skew_ms(ask: Callable[[], int]) -> int:
-    """Return how far a server's clock is ahead of this machine's, behind it if negative; ``ask`` it for the time.
-
-    The answer was true at some moment between the question and its arrival: what fits into that is no difference.
-    """
-    before = time.time_ns() // 1_000_000
-    there = ask()
-    after = time.time_ns() // 1_000_000
-    return there - min(max(there, before), after)

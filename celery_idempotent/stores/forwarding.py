@@ -158,7 +158,3 @@ class ForwardingStore(Store):
     def missing_rights(self) -> Sequence[str]:
         """Return the commands that this user needs and may not run."""
         return self.inner.missing_rights()
-
-    def skews_ms(self) -> Sequence[int]:
-        """Return how far the clock of each server is ahead of this machine's."""
-        return self.inner.skews_ms()

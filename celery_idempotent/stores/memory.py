@@ -80,10 +80,6 @@ class MemoryStore(ScanningStore):
         """Return the time by the store's clock."""
         return self._clock() // 1000
 
-    def skews_ms(self) -> Sequence[int]:
-        """Return nothing: the clock is this machine's own, or one of a test that may differ."""
-        return ()
-
     def prune(self, *, limit: int) -> int:
         """Delete records past their retention."""
         with self._locked():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from celery_idempotent.celery.checks.servers import answers
+from celery_idempotent.celery.checks import check_store
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
     Claimed,
@@ -21,6 +21,7 @@ from celery_idempotent.records import (
 )
 from celery_idempotent.stores.redis.store import RedisStore
 from tests.stores.servers import Server, redis_binary, running
+from tests.support.admin import make_app
 
 pytestmark = pytest.mark.redis
 
@@ -171,7 +172,7 @@ def test_a_check_names_the_missing_right(store_with, server, missing):
     with contextlib.closing(RedisStore(server.url)) as admin:
         claimed(admin, Identity(namespace="charge", key="order-17"))
     store = store_with(*(right for right in RIGHTS if right != missing))
-    (finding,) = (each for each in answers(store) if each.id == "E006")
+    (finding,) = (each for each in check_store(make_app(store)) if each.id == "E006")
     if missing != "get":  # asked for first, and refused by the server itself
         assert f"refuses its user {missing.upper()}" in finding.problem
 
@@ -179,10 +180,12 @@ def test_a_check_names_the_missing_right(store_with, server, missing):
 def test_a_check_names_keys_that_the_user_may_not_write(store_with, server):
     store_with(*RIGHTS)
     other = RedisStore(f"redis://idem:pw@127.0.0.1:{server.port}/0?prefix=other")
-    (finding,) = (each for each in answers(other) if each.id == "E006")
+    (finding,) = (each for each in check_store(make_app(other)) if each.id == "E006")
     assert "idem:pw" not in finding.problem
     other.close()
 
 
 def test_a_user_with_all_rights_has_no_finding(store_with):
-    assert not [each for each in answers(store_with(*RIGHTS, "info")) if each.id == "E006"]
+    assert not [
+        each for each in check_store(make_app(store_with(*RIGHTS, "info"))) if each.id == "E006"
+    ]

@@ -64,7 +64,7 @@ _PACKAGE = tuple(
     for name in (
         *("celery.task", "celery.installation", "celery.reaper"),
         *("celery.canvas", "celery.request", "celery.sending", "protocol.background"),
-        *("celery.checks.worker", "celery.checks.broker", "celery.checks.servers"),
+        "celery.checks",
         *("stores.redis.store", "stores.memory"),
     )
 )

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from kombu import Queue
 
-from celery_idempotent.celery.checks import worker as checks
+from celery_idempotent.celery import checks
 from celery_idempotent.celery.reaper import SWEEP
-from celery_idempotent.checks import check_workers
 from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
 from tests.support.servers import RabbitMQ
@@ -66,29 +65,6 @@ def test_each_finding_is_a_line_in_the_log(
     assert site.app.tasks["keyed"].delay(key).get(timeout=30)
 
 
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
-def test_sweeps_for_a_queue_that_no_worker_consumes_are_found(
-    open_site: Callable[..., Any], broker: str
-) -> None:
-    """Asked before and after a worker consumes it."""
-    queue = f"maintenance-{uuid.uuid4().hex}"
-    site = open_site(
-        broker,
-        idempotency_sweep_interval=30,
-        worker_enable_remote_control=True,
-        task_routes={"celery_idempotent.*": {"queue": queue}},
-    )
-    assert check_workers(site.app) == []  # nobody is there to be asked
-    site.worker()
-    (found,) = check_workers(site.app)
-    assert found.id == "W022"
-    assert f"the queue {queue}: none of the 1 worker(s) that answered consumes it" in found.problem
-    # For as long as the worker needs, not for the second that Celery waits for any number of answers.
-    assert site.app.control.add_consumer(queue, reply=True, timeout=30, limit=1)
-    # The worker answers before it has begun to consume.
-    wait_for(lambda: check_workers(site.app) == [], what="the worker to consume it")
-
-
 def test_sweeps_that_nobody_takes_do_not_pile_up_in_rabbitmq(open_site: Callable[..., Any]) -> None:
     app = open_site("rabbitmq", idempotency_sweep_interval=0.1).app
     queue = f"maintenance-{uuid.uuid4().hex}"
@@ -135,7 +111,7 @@ def test_a_check_that_fails_is_no_more_than_a_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(checks, "check_settings", lambda _: 1 / 0)
-    checks.begin(make_app("memory://"))
+    checks.check_in_thread(make_app("memory://"))
     wait_for(lambda: "the checks themselves failed" in caplog.text, what="the line")
 
 

@@ -1,15 +1,13 @@
-"""The servers of a store, asked about themselves: what they are, how they are set up, and what time it is there."""
+"""The servers of a store, asked about themselves: version, settings, rights and time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from redis.exceptions import RedisError
 
-from celery_idempotent.stores.base import skew_ms
 from celery_idempotent.stores.redis.channel import Link, exchange
 from celery_idempotent.stores.redis.keyspace import Keyspace
 from celery_idempotent.stores.redis.scripts import Command, Reply, pairs, plain, script
@@ -54,10 +52,6 @@ class Servers:
     def now_ms(self) -> int:
         """Return the time by the clock of one server."""
         return now_ms(self._link)
-
-    def skews_ms(self) -> Sequence[int]:
-        """Return how far the clock of each server is ahead of this machine's."""
-        return [skew_ms(partial(now_ms, self._link, node)) for node in self._link.nodes()]
 
     def close(self) -> None:
         """Close the idle connections."""
