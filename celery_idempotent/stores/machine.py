@@ -101,8 +101,10 @@ _CONDITIONS: dict[str, Holds] = {
         asked.delay_ms is not None and (s.record.reserved or s.record.message is not None)
     ),
     "has steps": lambda s, *_: bool(s.record.steps),
-    "has steps, by an operator": lambda s, asked, _: bool(s.record.steps and asked.fields["note"]),
-    "by an operator": lambda _, asked, __: bool(asked.fields["note"]),
+    "has steps, by an operator": lambda s, asked, _: bool(
+        s.record.steps and asked.fields.get("note")
+    ),
+    "by an operator": lambda _, asked, __: bool(asked.fields.get("note")),
     "has this step": lambda s, asked, _: (
         asked.step is not None and any(name == asked.step[0] for name, _ in s.record.steps)
     ),

@@ -487,7 +487,7 @@ def test_what_a_lost_commit_came_to_is_found_out(server_store: DjangoStore):
 
 
 @pytest.mark.parametrize("ends", ["commits", "rolls back"])
-@pytest.mark.parametrize("state", [State.PROCESSING, State.INTERRUPTED, State.QUEUED])
+@pytest.mark.parametrize("state", [State.PROCESSING, State.INTERRUPTED])
 def test_whoever_asks_waits_for_the_row_in_whatever_state_it_is(
     server_store: DjangoStore, state: State, ends: str
 ):
@@ -502,8 +502,6 @@ def test_whoever_asks_waits_for_the_row_in_whatever_state_it_is(
         with how, store.transaction(record) as run:
             if state is State.INTERRUPTED:
                 assert store.interrupt(KEY, token=record.token)
-            elif state is State.QUEUED:
-                assert store.requeue(KEY, deadline_ms=60_000, token=record.token)
             assert settle(run)
             found = store.get(KEY)
             assert found is not None

@@ -117,7 +117,7 @@ COMMANDS: dict[str, tuple[Callable[[Verbs, str], Any], Callable[[Verbs, Any], ob
     "a duplicate of a held key": (
         lambda verbs, key: verbs.held(key).identity.key,
         Verbs.claim,
-        "evalsha time get set",
+        "evalsha time get",
     ),
     "a result for a duplicate": (
         lambda _, key: key,
