@@ -128,7 +128,8 @@ def after_store_failure(task: IdempotentTask, request: Context, failed: StoreFai
         error,
     )
     _publish_again(task, request, again, delay)
-    raise Ignore(str(error)) from error
+    # Not the error itself: what it comes from may be anything, and not be picklable.
+    raise Ignore(str(error))
 
 
 def undelivered(

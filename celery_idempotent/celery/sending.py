@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -50,75 +49,73 @@ def send_after(task: IdempotentTask, request: Context, run: Callable[[], object]
         Exception: what the run raised; or what makes sending impossible: then the task fails, and its record stays.
     """
     delivery.take_due(request)  # some pools keep one request for all deliveries of a task
+    policy = task.idempotency_policy
+    replaced = None
     try:
         value = run()
-    except delivery.Replaced as replaced:
-        left_ms = task.idempotency_policy.settled_keep_ms // 2 - replaced.due.age_ms
-        try:
-            _deliver(task, request, replaced.due, left_ms, replaced.signature.delay)
-        except _NeverDeliverableError as error:
-            replaced.free()  # as where it is raised within run()
-            raise error.trouble from None
-        raise Ignore(str(replaced)) from None
+    except delivery.Replaced as error:
+        # Not to be the context of what is raised below: it holds what cannot be pickled.
+        replaced = error
     except Exception as error:
         due = delivery.take_due(request)
         if due is not None and not isinstance(error, (Ignore, Reject, Retry)):
-            left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
-            with suppress(_NeverDeliverableError):
-                _deliver(task, request, due, left_ms, partial(_send_failure, task, request, error))
+            left_ms = policy.settled_keep_ms // 2 - due.age_ms
+            _deliver(task, request, due, left_ms, partial(_send_failure, task, request, error))
             if not _celery_sends_it(request):
                 request.errbacks = request.chain = request.chord = None
         raise
+    if replaced is not None:
+        left_ms = policy.settled_keep_ms // 2 - replaced.due.age_ms
+        trouble = _deliver(task, request, replaced.due, left_ms, replaced.signature.delay)
+        if trouble is not None:
+            replaced.free()  # as where it is raised within run()
+            raise trouble
+        raise Ignore(str(replaced))
     due = delivery.take_due(request)
     if due is not None:
-        left_ms = task.idempotency_policy.settled_keep_ms // 2 - due.age_ms
-        try:
-            _deliver(task, request, due, left_ms, partial(_send_success, task, request, value))
-        except _NeverDeliverableError as error:
-            raise error.trouble from None
+        left_ms = policy.settled_keep_ms // 2 - due.age_ms
+        send = partial(_send_success, task, request, value)
+        trouble = _deliver(task, request, due, left_ms, send)
+        if trouble is not None:
+            raise trouble
         if not _celery_sends_it(request):
             request.callbacks = request.chain = request.chord = None
             request.ignore_result = True  # it is stored
     return value
 
 
-class _NeverDeliverableError(Exception):
-    """The callbacks cannot be sent, however often the message comes back: ``trouble`` says why."""
-
-    def __init__(self, trouble: BaseException) -> None:
-        super().__init__()
-        self.trouble = trouble
-
-
 def _deliver(
     task: IdempotentTask, request: Context, due: Due, left_ms: int, send: Callable[[], object]
-) -> None:
+) -> BaseException | None:
     """Send, then mark the record as delivered. If that fails, have the message come back.
 
-    ``left_ms``: for so long its record will surely be there to answer the message. After that a redelivery would run
-    the body again, so the callbacks are given up.
+    Returns the error of callbacks that cannot be sent, however often the message comes back. ``left_ms``: for so long
+    its record will surely be there to answer the message. After that a redelivery would run the body again, so the
+    callbacks are given up.
     """
     if _celery_sends_it(request):
         due.mark()
-        return
+        return None
     token = _published.set(set())
     try:
         send()
     except (Exception, Undelivered) as error:  # noqa: BLE001  brokers and backends fail in their own ways
         trouble = error.trouble if isinstance(error, Undelivered) else error
         _forget_published(request)
-        if trouble is not None and (is_permanent(trouble) or left_ms <= 0):
-            logger.critical(
-                "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s",
-                task.name,
-                request.id,
-                type(trouble).__name__,
-            )
-            raise _NeverDeliverableError(trouble) from None
-        republish.undelivered(task, request, trouble, left_ms)
+    else:
+        due.mark()
+        return None
     finally:
         _published.reset(token)
-    due.mark()
+    if trouble is None or not (is_permanent(trouble) or left_ms <= 0):
+        republish.undelivered(task, request, trouble, left_ms)
+    logger.critical(
+        "idempotency: %s[%s] is done, but its callbacks cannot be sent: %s",
+        task.name,
+        request.id,
+        type(trouble).__name__,
+    )
+    return trouble
 
 
 def _celery_sends_it(request: Context) -> bool:

@@ -1,0 +1,150 @@
+"""Exceptions that leave a task pickle with their whole chain: a worker with ``tblib`` sends all of it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry
+from kombu.exceptions import OperationalError
+from tblib import pickling_support  # type: ignore[import-untyped]
+
+from celery_idempotent import (
+    FingerprintMismatch,
+    IdempotentTask,
+    InProgress,
+    StoreUnavailable,
+)
+from celery_idempotent.celery import republish
+from celery_idempotent.records import ClaimRequest, Identity
+from celery_idempotent.stores.memory import MemoryStore
+
+
+class Pickler(pickle.Pickler):
+    """Pickles as in a process that called ``tblib.pickling_support.install()``."""
+
+    def reducer_override(self, found: Any) -> Any:
+        if isinstance(found, BaseException):
+            return pickling_support.pickle_exception(found)
+        if isinstance(found, TracebackType):
+            return pickling_support.pickle_traceback(found)
+        return NotImplemented
+
+
+class Unpicklable(Exception):
+    """Holds what cannot be sent, as clients' errors hold their connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connection = lambda: None
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def app(store: MemoryStore) -> Iterator[Celery]:
+    app = Celery("pickling", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(idempotency_store=store, task_publish_retry=False)
+    yield app
+    app.close()
+
+
+def raised_by(app: Celery, body: Any, kind: type[BaseException], **options: Any) -> BaseException:
+    """Return what a delivery of a task with this body raises, after it was pickled."""
+
+    def run(self: Any, key: str) -> object:
+        return body(self)
+
+    options["idempotency_key"] = "key"
+    task = app.task(name="body", base=IdempotentTask, bind=True, shared=False, **options)(run)
+    task.push_request(
+        id="message", called_directly=False, is_eager=False, delivery_info={}, args=("k",)
+    )
+    try:
+        with pytest.raises(kind) as found:
+            task("k")
+    finally:
+        task.pop_request()
+    pickled = io.BytesIO()
+    Pickler(pickled).dump(found.value)
+    loaded: BaseException = pickle.loads(pickled.getvalue())
+    return loaded
+
+
+def hold(store: MemoryStore, fingerprint: bytes | None = None) -> None:
+    store.claim(
+        ClaimRequest(
+            identity=Identity(namespace="body", key="k"),
+            attempt=os.urandom(8),
+            fingerprint=fingerprint,
+            lease_ms=30_000,
+            keep_ms=90_000,
+            task_id="other",
+            worker="elsewhere:1",
+        )
+    )
+
+
+def test_a_replacement(app):
+    @app.task(name="other", base=IdempotentTask, shared=False)
+    def other() -> None: ...
+
+    assert raised_by(app, lambda self: self.replace(other.si()), Ignore)
+
+
+def test_a_replacement_that_cannot_be_published(app):
+    @app.task(name="other", base=IdempotentTask, shared=False)
+    def other() -> None: ...
+
+    unknown = other.si().set(serializer="no such thing")
+    assert raised_by(app, lambda self: self.replace(unknown), Exception)
+
+
+def test_a_store_that_fails(app, store, monkeypatch):
+    def claim(*_: object) -> None:
+        raise StoreUnavailable("gone") from Unpicklable()
+
+    monkeypatch.setattr(store, "claim", claim)
+    assert raised_by(app, lambda _: None, Ignore)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("retry", Retry), ("raise", InProgress), ("ignore", Ignore)]
+)
+def test_a_conflict(app, store, policy, kind):
+    hold(store)
+    assert raised_by(app, lambda _: None, kind, idempotency_on_conflict=policy)
+
+
+def test_another_fingerprint(app, store):
+    hold(store, b"another")
+    assert raised_by(app, lambda _: None, FingerprintMismatch)
+
+
+def test_a_copy_that_a_broker_does_not_take(app, store, monkeypatch):
+    class Gone(OperationalError):
+        def __init__(self, *_: object) -> None:
+            super().__init__("gone")
+            self.connection = lambda: None
+
+    def send(*_: object, **__: object) -> None:
+        raise Gone
+
+    hold(store)
+    monkeypatch.setattr(republish.time, "sleep", lambda _: None)
+    monkeypatch.setattr(app, "send_task", send)
+    monkeypatch.setattr(app.amqp, "send_task_message", send)
+    assert raised_by(app, lambda _: None, Reject)
+
+
+def test_a_retry(app):
+    assert raised_by(app, lambda self: self.retry(), Retry)
