@@ -22,11 +22,10 @@ from celery.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
-from celery_idempotent.celery import exchanges
+from celery_idempotent.celery import exchanges, running
 from celery_idempotent.celery.delivery import has_to_send
 from celery_idempotent.celery.republish import Dropped
 from celery_idempotent.identity.stamp import as_mapping
-from celery_idempotent.protocol.background import background
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.telling import Line, Reporter
@@ -35,7 +34,6 @@ from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from celery_idempotent.celery.task import IdempotentTask
-    from celery_idempotent.identity.identified import Identified
 
 logger = logging.getLogger(__name__)
 
@@ -74,25 +72,30 @@ class Lost:
     give_up: float
     #: The record was read once since the child was gone.
     looked: threading.Event = field(default_factory=threading.Event)
-    _late_until: float | None = field(default=None, init=False)
-    _looks: int = field(default=0, init=False)
 
-    def __str__(self) -> str:
-        return f"interrupt {self.identity}, its lease will end it"
+    def work(self) -> None:
+        """Be a thread of the main process: wait for the end of the child, then interrupt its claim.
 
-    def step(self) -> float | None:
-        """Interrupt the claim if the child is gone, and the claim is still that child's."""
-        now = time.monotonic()
-        if not gone(self.pid):
-            return _POLL if now < self.give_up else None
-        if self._late_until is None:
-            self._late_until = min(now + LATE, self.give_up)
-        over = self._interrupt()
-        self.looked.set()
-        if over or now > self._late_until:
-            return None
-        self._looks += 1
-        return backoff.seconds(self._looks, first=_POLL, longest=_LONGEST_POLL)
+        The pool may fork at any moment. What is done here must not import anything: a child would find the lock of that
+        module taken for ever.
+        """
+        try:
+            while not gone(self.pid):
+                if time.monotonic() > self.give_up:
+                    return
+                time.sleep(_POLL)
+            late_until, looks = min(time.monotonic() + LATE, self.give_up), 0
+            while True:
+                over = backoff.persist(self._interrupt, until=self.give_up, longest=_LONGEST_POLL)
+                self.looked.set()
+                looks += 1
+                if over or not backoff.pause(
+                    looks, until=late_until, first=_POLL, longest=_LONGEST_POLL
+                ):
+                    return
+        except Exception as error:  # noqa: BLE001  best effort
+            line = "idempotency: could not interrupt %s, its lease will end it: %s"
+            logger.warning(line, self.identity, error)
 
     def _interrupt(self) -> bool:
         """Interrupt the claim if it is that child's; ``False`` if the child's claim may be still to come.
@@ -198,7 +201,7 @@ class Request(CeleryRequest):
             lost = self._lost()
             if lost is None:
                 return
-            background.put(lost)
+            threading.Thread(target=lost.work, name="idempotency-background", daemon=True).start()
             if gone(lost.pid):
                 # Before the message goes back. A child that is still to be killed is not waited for: the pool kills it
                 # only when this has returned.
@@ -214,31 +217,27 @@ class Request(CeleryRequest):
         definition = task.idempotency_definition()
         if definition is None:
             return None  # one of Celery's own, or switched off
+        headers = self.request_dict
+        args, kwargs, _ = self._payload  # type: ignore[attr-defined]  # Celery has it
+        identified = running.identify_delivery(
+            definition,
+            {**as_mapping(headers.get("stamps")), **headers},
+            args,
+            kwargs,
+            task_id=self.id,
+            nesting=headers.get("replaced_task_nesting") or 0,
+        )
         return Lost(
             task=task,
-            identity=_identity_of(self),
+            identity=identified.identity,
             task_id=self.id,
             pid=pid,
             # Here, not in the thread: a child that is forked while a thread imports the store's modules would find
             # their import locks taken for ever.
             store=get_store(task.app),
             reporter=definition.runner.reporter,
-            give_up=time.monotonic() + task.idempotency_policy.lease_ms / 1000,
+            give_up=time.monotonic() + definition.policy.lease_ms / 1000,
         )
-
-
-def _identity_of(request: Request) -> Identity:
-    """Return what a delivery is about, as its task would say."""
-    headers = request.request_dict
-    args, kwargs, _ = request._payload  # type: ignore[attr-defined]  # noqa: SLF001
-    identified: Identified = request.task.identify_delivery(
-        {**as_mapping(headers.get("stamps")), **headers},
-        args,
-        kwargs,
-        task_id=request.id,
-        nesting=headers.get("replaced_task_nesting") or 0,
-    )
-    return identified.identity
 
 
 def gone(pid: int) -> bool:

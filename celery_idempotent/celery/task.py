@@ -27,7 +27,6 @@ from celery_idempotent.errors import (
     InProgress,
     InvalidOption,
 )
-from celery_idempotent.identity.identified import Identified
 from celery_idempotent.protocol.claim import Claim, Phase, current_claim
 from celery_idempotent.protocol.policy import PREFIX, Policy, is_explicit
 from celery_idempotent.settings import real_app
@@ -233,24 +232,6 @@ class IdempotentTask(RecordMethods):
             IdempotentTask, type(self)
         ).backend  # a property, whatever its stub says
         behind.fset(self, backend)
-
-    def identify_delivery(
-        self,
-        headers: Mapping[str, object],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        *,
-        task_id: str,
-        nesting: int = 0,
-    ) -> Identified:
-        """Return what a message is about: its stamp, else what its publisher's headers or its arguments say.
-
-        Raises:
-            InvalidKey: if the stamp is malformed, or the key cannot be used.
-        """
-        return running.identify_delivery(
-            self._ours(), headers, args, kwargs, task_id=task_id, nesting=nesting
-        )
 
     def transactions_around(self, store: Store) -> Sequence[OnCommit]:  # noqa: ARG002
         """Return the ``on_commit`` of each transaction that an eager run is in; none if its record is part of one."""

@@ -16,6 +16,7 @@ from celery.result import AsyncResult
 from kombu import Connection, Queue
 
 from celery_idempotent import Record, get_store
+from celery_idempotent.celery.running import identify_delivery
 from tests.faults.sending_app import CONF, make_app
 from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
@@ -177,7 +178,7 @@ class Stand:
         """Return the record of a step that ran, late or early."""
         for name in ("step", "step_early"):
             task: Any = self.app.tasks[name]
-            identity = task.identify_delivery({}, (), {}, task_id=result.id).identity
+            identity = identify_delivery(task._definition, {}, (), {}, task_id=result.id).identity
             record = get_store(self.app).get(identity)
             if record is not None:
                 return record

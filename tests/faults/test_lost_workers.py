@@ -15,6 +15,7 @@ import pytest
 from celery.result import AsyncResult
 
 from celery_idempotent import TooManyCrashes
+from celery_idempotent.celery.running import identify_delivery
 from celery_idempotent.records import Claimed, ClaimRequest, State
 from celery_idempotent.stores import get_store
 from tests.faults.conftest import Stage
@@ -190,7 +191,7 @@ class TestRevokes:
     def claimed_elsewhere(self, stage: Stage, key: str, task_id: str) -> object:
         """Have another machine hold the key for the same message."""
         task: Any = stage.client.tasks["work"]
-        identity = task.identify_delivery({}, [key], {}, task_id=task_id).identity
+        identity = identify_delivery(task._definition, {}, [key], {}, task_id=task_id).identity
         answer = get_store(stage.client).claim(
             ClaimRequest(
                 identity=identity,

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from celery_idempotent.celery.running import identify_delivery
 from celery_idempotent.records import Claimed, ClaimRequest, State
 from celery_idempotent.stores import get_store
 from tests.faults.app import BACKEND, BROKER, CONF, make_app
@@ -85,7 +86,7 @@ def test_it_imports_nothing(private_redis: EmbeddedRedis, tmp_path: Path):
         task: Any = app.tasks["work"]
         claimed = get_store(app).claim(
             ClaimRequest(
-                identity=task.identify_delivery({}, ["k"], {}, task_id="t").identity,
+                identity=identify_delivery(task._definition, {}, ["k"], {}, task_id="t").identity,
                 attempt=os.urandom(8),
                 lease_ms=30_000,
                 keep_ms=30_000,

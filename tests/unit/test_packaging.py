@@ -216,7 +216,6 @@ LATER = (
     "celery_idempotent.cli",
     "celery_idempotent.django",
     "celery_idempotent.metrics",
-    "celery_idempotent.protocol.background",
     "celery_idempotent.stores.cas",
     "celery_idempotent.stores.hybrid",
     "celery_idempotent.stores.memory",

@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent import ALL_ARGUMENTS, IdempotentTask
+from celery_idempotent.celery.running import identify_delivery
 from celery_idempotent.errors import InvalidOption
 from celery_idempotent.protocol.options import REMOVED
 from celery_idempotent.protocol.policy import Policy, is_explicit, own_settings
@@ -275,7 +276,7 @@ class TestPrecedence:
     def test_key_options_are_settings_as_well(self):
         app = make_app(idempotency_key=ALL_ARGUMENTS, idempotency_namespace="all.of.it")
         task = define(app)
-        identified = task.identify_delivery({}, ["order-1"], {}, task_id="id")
+        identified = identify_delivery(task._definition, {}, ["order-1"], {}, task_id="id")
         assert identified.identity.namespace == "all.of.it"
         assert identified.identity.key.startswith("*")
 
@@ -310,7 +311,7 @@ class TestFunctions:
             idempotency_scope=lambda order_id, **_: f"of {order_id}",
             idempotency_fingerprint=lambda order_id, **_: order_id,
         )
-        identified = task.identify_delivery({}, ["o", 5], {}, task_id="id")
+        identified = identify_delivery(task._definition, {}, ["o", 5], {}, task_id="id")
         assert (identified.identity.key, identified.identity.scope) == ("o/5", "of o")
         assert identified.fingerprint is not None
 
@@ -326,7 +327,9 @@ class TestFunctions:
 
         app = make_app()
         task = app.register_task(Charge())
-        assert task.identify_delivery({}, ["o"], {}, task_id="id").identity.key == "<o>"
+        assert (
+            identify_delivery(task._definition, {}, ["o"], {}, task_id="id").identity.key == "<o>"
+        )
 
     def test_a_plain_function_in_the_class_body_as_well(self):
         def key_of(order_id: str) -> str:
@@ -340,7 +343,9 @@ class TestFunctions:
 
         app = make_app()
         task = app.register_task(Charge())
-        assert task.identify_delivery({}, ["o"], {}, task_id="id").identity.key == "<o>"
+        assert (
+            identify_delivery(task._definition, {}, ["o"], {}, task_id="id").identity.key == "<o>"
+        )
 
 
 class TestWhatTheUserSet:

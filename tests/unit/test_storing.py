@@ -21,6 +21,7 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from redis.client import Monitor
 
 from celery_idempotent import IdempotentTask, get_store
+from celery_idempotent.celery.running import identify_delivery
 from celery_idempotent.errors import StoreMisconfigured, StoreUnavailable
 from celery_idempotent.records import ClaimRequest, SettledWith, SettleRequest, State
 from celery_idempotent.stores.redis.store import RedisStore
@@ -99,7 +100,7 @@ class Shop:
 
     def state(self, name: str, task_id: str) -> State | None:
         task: Any = self.app.tasks[name]
-        identity = task.identify_delivery({}, (), {}, task_id=task_id).identity
+        identity = identify_delivery(task._definition, {}, (), {}, task_id=task_id).identity
         record = get_store(self.app).get(identity)
         return record.state if record else None
 
@@ -571,7 +572,7 @@ def test_a_result_that_is_there_already_stays(shop: Shop):
     task_id = shop.run("pay", "result")
     first = shop.stored(task_id)[0]
     task: Any = shop.app.tasks["pay"]
-    identity = task.identify_delivery({}, (), {}, task_id=task_id).identity
+    identity = identify_delivery(task._definition, {}, (), {}, task_id=task_id).identity
     assert get_store(shop.app).forget(identity)
     shop.run("pay", task_id=task_id)
     assert shop.stored(task_id)[0] == first
