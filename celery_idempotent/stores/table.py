@@ -6,8 +6,7 @@ says what it answers and what is stored then. Example: a claim that finds a PROC
 it answers ``held`` and writes nothing.
 
 :mod:`celery_idempotent.stores.machine` executes the table for the stores that decide in Python,
-``tests/contract`` asks every store about each of its cells, Redis with its scripts included,
-and docs/life-of-a-record.md prints it.
+``tests/contract`` asks every store about each of its cells, Redis with its scripts included.
 """
 
 from __future__ import annotations

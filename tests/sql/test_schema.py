@@ -17,7 +17,6 @@ from celery_idempotent.records import (
     SettleRequest,
     State,
 )
-from docs import generated
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -217,23 +216,3 @@ def _tables(alias: str) -> set[str]:
         for table in connections[alias].introspection.table_names()
         if table.startswith("celery_idempotent")
     }
-
-
-def test_the_page_of_the_tables_has_every_column_with_its_meaning():
-    models = {
-        model._meta.db_table: model._meta
-        for model in apps.get_app_config("celery_idempotent").get_models()
-        if model._meta.managed
-    }
-    page = {name: columns for name, _, columns, _ in generated.tables()}
-    assert set(page) == set(models)
-    for name, meta in models.items():
-        assert [column for column, _, _ in page[name]] == [each.column for each in meta.fields]
-        for (column, kind, meaning), field in zip(page[name], meta.fields, strict=True):
-            assert meaning, f"{name}.{column} has no comment above it"
-            assert ("or null" in kind) == field.null
-            assert str(getattr(field, "max_length", None) or "") in kind, (column, kind)
-            keys = {word for word in ("primary key", "unique", "indexed") if word in kind}
-            found = {"primary key": field.primary_key, "indexed": field.db_index}
-            found["unique"] = field.unique and not field.primary_key
-            assert keys == {word for word, is_one in found.items() if is_one}, column
