@@ -70,11 +70,13 @@ _OUTSIDE = re.compile(
 )
 _TEST = re.compile(r"(?<!\[)`(tests/[\w/]+\.py)(?:::(\w+)(?:::(\w+))?)?`")
 
+
 def _place(path: str, name: str | None) -> str:
     """Return the address of a test in the repository, with its line."""
     text = (ROOT / path).read_text(encoding="utf-8")
     found = name and re.search(rf"^ *(?:async )?(?:def|class) {name}\b", text, re.MULTILINE)
     return f"{files}/{path}" + (f"#L{text[: found.start()].count(chr(10)) + 1}" if found else "")
+
 
 def link_out(text: str) -> str:
     """Let a page lead to what is not on the site: files of the repository, and the tests that it names."""
@@ -87,6 +89,7 @@ def link_out(text: str) -> str:
     text = _OUTSIDE.sub(lambda match: f"]({files}/{match[1]}{match[2] or ''})", text)
     text = "\n## ".join(_letters(section) for section in text.split("\n## "))
     return _TEST.sub(test, text)
+
 
 def _letters(section: str) -> str:
     """Link each cell ``… (a) |`` of a table to the test that the list below it names: ``- (a): `tests/…` ``."""
@@ -105,8 +108,10 @@ def _letters(section: str) -> str:
         section,
     )
 
+
 def _read(_app: Sphinx, _page: str, source: list[str]) -> None:
     source[0] = link_out(generated.fill(source[0]))
+
 
 def _raises(
     _app: Sphinx, _what: str, _name: str, _object: object, _options: object, lines: list[str]
@@ -121,15 +126,18 @@ def _raises(
         found.append(f"- ``{error[1]}``: {error[2]}" if error else f"  {line.strip()}".rstrip())
     lines[start:] = ["**Raises**", "", *found]
 
+
 def _outdated(_app: Sphinx, *_pages: object) -> list[str]:
     """Have the pages read that come from the code: Sphinx does not know when that has changed."""
     return ["api", "checks", "monitoring", "reference", "versions"]
+
 
 def _sections() -> list[tuple[str, list[str]]]:
     """Return the parts of the table of contents, each with its pages in order."""
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     found = re.findall(r"^:caption: (.+)\n(?::.*\n)*\n((?:[\w/-]+\n)+)", index, re.MULTILINE)
     return [(caption, pages.split()) for caption, pages in found]
+
 
 def _summary(page: str) -> tuple[str, str]:
     """Return the title of a page and its first sentence."""
@@ -138,6 +146,7 @@ def _summary(page: str) -> tuple[str, str]:
     prose = re.search(r"^[A-Z*`][^\n]+(?:\n[^\n#|]+)*", text, re.MULTILINE)
     first = re.split(r"(?<=\.)\s", " ".join(prose[0].split()), maxsplit=1)[0] if prose else ""
     return (title[1] if title else page), re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", first)
+
 
 def _llms(app: Sphinx, error: Exception | None) -> None:
     """Write llms.txt, an index for language models, and the pages in one text."""
@@ -154,6 +163,7 @@ def _llms(app: Sphinx, error: Exception | None) -> None:
     output = Path(app.outdir)
     (output / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (output / "llms-full.txt").write_text("\n\n".join(whole), encoding="utf-8")
+
 
 def setup(app: Sphinx) -> None:
     """Register what is done to each page, and after the last."""

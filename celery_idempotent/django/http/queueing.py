@@ -64,8 +64,7 @@ def enqueue(
         kwargs: for the task.
         scope: whose key it is: a value, or a function of the request; by default the caller.
         using: the database whose COMMIT the message waits for, inside a transaction; ``"default"`` if not given.
-        error_status: HTTP statuses by exception, for failures that belong to the task's interface, such as
-            ``{CardDeclined: 402}``; each in ``idempotency_permanent_errors``. Other failures are 500, or 504.
+        error_status: HTTP statuses by exception (each in ``idempotency_permanent_errors``): ``{CardDeclined: 402}``.
         publish_options: options of ``apply_async``.
 
     Raises:
