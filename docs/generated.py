@@ -106,19 +106,18 @@ def _metrics() -> str:
     return "\n".join(lines)
 
 
-def options() -> Iterator[tuple[str, str, str]]:
-    """Yield each option of the reference: its name, its default, and what its section begins with."""
+def options() -> Iterator[tuple[str, str]]:
+    """Yield each option of the reference: its name and its default."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    for name, default, text in re.findall(
-        r"^### `(\w+)`\n\n\*[^*]*?Default:? ([^*]+)\.\*\s((?:.+\n)+)", page, re.MULTILINE
+    for name, default in re.findall(
+        r"^### `(\w+)`\n\n\*[^*]*?Default:? ([^*]+)\.\*\s", page, re.MULTILINE
     ):
-        first = re.split(r"[.:;](?:\s|$)", " ".join(text.split()), maxsplit=1)[0]
-        yield name, " ".join(default.split()), first
+        yield name, " ".join(default.split())
 
 
 def _options() -> str:
-    lines = ["| option | default | meaning |", "|---|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {default} | {text} |" for name, default, text in options()]
+    lines = ["| option | default |", "|---|---|"]
+    lines += [f"| [`{name}`](#{name}) | {default} |" for name, default in options()]
     return "\n".join(lines)
 
 
@@ -148,7 +147,6 @@ GENERATED: dict[str, Callable[[], str]] = {
     "options": _options,
     "supported": _supported,
 }
-
 
 if __name__ == "__main__":
     for each in pages():
