@@ -1,4 +1,4 @@
-"""What a task does when its worker is killed: at one place, or after each line in turn."""
+"""A task whose worker is killed: at one place, or after each line in turn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery.canvas import Signature
@@ -24,10 +22,7 @@ from celery_idempotent.testing.processes import (
     AFTER_THE_RUN,
     RETURN,
     Kill,
-    ProcessEnd,
-    WatchedLine,
     body_of,
-    code_of,
     run_and_kill,
 )
 
@@ -39,8 +34,7 @@ if TYPE_CHECKING:
 MAX_KILLS = 500
 
 #: Kills that follow no line.
-_BEFORE: WatchedLine = (0, 0)
-_AFTER: WatchedLine = (0, -1)
+_BEFORE, _AFTER = 0, -1
 
 #: The lease while records are in a database, whose clock a test cannot move.
 _SHORT_LEASE_S = 1.0
@@ -48,14 +42,12 @@ _SHORT_LEASE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class KilledAt:
-    """What came of a kill after ``line``; 0: before the first line, -1: after the run, before the acknowledgement.
+    """A kill after ``line``; 0: before the first line, -1: after the run, before the acknowledgement.
 
-    ``function`` is 0 for the task's own, else the place of one of those that were given ``within``. ``effects`` is what
-    the operation had brought about after the second delivery, which ended in ``state``.
+    ``effects`` is what the operation had brought about after the second delivery, which ended in ``state``.
     ``verdict`` is ``ok``, ``doubled``, ``lost``, ``differs`` or ``failed``.
     """
 
-    function: int
     line: int
     effects: object
     state: str
@@ -64,13 +56,13 @@ class KilledAt:
 
 @dataclass(frozen=True, slots=True)
 class CrashReport:
-    """What :func:`crash_matrix` saw; as text, a listing of the task with what each kill did."""
+    """The verdicts of :func:`crash_matrix`; as text, a listing of the task with one for each line."""
 
     task: str
     #: The effects of a run that nothing disturbed.
     expected: object
     places: Sequence[KilledAt]
-    source: Sequence[tuple[WatchedLine, str]]
+    source: Sequence[tuple[int, str]]
 
     @property
     def ok(self) -> bool:
@@ -80,11 +72,11 @@ class CrashReport:
     def __str__(self) -> str:
         of = defaultdict(list)
         for place in self.places:
-            of[place.function, place.line].append(place)
+            of[place.line].append(place)
         lines = [f"{self.task}, killed after each line; without a kill: {self.expected!r}"]
         lines += _row(of[_BEFORE], "-", "before the first line")
         for line, text in self.source:
-            lines += _row(of[line], f"{line[1]}", text)
+            lines += _row(of[line], f"{line}", text)
         lines += _row(of[_AFTER], "-", "after the run, before the acknowledgement")
         return "\n".join(lines)
 
@@ -101,25 +93,20 @@ def crash_matrix(
     *,
     arguments: Callable[[str], Sequence[object] | Sig],
     effects: Callable[[str], object],
-    within: Sequence[Callable[..., object]] = (),
-    timeout_s: float = 60,
 ) -> CrashReport:
-    """Kill a task after every line that it executes, deliver it again, and look at what it brought about.
+    """Kill a task after every line of its body, deliver it again, and look at its effects.
 
     Each kill is one of an operation of its own. ``arguments`` gets its name, a UUID as text, and returns the task's
     positional arguments, or a signature with arguments and options (``charge.s(1999).set(idempotency_key=name)``). They
     must give each operation a key of its own. ``effects`` gets the name too, and says what the operation brought about,
     as seen from outside of the process: the rows of a database, the lines of a file, what a provider's sandbox counted.
-    It is compared with what a run that nothing disturbed brings about::
+    It is compared with the effects of a run that nothing disturbed::
 
         def test_a_kill_at_any_line_charges_once(bank):
             crash_matrix(charge, arguments=lambda name: (name, 1999), effects=bank.count_charges)
 
-    The lines are those of the task's body, and of the functions given ``within``.
-
     The task runs in a fork of this process. Records are in memory, and the lease of a killed run is over at once; in a
-    Django database they stay there, with a lease of a second for the time being. The task's messages go nowhere. A run
-    of which nothing is heard for ``timeout_s`` seconds is killed.
+    Django database they stay there, with a lease of a second for the time being. The task's messages go nowhere.
 
     Returns the report.
 
@@ -128,18 +115,23 @@ def crash_matrix(
         IdempotencyError: on a system without fork, or where a fork would not see what the test wrote.
     """
     __tracebackhide__ = True  # pytest shows the test, and the report
-    watched = [body_of(task), *(code_of(function, repr(function)) for function in within)]
-    operate = partial(_Operation, task, watched, arguments, effects, timeout_s)
+
+    def begin() -> tuple[str, Any]:
+        name = str(uuid.uuid4())
+        given = arguments(name)
+        call, args = (given, ()) if isinstance(given, Signature) else (task, given)
+        return name, message_of(call, args, {})
+
     with _stage(task) as let_leases_end:
-        undisturbed = operate()
-        before = undisturbed.effects()
-        first = undisturbed.deliver()
+        name, message = begin()
+        before = effects(name)
+        first = run_and_kill(task, message)
         if first.delivery is None:
             raise AssertionError(
                 f"{task.name} did not end, though nothing killed it: {first.trouble}"
             )
-        expected = KilledAt(0, 0, undisturbed.effects(), first.delivery.state, "ok")
-        if expected.effects == before:
+        expected, state = effects(name), first.delivery.state
+        if expected == before:
             raise AssertionError(
                 f"effects() sees nothing of a run of {task.name}: it is {before!r} as before"
             )
@@ -147,20 +139,20 @@ def crash_matrix(
         lines = [_BEFORE, *first.lines[:-1], _AFTER]
         if len(lines) > MAX_KILLS:
             raise AssertionError(f"{task.name} executes {len(lines)} lines: give it less to do")
-        killed = [(line, operate()) for line in lines]
-        for event, (line, operation) in enumerate(killed):
-            operation.deliver(AFTER_THE_RUN if line == _AFTER else _at(event))
+        killed = [(line, *begin()) for line in lines]
+        for event, (line, _, message) in enumerate(killed):
+            run_and_kill(task, message, kill=AFTER_THE_RUN if line == _AFTER else _at(event))
         let_leases_end()
-        places = tuple(
-            _check_effects(line, operation.deliver(redelivered=True), operation.effects, expected)
-            for line, operation in killed
-        )
-    report = CrashReport(
-        task.name,
-        expected.effects,
-        places,
-        [row for place in enumerate(watched) for row in _source(*place)],
-    )
+        places = []
+        for line, name, message in killed:
+            second = run_and_kill(task, message, redelivered=True).delivery
+            found, end = effects(name), "no end" if second is None else second.state
+            same = "ok" if end == state else "failed"
+            verdict = same if found == expected else _difference(found, expected)
+            places.append(KilledAt(line, found, end, verdict))
+    texts, number = inspect.getsourcelines(body_of(task))
+    source = [(number + place, text.rstrip("\n")) for place, text in enumerate(texts)]
+    report = CrashReport(task.name, expected, places, source)
     if not report.ok:
         raise AssertionError(str(report))
     return report
@@ -188,42 +180,14 @@ def lose_worker(
     }
     with _stage(task) as let_leases_end:
         message = message_of(task, args, kwargs)
-        kill = places.get(at, lambda _, line: line == (0, at))
-        watched = [body_of(task)]
-        if run_and_kill(task, message, watched=watched, kill=kill).delivery is not None:
+        kill = places.get(at, lambda _, line: line == at)
+        if run_and_kill(task, message, kill=kill).delivery is not None:
             raise AssertionError(f"{task.name} ended and never came to {at!r}")
         let_leases_end()
-        ended = run_and_kill(task, message, watched=watched, redelivered=True)
+        ended = run_and_kill(task, message, redelivered=True)
     if ended.delivery is None:
         raise AssertionError(f"the second run of {task.name} did not end: {ended.trouble}")
     return ended.delivery
-
-
-class _Operation:
-    """One operation of a matrix, with its message."""
-
-    def __init__(
-        self,
-        task: AnyTask,
-        watched: Sequence[CodeType],
-        arguments: Callable[[str], Sequence[object] | Sig],
-        effects: Callable[[str], object],
-        timeout_s: float,
-    ) -> None:
-        self._effects = effects
-        self._run = partial(run_and_kill, task, watched=watched, timeout_s=timeout_s)
-        self._name = str(uuid.uuid4())
-        given = arguments(self._name)
-        if isinstance(given, Signature):
-            self._message = message_of(given, (), {})
-        else:
-            self._message = message_of(task, given, {})
-
-    def deliver(self, kill: Kill | None = None, *, redelivered: bool = False) -> ProcessEnd:
-        return self._run(self._message, kill=kill, redelivered=redelivered)
-
-    def effects(self) -> object:
-        return self._effects(self._name)
 
 
 @contextmanager
@@ -247,18 +211,6 @@ def _at(event: int) -> Kill:
     return lambda count, _: count == event
 
 
-def _check_effects(
-    line: WatchedLine, second: ProcessEnd, effects_of: Callable[[], object], expected: KilledAt
-) -> KilledAt:
-    effects = effects_of()
-    state = "no end" if second.delivery is None else second.delivery.state
-    if effects != expected.effects:
-        verdict = _difference(effects, expected.effects)
-    else:
-        verdict = "ok" if state == expected.state else "failed"
-    return KilledAt(*line, effects, state, verdict)
-
-
 def _difference(effects: Any, expected: Any) -> str:
     """Say in one word how the effects differ: more, fewer, or just others."""
     with suppress(TypeError):
@@ -268,8 +220,3 @@ def _difference(effects: Any, expected: Any) -> str:
         if sizes[0] < sizes[1]:
             return "lost"
     return "differs"
-
-
-def _source(number: int, code: CodeType) -> Sequence[tuple[WatchedLine, str]]:
-    lines, first = inspect.getsourcelines(code)
-    return [((number, first + place), line.rstrip("\n")) for place, line in enumerate(lines)]

@@ -1,4 +1,4 @@
-"""A delivery in a process of its own, which may be killed at a line; the records outlive it."""
+"""A delivery in a forked process, which may be killed at a line; the records outlive it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.stores import get_store, swap_store
@@ -26,46 +26,46 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyTask
     from celery_idempotent.stores.base import Store
 
-#: A function of those that are watched, by its place among them, and the number of a line in it.
-WatchedLine = tuple[int, int]
-
-#: Decides at each event whether to die there. It gets how many there were before, and the line that is about to be
-#: executed, or `RETURN`.
-Kill = Callable[[int, WatchedLine], bool]
+#: Decides at each event whether to die there. It gets how many there were before, and the number of the line that is
+#: about to be executed, or `RETURN`.
+Kill = Callable[[int, int], bool]
 
 #: The body returns.
-RETURN: WatchedLine = (0, 0)
+RETURN = 0
+
+#: So many seconds a process may be silent.
+_SILENT_S = 60
 
 
-def AFTER_THE_RUN(count: int, line: WatchedLine) -> bool:  # noqa: N802, ARG001  a constant that happens to be a function
+def AFTER_THE_RUN(count: int, line: int) -> bool:  # noqa: N802, ARG001  a constant that happens to be a function
     """Die when the end is stored, and the message is not yet acknowledged."""
     return False
 
 
 @dataclass(slots=True)
 class ProcessEnd:
-    """What is known of a process: the lines that it reached, and how the delivery ended, unless it died."""
+    """The lines that a process reached, and how the delivery ended, unless it died."""
 
-    lines: list[WatchedLine] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
     delivery: Delivery | None = None
     trouble: str = ""
 
 
 class _Link:
-    """Tells the process that forked this one, and has it do the verbs of its store; any thread may ask."""
+    """Reports to the process that forked this one, and has it do the verbs of its store; any thread may ask."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.RLock()
 
-    def tell(self, kind: str, said: object) -> None:
+    def send(self, kind: str, content: object) -> None:
         with self._lock:
-            self._connection.send((kind, said))
+            self._connection.send((kind, content))
 
     def __getattr__(self, verb: str) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
             with self._lock:
-                self.tell("verb", (verb, args, kwargs))
+                self.send("verb", (verb, args, kwargs))
                 good, answer = self._connection.recv()
             if not good:
                 raise answer
@@ -74,43 +74,46 @@ class _Link:
         return call
 
 
+class _Forwarding(ForwardingStore):
+    """Forwards the verbs, without the further abilities of a store."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+
 def body_of(task: AnyTask) -> CodeType:
-    """Return the code of the function that was written as a task."""
-    return code_of(task.run, task.name)
-
-
-def code_of(function: Callable[..., object], name: str) -> CodeType:
-    """Return the code of a function.
+    """Return the code of the function that was written as a task.
 
     Raises:
         IdempotencyError: if it is not written in Python.
     """
-    function = getattr(function, "__func__", function)
+    function: Any = getattr(task.run, "__func__", task.run)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
-    code = getattr(function, "__code__", None)
+    code: CodeType | None = getattr(function, "__code__", None)
     if code is None:
-        raise IdempotencyError(f"{name} is not a Python function: no line of it can be seen")
-    return cast("CodeType", code)
+        raise IdempotencyError(f"{task.name} is not a Python function: no line of it can be seen")
+    return code
 
 
 def run_and_kill(
-    task: AnyTask,
-    message: Message,
-    *,
-    watched: Sequence[CodeType],
-    kill: Kill | None = None,
-    redelivered: bool = False,
-    timeout_s: float = 60,
+    task: AnyTask, message: Message, *, kill: Kill | None = None, redelivered: bool = False
 ) -> ProcessEnd:
     """Fork, deliver the message there, and kill the process at the event that ``kill`` chooses.
 
-    An event is that a line of a ``watched`` function is about to be executed, or that the first of them, the body,
-    returns. The process is also killed if nothing is
-    heard of it for ``timeout_s`` seconds.
+    An event: a line of the task's body is about to be executed, or the body returns. A process that is silent for a
+    minute is killed too.
+
+    Raises:
+        IdempotencyError: where another process would not see what this one wrote, or the system cannot fork.
     """
+    if not hasattr(os, "fork"):
+        raise IdempotencyError("a process is forked for this, which this system cannot do")
+    if "django.db" in sys.modules:
+        from celery_idempotent.django.testcases import close_before_fork
+
+        close_before_fork()
     store = get_store(task.app)
-    _let_go()
     here, there = Pipe()
     with warnings.catch_warnings():
         # From Python 3.12 on: another thread may hold a lock. Celery and we make our locks anew in a child.
@@ -120,57 +123,51 @@ def run_and_kill(
         try:
             here.close()
             link = _Link(there)
+            if not store.supports_transactions:
+                # Else its records are in a database, which outlives this process too.
+                swap_store(task.app, _Forwarding(cast("Store", link)))
             try:
-                _be_a_child(task, message, store, link, watched, kill, redelivered)
+                _deliver(task, message, link, kill, redelivered)
             except BaseException as error:  # noqa: BLE001  the parent reports it
-                link.tell("trouble", repr(error))
+                link.send("trouble", repr(error))
         finally:
             os._exit(1)
     there.close()
-    ended = ProcessEnd()
     try:
-        with here, suppress(EOFError, ConnectionResetError, BrokenPipeError):
-            while here.poll(timeout_s):
-                kind, said = here.recv()
-                if kind == "verb":
-                    here.send(_do_verb(store, *said))
-                elif kind == "line":
-                    ended.lines.append(said)
-                elif kind == "ended":
-                    ended.delivery = said
-                else:
-                    ended.trouble = said
-            else:
-                ended.trouble = f"nothing happened for {timeout_s:g} seconds"
+        return _listen(here, store)
     finally:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)  # if this process was interrupted
         os.waitpid(child, 0)
+
+
+def _listen(here: Connection, store: Store) -> ProcessEnd:
+    """Do the verbs that the child asks for, and note its reports, until it ends."""
+    ended = ProcessEnd()
+    with here, suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while here.poll(_SILENT_S):
+            kind, content = here.recv()
+            if kind == "verb":
+                verb, args, kwargs = content
+                try:
+                    answer = True, getattr(store, verb)(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001  it is raised where the verb was called
+                    answer = False, error
+                here.send(answer)
+            elif kind == "line":
+                ended.lines.append(content)
+            elif kind == "ended":
+                ended.delivery = content
+            else:
+                ended.trouble = content
+        ended.trouble = f"nothing happened for {_SILENT_S} seconds"
     return ended
 
 
-def _do_verb(
-    store: Store, verb: str, args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[bool, object]:
-    try:
-        return True, getattr(store, verb)(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001  it is raised where the verb was called
-        return False, error
-
-
-def _be_a_child(
-    task: AnyTask,
-    message: Message,
-    store: Store,
-    link: _Link,
-    watched: Sequence[CodeType],
-    kill: Kill | None,
-    redelivered: bool,
+def _deliver(
+    task: AnyTask, message: Message, link: _Link, kill: Kill | None, redelivered: bool
 ) -> None:
-    if not store.supports_transactions:
-        # Else its records are in a database, which outlives this process too.
-        swap_store(task.app, _Forwarding(cast("Store", link)))
-    sys.settrace(_tracer(watched, link, kill))
+    sys.settrace(_tracer(body_of(task), link, kill))
     try:
         delivery = run(task, message, redelivered=redelivered)
     finally:
@@ -178,61 +175,30 @@ def _be_a_child(
     if kill is AFTER_THE_RUN:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        link.tell("ended", delivery)
-    except Exception as error:  # noqa: BLE001  pickle raises anything
-        link.tell("trouble", f"its value stayed in its process: {error!r}")
-        link.tell("ended", Delivery(delivery.state, repr(delivery.value)))
+        link.send("ended", delivery)
+    except Exception:  # noqa: BLE001  pickle raises anything
+        link.send("ended", Delivery(delivery.state, repr(delivery.value)))
     os._exit(0)
 
 
-class _Forwarding(ForwardingStore):
-    """Forwards the verbs; what a store may offer beyond them it does not."""
-
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
-
-
-def _tracer(watched: Sequence[CodeType], link: _Link, kill: Kill | None) -> TraceFunction:
-    """Return what ``sys.settrace`` takes: it tells each event, and dies at the one chosen."""
-    spans = [(code.co_filename, code.co_firstlineno, _last_line(code)) for code in watched]
+def _tracer(body: CodeType, link: _Link, kill: Kill | None) -> TraceFunction:
+    """Return what ``sys.settrace`` takes: it reports each event, and dies at the one chosen."""
+    last = max((line for _, _, line in body.co_lines() if line is not None), default=0)
     count = 0
-
-    def place(code: CodeType) -> int | None:
-        """Return which function this is, or is written in."""
-        for number, (file, first, last) in enumerate(spans):
-            if code.co_filename == file and first <= code.co_firstlineno <= last:
-                return number
-        return None
 
     def see(frame: FrameType, event: str, _: object) -> TraceFunction | None:
         nonlocal count
-        number = place(frame.f_code)
-        if event == "call" or number is None:
-            return None if number is None else see
-        if event == "line" or (event == "return" and frame.f_code is watched[0]):
-            line = (number, frame.f_lineno) if event == "line" else RETURN
+        code = frame.f_code  # that of the body, or of a function that is written in it
+        if code.co_filename != body.co_filename or not (
+            body.co_firstlineno <= code.co_firstlineno <= last
+        ):
+            return None
+        if event == "line" or (event == "return" and code is body):
+            line = frame.f_lineno if event == "line" else RETURN
             if kill is not None and kill(count, line):
                 os.kill(os.getpid(), signal.SIGKILL)
             count += 1
-            link.tell("line", line)
+            link.send("line", line)
         return see
 
     return see
-
-
-def _last_line(code: CodeType) -> int:
-    return max((line for _, _, line in code.co_lines() if line is not None), default=0)
-
-
-def _let_go() -> None:
-    """Leave no connection of Django's open that both processes would use.
-
-    Raises:
-        IdempotencyError: where another process would not see what this one wrote.
-    """
-    if not hasattr(os, "fork"):
-        raise IdempotencyError("a process is forked for this, which this system cannot do")
-    if "django.db" in sys.modules:
-        from celery_idempotent.django.testcases import close_before_fork
-
-        close_before_fork()

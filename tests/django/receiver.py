@@ -74,7 +74,6 @@ def killed() -> dict[str, list[int]]:
             tasks.record_delivery,
             arguments=lambda delivery: [delivery, "push"],
             effects=entries,
-            within=[tasks._record],
         )
     except AssertionError as trouble:
         found = [line.split()[0] for line in str(trouble).splitlines()[1:]]

@@ -52,6 +52,6 @@ def test_what_fails_after_its_write_leaves_nothing_where_the_record_is_in_the_da
         "counted": left + 2,
         "runs": 2,
         "record": "COMPLETED",
-        # After the commit of the entry, the line that tells of it and the return: the record is not written yet.
-        "killed_at_each_line": {"ok": [1]} if atomic else {"DOUBLED": [3], "LOST": [0]},
+        # After the return: the entry is committed, and the record is not written yet.
+        "killed_at_each_line": {"ok": [1]} if atomic else {"DOUBLED": [1], "LOST": [0]},
     }

@@ -212,27 +212,6 @@ class TestCrashMatrix:
             ("DOUBLED", "return name    <- 2, SUCCESS"),
         ]
 
-    def test_it_follows_the_functions_that_do_the_work(self, task, bank):
-        def work(order: str) -> None:
-            bank.charge(order)
-            bank.charge(order, "again")
-
-        def delegating(self: Any, order: str) -> None:
-            work(order)
-
-        with pytest.raises(AssertionError) as caught:
-            crash_matrix(
-                task(delegating),
-                arguments=lambda name: [name],
-                effects=bank.charges,
-                within=[work],
-            )
-        bad = re.findall(r"^ *([A-Z]+) +\d+ +(.*)$", str(caught.value), re.MULTILINE)
-        assert bad == [
-            ("DOUBLED", "bank.charge(order)    <- 3, SUCCESS"),
-            ("DOUBLED", 'bank.charge(order, "again")    <- 3, SUCCESS'),
-        ]
-
     def test_effects_that_nobody_outside_of_the_process_sees_are_a_mistake(self, task):
         charges: list[str] = []
 
