@@ -29,7 +29,7 @@ from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.errors import FailedByOperator
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.policy import Policy
-from celery_idempotent.protocol.telling import Details, Line
+from celery_idempotent.protocol.telling import Details, Line, printable
 from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ class Operator:
     def note(self) -> str:
         """What the record keeps of it."""
         why = f": {self.request.reason}" if self.request.reason else ""
-        said = f"{self.request.operation} by {self.who}{why}"[:_LONGEST_NOTE]
-        return "".join(each if each.isprintable() else "\ufffd" for each in said)
+        return printable(f"{self.request.operation} by {self.who}{why}")[:_LONGEST_NOTE]
 
     def report(self, outcome: Signal, record: Record, **more: Unpack[Details]) -> None:
         """Report what was done."""

@@ -27,7 +27,7 @@ _COMMANDS: Mapping[str, str] = MappingProxyType(
         "forget": "operations",
         "sweep": "upkeep",
         "prune": "upkeep",
-        "check": "checking",
+        "check": "upkeep",
     }
 )
 

@@ -3,29 +3,76 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import click
 
 from celery_idempotent.celery.reaper import SWEEP
 from celery_idempotent.cli import output
-from celery_idempotent.cli.objects import object_of, write_table
 from celery_idempotent.cli.options import json_option, selection_of, selection_options
 from celery_idempotent.cli.session import Session, command
-from celery_idempotent.operations.finding import pages
+from celery_idempotent.operations.finding import pages, scope_in_words, task_name
 from celery_idempotent.operations.wording import ago, iso
 from celery_idempotent.records import Record
 
-#: What the table of counts shows, in this order: what ran, what did not have to run again, what needs somebody.
-_OUTCOMES = (
-    ("RUNS", ("claimed",)),
-    ("RELEASED", ("released",)),
-    ("FAILED", ("failed",)),
-    ("REPLAYS", ("replayed",)),
-    ("CONFLICTS", ("conflicted",)),
-    ("MISMATCHES", ("mismatched",)),
-    ("CRASHES", ("interrupted", "requeued")),
-    ("LOST", ("lease_lost", "settle_failed", "store_failed")),
-)
+#: The narrow ones come first.
+_COLUMNS = ("KEY", "TASK", "SCOPE", "STATE", "CHANGED", "CRASHES", "TASK ID", "WORKER")
+
+#: The columns of the table of counts: what ran, what did not have to run again, what needs somebody.
+_OUTCOMES = {
+    "RUNS": ("claimed",),
+    "RELEASED": ("released",),
+    "FAILED": ("failed",),
+    "REPLAYS": ("replayed",),
+    "CONFLICTS": ("conflicted",),
+    "MISMATCHES": ("mismatched",),
+    "CRASHES": ("interrupted", "requeued"),
+    "LOST": ("lease_lost", "settle_failed", "store_failed"),
+}
+
+
+def cells_of(session: Session, record: Record, now_ms: int, *, whole: bool) -> list[str]:
+    """Return the cells of a record; ``whole``: for a pipe, where times do not depend on now."""
+    changed = iso(record.updated_ms) if whole else ago(record.updated_ms, now_ms)
+    stale = ", stale" if record.stale(now_ms) else ""
+    return [
+        record.identity.key,
+        task_name(session.app, record.identity),
+        record.identity.scope if whole else scope_in_words(record.identity.scope),
+        record.state.value + stale,
+        changed or "",
+        str(record.crashes) if record.crashes or whole else "",
+        record.task_id,
+        record.worker if whole else record.worker.partition("/")[0],
+    ]
+
+
+def object_of(session: Session, record: Record, now_ms: int) -> dict[str, object]:
+    """Return a record for programs; times are those of the store's clock."""
+    identity = record.identity
+    return {
+        "key": identity.key,
+        "task": task_name(session.app, identity),
+        "scope": identity.scope,
+        "state": record.state.value,
+        "stale": record.stale(now_ms),
+        "namespace": identity.namespace,
+        "token": record.token,
+        "task_id": record.task_id,
+        "worker": record.worker,
+        "crashes": record.crashes,
+        "attempts": record.attempts,
+        "created": iso(record.created_ms),
+        "updated": iso(record.updated_ms),
+        "deadline": iso(record.deadline_ms),
+    }
+
+
+def write_table(session: Session, records: Sequence[Record], now_ms: int) -> None:
+    """Write records as a table."""
+    whole = not output.on_terminal()
+    rows = [cells_of(session, each, now_ms, whole=whole) for each in records]
+    output.table(_COLUMNS, rows, least=4)
 
 
 @command(
@@ -113,7 +160,7 @@ def stats_command(session: Session, task: str | None, hours: int, as_json: bool)
         output.note("This store does not count outcomes.")
         return
     rows = [
-        [name, *(f"{sum(of[each] for each in outcomes):,}" for _, outcomes in _OUTCOMES)]
+        [name, *(f"{sum(of[each] for each in outcomes):,}" for outcomes in _OUTCOMES.values())]
         for name, of in sorted(counts.items())
     ]
     hour = "hour" if hours == 1 else f"{hours} hours"
@@ -121,10 +168,4 @@ def stats_command(session: Session, task: str | None, hours: int, as_json: bool)
         output.note(f"No outcomes in the last {hour}.")
         return
     output.paragraph(f"In the last {hour}:")
-    output.table(
-        [
-            output.Column(title="TASK", least=12),
-            *(output.Column(title=name, right=True) for name, _ in _OUTCOMES),
-        ],
-        rows,
-    )
+    output.table(["TASK", *_OUTCOMES], rows)

@@ -2,8 +2,7 @@
 
 ::
 
-    KEY     find it ─ say what it is and what this may cost ─ ask ─ do it ────────────────────── exit code
-    --all   find them ─ sort: to be done, live, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
+    find ─ sort: to be done, live, nothing to do ─ preview ─ ask ─ do each ─ summary, exit code
 
 Each is done to the record as it was found, by its token and its state: a record that has changed during the question is
 left alone. Only ``complete`` has no ``--all``, since a value belongs to one key.
@@ -17,15 +16,15 @@ from __future__ import annotations
 import getpass
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_idempotent.celery.operations import LONGEST_REASON, offered
+from celery_idempotent.celery.operations import LONGEST_REASON, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.registry import definition_of
-from celery_idempotent.cli.objects import cells_of, object_of
+from celery_idempotent.cli.listing import cells_of, object_of
 from celery_idempotent.cli.options import (
     Given,
     json_option,
@@ -37,9 +36,15 @@ from celery_idempotent.cli.options import (
 from celery_idempotent.cli.output import Progress, note, write_json
 from celery_idempotent.cli.session import FOUND, UNREACHABLE, Session, command, django_part
 from celery_idempotent.cli.showing import find_one
-from celery_idempotent.operations import Operation, OperationRequest, Outcome
-from celery_idempotent.operations.bulk import DONE, REFUSALS, Ended, Verdict, execute, verdict
-from celery_idempotent.operations.choosing import EFFECTS
+from celery_idempotent.operations.acting import (
+    DONE,
+    EFFECTS,
+    REFUSALS,
+    Ended,
+    Verdict,
+    execute,
+    verdict,
+)
 from celery_idempotent.operations.explaining import story_of
 from celery_idempotent.operations.finding import pages
 from celery_idempotent.operations.values import value_from_json
@@ -49,18 +54,13 @@ from celery_idempotent.serializers import LARGEST
 if TYPE_CHECKING:
     from celery_idempotent.django.outbox import Pending
 
-#: So many records are shown as a sample.
-_SAMPLE = 5
+#: So many records are shown as a sample, and so many staged messages are looked for at a time.
+_SAMPLE, _STAGED = 5, 500
 
-#: So many staged messages are looked for at a time.
-_STAGED = 500
-
-_OWNER_IS_LIVE = "its owner is live"
-
-_OUTCOMES: dict[Outcome, str] = {
+_OUTCOMES = {
     Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
     Outcome.CHANGED: "left alone: it has changed meanwhile",
-    Outcome.LIVE: f"left alone: {_OWNER_IS_LIVE}",
+    Outcome.LIVE: "left alone: its owner is live",
 }
 
 _request_options = options(
@@ -128,11 +128,7 @@ def _user() -> str:
 
 
 def _make_command(operation: Operation, text: str, *examples: str) -> click.Command:
-    """Make the command of an operation on one KEY or, with ``--all``, on all that are selected.
-
-    Both forms have one set of options, so click cannot say which of them go together: the command itself refuses, for
-    example, ``--dry-run`` with a KEY.
-    """
+    """Make the command of an operation on one KEY or, with ``--all``, on all that are selected."""
 
     @click.argument("one", required=False, metavar="[KEY]")
     @click.option("--all", "every", is_flag=True, help="All that are selected, not one KEY.")
@@ -155,11 +151,10 @@ def _make_command(operation: Operation, text: str, *examples: str) -> click.Comm
         if every:
             _execute_on_all(asked, selection_of(session, given), limit=limit, dry_run=dry_run)
             return
-        for name in ("key", "state", "since", "before"):
+        given["dry-run"] = dry_run or None
+        for name in ("key", "state", "since", "before", "dry-run"):
             if given[name] is not None:
                 raise click.UsageError(f"--{name} goes with --all, not with a KEY.")
-        if dry_run:
-            raise click.UsageError("--dry-run goes with --all, not with a KEY.")
         record = find_one(session, one or "", task=given["task"], scope=given["scope"])
         _execute_on_one(asked, record)
 
@@ -168,37 +163,27 @@ def _make_command(operation: Operation, text: str, *examples: str) -> click.Comm
 
 
 def _execute_on_one(asked: _Command, record: Record) -> None:
-    session, request = asked.session, asked.request
+    session, operation = asked.session, asked.request.operation
     story = story_of(session.app, session.store, record)
-    why_not = None if _is_offered(session, request, record) else REFUSALS[request.operation]
-    if why_not is None and story.live and not request.force:
-        why_not = f"{_OWNER_IS_LIVE}. Wait for its end, or give --force and a --reason."
+    cost = next((each.cost for each in story.choices if each.operation == operation), None)
+    why_not = None if cost is not None else REFUSALS[operation]
+    if why_not is None and story.live and not asked.request.force:
+        why_not = "its owner is live. Wait for its end, or give --force and a --reason."
     if why_not is not None:
         note(f"{story.headline}\nNothing was done: {why_not}")
         raise click.exceptions.Exit(FOUND)
     if not asked.yes:
-        cost = next(each.cost for each in story.choices if each.operation == request.operation)
-        note(f"{story.headline}\n{request.operation} {EFFECTS[request.operation]} {cost}")
-    asked.confirm(f"{request.operation.capitalize()} it?")
+        note(f"{story.headline}\n{operation} {EFFECTS[operation]} {cost}")
+    asked.confirm(f"{operation.capitalize()} it?")
     _execute_each(asked, [record])
-
-
-def _is_offered(session: Session, request: OperationRequest, record: Record) -> bool:
-    known = definition_of(session.app, record.identity.namespace) is not None
-    return request.operation in offered(record, known=known)
 
 
 def _execute_on_all(asked: _Command, wanted: Selection, *, limit: int, dry_run: bool) -> None:
     """Say what would be done to the selected records, ask, do it, and report each outcome."""
-    session, request = asked.session, asked.request
-    records, more = _collect(session, request.operation, wanted, limit)
-    staged = _staged(session, wanted) if request.operation == "forget" else []
-    now_ms = session.store.now_ms()
-    by_verdict: dict[Verdict, list[Record]] = {"do": [], "live": [], "left": []}
-    for record in records:
-        by_verdict[verdict(request.operation, record, now_ms)].append(record)
-    chosen = by_verdict["do"] + (by_verdict["live"] if request.force else [])
-    _preview(session, request, by_verdict, chosen, now_ms)
+    session, operation = asked.session, asked.request.operation
+    records, more = _collect(session, operation, wanted, limit)
+    staged = _staged(session, wanted) if operation == "forget" else []
+    chosen = _preview(asked, records)
     if staged:
         plus = "+" if len(staged) > _STAGED else ""
         note(f"{min(len(staged), _STAGED):,}{plus} messages in the outbox to be discarded.")
@@ -207,9 +192,14 @@ def _execute_on_all(asked: _Command, wanted: Selection, *, limit: int, dry_run: 
     if dry_run:
         return
     if chosen or staged:
-        asked.confirm(f"{request.operation.capitalize()} {_records_in_words(len(chosen))}?")
+        asked.confirm(f"{operation.capitalize()} {len(chosen):,} record(s)?")
     # Before the records: a message that is sent meanwhile would make a new one.
-    if discarded := _discard(session, wanted) if staged else 0:
+    outbox, discarded = django_part("celery_idempotent.django.outbox"), 0
+    while staged:
+        for each in staged:
+            discarded += outbox.discard(each.id, using=session.store.outbox_alias)
+        staged = _staged(session, wanted)
+    if discarded:
         note(f"{discarded:,} messages in the outbox discarded.")
     _execute_each(asked, chosen, left=len(records) - len(chosen))
 
@@ -232,30 +222,27 @@ def _collect(
     return list(found.values()), False
 
 
-def _preview(
-    session: Session,
-    request: OperationRequest,
-    by_verdict: Mapping[Verdict, Sequence[Record]],
-    chosen: Sequence[Record],
-    now_ms: int,
-) -> None:
-    operation = request.operation
-    total = sum(map(len, by_verdict.values()))
-    note(f"{_records_in_words(total)} found; {len(chosen):,} to be {DONE[operation]}.")
+def _preview(asked: _Command, records: Sequence[Record]) -> list[Record]:
+    """Say what would be done to which of the records, and return these."""
+    session, operation = asked.session, asked.request.operation
+    now_ms = session.store.now_ms()
+    by_verdict: dict[Verdict, list[Record]] = {"do": [], "live": [], "left": []}
+    for record in records:
+        by_verdict[verdict(operation, record, now_ms)].append(record)
+    chosen = by_verdict["do"] + (by_verdict["live"] if asked.request.force else [])
+    found = "1 record" if len(records) == 1 else f"{len(records):,} records"
+    note(f"{found} found; {len(chosen):,} to be {DONE[operation]}.")
     if chosen:
         states = Counter(each.state.value for each in chosen)
         counted = ", ".join(f"{number:,} {state}" for state, number in sorted(states.items()))
         note(f"{operation} {EFFECTS[operation]} ({counted})")
-        for row in (cells_of(session, each, now_ms, whole=False) for each in chosen[:_SAMPLE]):
-            note("  " + "  ".join(cell for cell in row[:5] if cell))
-        if len(chosen) > _SAMPLE:
-            note(f"  … and {len(chosen) - _SAMPLE:,} more")
-    live, left = by_verdict["live"], by_verdict["left"]
-    if live and not request.force:
-        why = f"{_OWNER_IS_LIVE} (--force, with a --reason)."
-        note(f"{_records_in_words(len(live))} left alone: {why}")
-    if left:
-        note(f"{_records_in_words(len(left))} left alone: {REFUSALS[operation]}")
+        for each in chosen[:_SAMPLE]:
+            note("  " + "  ".join(filter(None, cells_of(session, each, now_ms, whole=False)[:5])))
+    if (live := len(by_verdict["live"])) and not asked.request.force:
+        note(f"{live:,} left alone: its owner is live (--force, with a --reason).")
+    if left := len(by_verdict["left"]):
+        note(f"{left:,} left alone: {REFUSALS[operation]}")
+    return chosen
 
 
 def _execute_each(asked: _Command, records: Sequence[Record], *, left: int = 0) -> None:
@@ -263,7 +250,7 @@ def _execute_each(asked: _Command, records: Sequence[Record], *, left: int = 0) 
     counts: Counter[Outcome | None] = Counter()
     total = len(records)
     try:
-        with Progress("records", total=total) as progress:
+        with Progress(f"of {total:,} records") as progress:
             for each in execute(asked.session.app, asked.request, records):
                 counts[each.outcome] += 1
                 progress.add()
@@ -288,20 +275,16 @@ def _execute_each(asked: _Command, records: Sequence[Record], *, left: int = 0) 
 
 def _report(asked: _Command, ended: Ended[Record]) -> None:
     """Write the outcome of one record."""
-    operation = asked.request.operation
+    operation, outcome = asked.request.operation, ended.outcome
     if asked.as_json:
         about = object_of(asked.session, ended.record, ended.record.updated_ms)
-        outcome = "unknown" if ended.outcome is None else ended.outcome.value
-        write_json({**about, "operation": operation, "outcome": outcome})
+        word = "unknown" if outcome is None else outcome.value
+        write_json({**about, "operation": operation, "outcome": word})
         return
     text = f"it may have been done, or not: {ended.trouble}"
-    if ended.outcome is not None:
-        text = _OUTCOMES.get(ended.outcome, DONE[operation])
+    if outcome is not None:
+        text = _OUTCOMES.get(outcome, DONE[operation])
     click.echo(f"{ended.record.identity}: {text}")
-
-
-def _records_in_words(count: int) -> str:
-    return "1 record" if count == 1 else f"{count:,} records"
 
 
 def _staged(session: Session, wanted: Selection) -> list[Pending]:
@@ -312,14 +295,6 @@ def _staged(session: Session, wanted: Selection) -> list[Pending]:
         return []
     found: list[Pending] = outbox.pending(using=alias, limit=_STAGED + 1, scopes=wanted.scopes)
     return found
-
-
-def _discard(session: Session, wanted: Selection) -> int:
-    outbox, count = django_part("celery_idempotent.django.outbox"), 0
-    while staged := _staged(session, wanted):
-        for each in staged:
-            count += outbox.discard(each.id, using=session.store.outbox_alias)
-    return count
 
 
 @click.argument("one", metavar="KEY")
@@ -349,17 +324,16 @@ def _complete(
     stored = None
     if definition_of(session.app, record.identity.namespace) is not None:
         try:
-            stored = value_from_json(session.app, record.identity, value or _read(value_file))
+            text = _read(value_file) if value is None else value
+            stored = value_from_json(session.app, record.identity, text)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
     _execute_on_one(_command_of(session, "complete", given, stored), record)
 
 
 def _read(path: str | None) -> bytes:
-    """Return what a file has, or the beginning of one that is too long for a value."""
-    if path is None:
-        return b""
-    with click.open_file(path, "rb") as file:
+    """Return the content of a file, or the beginning of one that is too long for a value."""
+    with click.open_file(path or "-", "rb") as file:
         content: bytes = file.read(LARGEST + 1)
     return content
 

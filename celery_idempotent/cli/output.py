@@ -8,38 +8,15 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 
 import click
 
-#: Colours of states, on a terminal.
-_COLOURS = {
-    "QUEUED": "blue",
-    "PROCESSING": "cyan",
-    "PROCESSING, stale": "red",
-    "INTERRUPTED": "yellow",
-    "COMPLETED": "green",
-    "FAILED": "red",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """A column of a table.
-
-    ``from_width`` is the width of the terminal from which on it is shown; to ``least`` characters it may be cut where
-    that is too narrow, and without that never.
-    """
-
-    title: str
-    from_width: int = 0
-    least: int | None = None
-    right: bool = False
+#: So many characters of a cell are shown on a terminal.
+_WIDEST = 40
 
 
 def on_terminal() -> bool:
-    """Does a person read what is written, or a program?"""
+    """Does a person read the output, or a program?"""
     return sys.stdout.isatty()
 
 
@@ -48,53 +25,31 @@ def width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table: as wide as the terminal, or whole and with tabs into a pipe."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, least: int | None = None) -> None:
+    """Write a table, into a pipe whole and with tabs.
+
+    On a terminal cells are cut, empty columns are left out, and so are the last ones where it is too narrow, down to
+    ``least`` columns.
+    """
     if not on_terminal():
-        for row in [[each.title for each in columns], *rows]:
+        for row in [head, *rows]:
             click.echo("\t".join(cell or "-" for cell in row))
         return
-    shown = [
-        n
-        for n, each in enumerate(columns)
-        if width() >= each.from_width and (not rows or any(row[n] for row in rows))
+    columns = [
+        [cell if len(cell) <= _WIDEST else f"{cell[: _WIDEST - 1]}…" for cell in (title, *cells)]
+        for title, *cells in zip(head, *rows, strict=True)
+        if any(cells)
     ]
-    columns, rows = [columns[n] for n in shown], [[row[n] for n in shown] for row in rows]
-    widths = _widths(columns, rows)
-    for line in [[each.title for each in columns], *rows]:
-        cells = [
-            _fit(cell, size, right=each.right)
-            for each, cell, size in zip(columns, line, widths, strict=True)
-        ]
+    widths = [max(map(len, column)) for column in columns]
+    while least and len(widths) > least and sum(widths) + 2 * len(widths) > width():
+        widths.pop()
+    for line in zip(*columns[: len(widths)], strict=True):
+        cells = [cell.ljust(size) for cell, size in zip(line, widths, strict=True)]
         click.echo("  ".join(cells).rstrip())
 
 
-def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Give each column what it needs; where that is too much, the widest of those that may be cut give way."""
-    widths = [
-        max(len(each.title), *(len(row[n]) for row in rows)) if rows else len(each.title)
-        for n, each in enumerate(columns)
-    ]
-    while sum(widths) + 2 * (len(widths) - 1) > width():
-        wide = [
-            n
-            for n, each in enumerate(columns)
-            if each.least is not None and widths[n] > max(each.least, len(each.title))
-        ]
-        if not wide:
-            break
-        widths[max(wide, key=widths.__getitem__)] -= 1
-    return widths
-
-
-def _fit(text: str, size: int, *, right: bool) -> str:
-    cut = text if len(text) <= size else f"{text[: size - 1]}…"
-    placed = cut.rjust(size) if right else cut.ljust(size)
-    return click.style(placed, fg=_COLOURS[text]) if text in _COLOURS else placed
-
-
 def paragraph(text: str, *, indent: str = "", bold: bool = False) -> None:
-    """Write a sentence or two, broken at the width of the terminal (80 in a pipe)."""
+    """Write a sentence or two, broken at the width of the terminal, in a pipe on one line."""
     lines = textwrap.wrap(
         text,
         min(width(), 120) if on_terminal() else 10_000,
@@ -108,7 +63,7 @@ def paragraph(text: str, *, indent: str = "", bold: bool = False) -> None:
 
 
 def note(text: str) -> None:
-    """Write what is not the answer, for people, where a pipe does not see it."""
+    """Write a message for people to standard error, where a pipe does not see it."""
     click.echo(text, err=True)
 
 
@@ -118,34 +73,24 @@ def write_json(item: Mapping[str, object]) -> None:
 
 
 class Progress:
-    """A line that says how far long work has come, with its rate: on a terminal, and after a second."""
+    """Says how far long work has come: on a terminal, and after a second."""
 
-    def __init__(self, what: str, total: int | None = None) -> None:
+    def __init__(self, what: str) -> None:
         self.count = 0
         self._what = what
-        self._total = total
-        self._began = self._shown = time.monotonic()
+        self._shown = time.monotonic()
+        self._written = False
 
     def add(self, count: int = 1) -> None:
         """So many more are done."""
         self.count += count
-        now = time.monotonic()
-        if sys.stderr.isatty() and now - self._began > 1 and now - self._shown > 0.2:
-            self._shown = now
-            of = "" if self._total is None else f" of {self._total:,}"
-            rate = self.count / (now - self._began)
-            click.echo(
-                f"\r{self.count:,}{of} {self._what}, {rate:,.0f}/s\x1b[K", nl=False, err=True
-            )
+        if sys.stderr.isatty() and time.monotonic() - self._shown > 1:
+            self._shown, self._written = time.monotonic(), True
+            click.echo(f"\r{self.count:,} {self._what}\x1b[K", nl=False, err=True)
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._shown != self._began:
+    def __exit__(self, *_: object) -> None:
+        if self._written:
             click.echo("\r\x1b[K", nl=False, err=True)

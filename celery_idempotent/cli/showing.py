@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from celery_idempotent.cli.objects import object_of, write_table
+from celery_idempotent.cli.listing import object_of, write_table
 from celery_idempotent.cli.options import json_option, key_options, known_namespace, scopes_of
 from celery_idempotent.cli.output import Progress, note, paragraph, write_json
 from celery_idempotent.cli.session import FOUND, Session, command
@@ -16,7 +16,7 @@ from celery_idempotent.operations import finding
 from celery_idempotent.operations.explaining import Story, story_of, story_of_nothing
 from celery_idempotent.operations.finding import Found
 from celery_idempotent.operations.values import shown
-from celery_idempotent.records import Record, Selection, State
+from celery_idempotent.records import Record
 
 #: So many seconds are spent on a look for the same key in other scopes, unless --scan asks for all of it.
 SCAN_SECONDS = 10.0
@@ -104,8 +104,9 @@ def _find_one(
         raise click.UsageError("KEY is empty.")
     namespace = known_namespace(session, task) if task else None
     namespaces = session.namespaces() if namespace is None else [namespace]
-    scopes = scopes_of(scope) if scope else [""]
-    meant: Sequence[Record] = finding.find_key(session.store, namespaces, text, scopes)
+    meant: Sequence[Record] = finding.find_key(
+        session.store, namespaces, text, scopes_of(scope) if scope else [""]
+    )
     others, cut = Found(records=()), False
     if not meant:
         by_id = finding.find_task_id(session.app, session.store, text, namespace=namespace)
@@ -114,52 +115,35 @@ def _find_one(
             note(f"Found {by_id.how}: {meant[0].identity}.")
     if scope is None and (not meant or (everywhere and len(meant) == 1)):
         key = meant[0].identity.key if meant else text
-        others = _look_everywhere(session, key, namespace, task_ids=scan and not meant, scan=scan)
+        with Progress("keys looked at") as progress:
+            others = finding.find_key_anywhere(
+                session.store,
+                [key, *finding.spellings(key)],
+                namespace=namespace,
+                task_id=text if scan and not meant else "",
+                seconds=None if scan else SCAN_SECONDS,
+                looked_at=progress.add,
+            )
         known = {record.identity for record in meant}
-        others = Found(
-            records=[each for each in others.records if each.identity not in known], cut=others.cut
-        )
-        if not meant and len(others.records) == 1:
-            meant = finding.whole(session.store, others.records)
-            others = Found(records=(), cut=others.cut)
+        elsewhere = [each for each in others.records if each.identity not in known]
+        if not meant and len(elsewhere) == 1:
+            meant, elsewhere = finding.whole(session.store, elsewhere), []
             note(f"Found by a look at every scope: {meant[0].identity}.")
+        others = Found(records=elsewhere, cut=others.cut)
     if len(meant) == 1:
         return meant[0], others
     if found := [*meant, *others.records]:
         note(f"{text} is a key of {len(found)} records: say which one by --task or --scope.")
         write_table(session, found, session.store.now_ms())
         raise click.exceptions.Exit(FOUND)
-    where = f"{text} in {task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
-    _tell(story_of_nothing(session.app, where, namespace))
-    if others.cut or cut:
-        note("There are too many records to look at all of them: `show --scan` does.")
-    elif not scan:
-        note("If it is the id of a task that completed: `show --scan` looks at every key.")
+    _tell(
+        story_of_nothing(
+            f"{text} in {task or 'any task of this app'}{f', scope {scope}' if scope else ''}"
+        )
+    )
+    if others.cut or cut or not scan:
+        note("Not every record was looked at, nor every task id: `show --scan` does.")
     raise click.exceptions.Exit(FOUND)
-
-
-def _look_everywhere(
-    session: Session, key: str, namespace: str | None, *, task_ids: bool, scan: bool
-) -> Found:
-    """Look at all keys for this one; ``task_ids``: also for records of a task with this id."""
-    keys = [key, *finding.spellings(key)]
-    with Progress("keys looked at") as progress:
-        if not task_ids:
-            return finding.find_key_anywhere(
-                session.store,
-                keys,
-                namespace=namespace,
-                seconds=None if scan else SCAN_SECONDS,
-                looked_at=progress.add,
-            )
-        found = []
-        wanted = Selection(states=frozenset(State), namespace=namespace)
-        for page in finding.pages(session.store, wanted):
-            progress.add(page.looked_at)
-            found += [
-                each for each in page.records if each.task_id == key or each.identity.key in keys
-            ]
-    return Found(records=found)
 
 
 def _tell(story: Story, app: str = "", arguments: str = "") -> None:

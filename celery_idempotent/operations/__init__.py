@@ -3,31 +3,18 @@
 One set for the command line, the admin and code. Nothing here asks or prints. An operation takes this way::
 
     cli/operations ───────────────┐
-                                  ├─ operations/bulk: execute ─┐
-    django/admin/operations ──────┘                            ├─ celery/operations: operate
-                                                               │     guards, notes who and why
-    task.idempotency_release() ─ celery/operations: operate_or_raise ─────────┘     │
-                                                                                    ▼
-                                                           celery/operator: writes, reports ─▶ the store
-
-``operate`` guards all of them: it leaves alone a record that has changed since it was seen, and, unless it is forced,
-one with a live owner.
+                                  ├─ operations/acting: execute ─┐
+    django/admin/operations ──────┘                              ├─ celery/operations: operate
+                                                                 │     guards, notes who and why
+    task.idempotency_release() ─ celery/operations: operate_or_raise ───────────┘     │
+                                                                                      ▼
+                                                             celery/operator: writes, reports ─▶ the store
 """
 
 from __future__ import annotations
 
-from celery_idempotent.celery.operations import (
-    ON_MANY,
-    OPERATIONS,
-    Operation,
-    OperationRequest,
-    Outcome,
-    is_live,
-    offered,
-    operate,
-)
-from celery_idempotent.operations.choosing import Choice
-from celery_idempotent.operations.explaining import Story, story_of, story_of_nothing
+from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
+from celery_idempotent.operations.explaining import Story, story_of
 from celery_idempotent.operations.finding import (
     Found,
     find_key,
@@ -37,21 +24,14 @@ from celery_idempotent.operations.finding import (
 )
 
 __all__ = [
-    "ON_MANY",
-    "OPERATIONS",
-    "Choice",
     "Found",
-    "Operation",
     "OperationRequest",
     "Outcome",
     "Story",
     "find_key",
     "find_key_anywhere",
     "find_task_id",
-    "is_live",
-    "offered",
     "operate",
     "pages",
     "story_of",
-    "story_of_nothing",
 ]

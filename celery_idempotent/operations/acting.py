@@ -1,6 +1,6 @@
-"""One operation on several records: looked for first, then done one by one, as far as the store answers.
+"""One operation on several records: each is done as it was seen, by its token and its state.
 
-Nothing is locked between the two. Each record is operated on as it was seen, by its token and its state::
+Nothing is locked between the look and the operation::
 
     operator   look: order-17 is FAILED, token 7 ─ ask ─────────────────────── forget, if FAILED with token 7: CHANGED
     worker                                           claim: PROCESSING, token 8
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What is to become of a record: it is done; its owner is live; the operation means nothing for it.
+#: What becomes of a record: it is done; its owner is live; the operation means nothing for it.
 Verdict = Literal["do", "live", "left"]
 
 #: What a record is after an operation.
@@ -39,6 +39,14 @@ DONE: dict[Operation, str] = {
     "complete": "completed",
     "fail": "failed",
     "forget": "forgotten",
+}
+
+EFFECTS: dict[Operation, str] = {
+    "release": "ends the claim: the next delivery or call runs.",
+    "requeue": "publishes the message that the record keeps again, under the same task id.",
+    "complete": "settles it COMPLETED with the value that you give: nothing runs, and callers get that value.",
+    "fail": "settles it FAILED: nothing runs until its retention ends, and callers get FailedByOperator.",
+    "forget": "deletes the record with all it knows: the next call runs.",
 }
 
 #: Why an operation that means nothing for a record is refused.
@@ -76,20 +84,14 @@ SeenT = TypeVar("SeenT", bound=SeenRecord)
 
 @dataclass(frozen=True, slots=True)
 class Ended(Generic[SeenT]):
-    """What came of an operation on one record: an outcome, or the trouble that kept us from knowing it."""
+    """An operation on one record: its outcome, or the trouble because of which that is not known."""
 
     record: SeenT
     outcome: Outcome | None
     trouble: str = ""
 
 
-def verdict(
-    operation: Operation,
-    record: Record,
-    now_ms: int,
-    *,
-    known: bool = True,
-) -> Verdict:
+def verdict(operation: Operation, record: Record, now_ms: int, *, known: bool = True) -> Verdict:
     """Say what an operation would do to a record; see :func:`.offered`."""
     if operation not in offered(record, known=known):
         return "left"
@@ -104,9 +106,9 @@ def may_repeat(operation: Operation, state: State) -> bool:
 def execute(
     app: Celery, request: OperationRequest, records: Iterable[SeenT]
 ) -> Iterator[Ended[SeenT]]:
-    """Do what is asked for to one record after the other; each is yielded as soon as it is done.
+    """Operate on one record after the other; each is yielded as soon as it is done.
 
-    What goes wrong with one keeps none of the others, unless the store is silent: then those that follow are not tried.
+    A failure of one does not keep the others, unless the store is silent: then the rest is not tried.
     """
     silent, operation = 0, request.operation
     for record in records:

@@ -1,4 +1,4 @@
-"""The story of a record in sentences: what happened, what happens next and when, what can be done and what it costs."""
+"""The story of a record in sentences: what happened, what happens next, what can be done and what it costs."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from celery_idempotent.celery.operations import is_live
+from celery_idempotent.celery.operations import Operation, is_live, offered
 from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.registry import definition_of
-from celery_idempotent.operations.choosing import Choice, choices_of
+from celery_idempotent.operations.acting import EFFECTS
 from celery_idempotent.operations.finding import scope_in_words, task_name
 from celery_idempotent.operations.health import sweeps
 from celery_idempotent.operations.values import error_name
-from celery_idempotent.operations.wording import (
-    holder,
-    moment,
-    redelivery_in_words,
-    time_in_words,
-    times,
-)
+from celery_idempotent.operations.wording import moment
 from celery_idempotent.protocol.policy import Policy
 from celery_idempotent.records import Record, State
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.typed import AnyCelery
     from celery_idempotent.stores import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
-    """What there is to say about a key: in one sentence, and then in the order of time.
+class Choice:
+    """An operation that means something for a record: its effect, and what that may cost."""
 
-    ``live``: its owner is at work, so that every choice has to be forced.
+    operation: Operation
+    effect: str
+    cost: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """A record in one sentence, and then in the order of time.
+
+    ``live``: its owner is within its lease, so that every choice has to be forced.
     """
 
     headline: str
@@ -46,7 +48,7 @@ class Story:
 
 
 def story_of(app: AnyCelery, store: Store, record: Record, *, errors: bool = True) -> Story:
-    """Tell the story of a record as :meth:`Store.get` returns it; the store is asked three questions at most.
+    """Tell the story of a record as :meth:`Store.get` returns it.
 
     ``errors``: may the name of a FAILED record's exception be told?
     """
@@ -56,26 +58,25 @@ def story_of(app: AnyCelery, store: Store, record: Record, *, errors: bool = Tru
         past=tuple(teller.past()),
         future=tuple(teller.future()),
         live=teller.live,
-        choices=tuple(choices_of(record, teller.definition, live=teller.live)),
+        choices=tuple(
+            Choice(operation=each, effect=EFFECTS[each], cost=teller.cost(each))
+            for each in offered(record, known=teller.known)
+        ),
     )
 
 
-def story_of_nothing(app: AnyCelery, what: str, namespace: str | None) -> Story:
+def story_of_nothing(what: str) -> Story:
     """Tell what it can mean that there is no such record."""
-    definition = None if namespace is None else definition_of(app, namespace)
-    policy = Policy() if definition is None else definition.policy
-    now = f" (now {time_in_words(policy.retention_ms)})" if definition else ""
-    past = [
-        "It was never called, or its message is still in the queue: a key is claimed when its run starts.",
-        "It was called under another key or in another scope: a key within a scope is found only with --scope.",
-        "Its run failed, and gave the key back, as failures do: a retry or the next call runs.",
-        f"It was done longer ago than its retention{now}: the next call runs.",
-        "An operator released or forgot it: the next call runs. The log of that command, or of the admin, says who.",
-        "The store lost it (a flush, an eviction, a restart without persistence): `check` says whether that can be.",
-    ]
     return Story(
         headline=f"There is no record of {what}. The workers' logs say which of these it is:",
-        past=past,
+        past=(
+            "It was never called, or its message is still in the queue: a key is claimed when its run starts.",
+            "It was called under another key or in another scope.",
+            "Its run failed, and gave the key back: a retry or the next call runs.",
+            "It was done longer ago than its retention: the next call runs.",
+            "An operator released or forgot it: the next call runs.",
+            "The store lost it (a flush, an eviction, a restart without persistence): see `check`.",
+        ),
     )
 
 
@@ -83,234 +84,173 @@ class _Teller:
     """Tells of one record, at one time of the store's clock."""
 
     def __init__(self, app: Celery, store: Store, record: Record, *, errors: bool) -> None:
-        self.error = error_name(app, record) if errors else ""
         self.app = app
         self.store = store
         self.record = record
         self.now_ms = store.now_ms()
-        self.definition: Definition | None = definition_of(
-            app, record.identity.namespace, load=True
-        )
-        self.policy = Policy() if self.definition is None else self.definition.policy
+        definition = definition_of(app, record.identity.namespace, load=True)
+        #: Is it of a task of this app? Else it may be of a view.
+        self.known = definition is not None
+        self.policy = Policy() if definition is None else definition.policy
         self.live = is_live(record, self.now_ms)
-        # Whose task is not known may well be a view, whose names only its project has.
-        self.kind = "task" if self.definition else "task or request"
+        name = error_name(app, record) if errors else ""
+        self.with_error = f" with {name}" if name else ""
+        # A host name has no colon but in IPv6. What follows the pid tells machines of one name apart, for machines.
+        host, _, pid = record.worker.partition("/")[0].rpartition(":")
+        task = f"task {record.task_id}" if record.task_id else "an unknown task"
+        self.holder = f"{task} on {host}, pid {pid}" if host else task
 
     def headline(self) -> str:
-        record = self.record
-        identity = record.identity
+        identity = self.record.identity
         scope = f" in scope {scope_in_words(identity.scope)}" if identity.scope else ""
-        subject = f"{identity.key} of {task_name(self.app, identity)}{scope}"
-        return f"{subject} is {self._end() if record.state.settled else self._stage()}"
+        return f"{identity.key} of {task_name(self.app, identity)}{scope} is {self._state()}"
 
-    def _stage(self) -> str:
+    def _state(self) -> str:
         record = self.record
         match record.state:
-            case State.QUEUED if (record.deadline_ms or self.now_ms + 1) <= self.now_ms:
-                return "QUEUED, and its message should have started by now."
-            case State.QUEUED if record.attempts:
-                return "QUEUED again: its message was published once more, and no worker has it."
             case State.QUEUED:
                 return "QUEUED: its message is on its way, and no worker has it yet."
             case State.PROCESSING if self.live:
-                return f"PROCESSING: {holder(record, self.kind)}, is at work, or died within the last lease."
+                return f"PROCESSING: {self.holder}, runs it, or died within the last lease."
             case State.PROCESSING:
-                return f"stuck PROCESSING: the lease of {holder(record, self.kind)}, ran out."
+                return f"stuck PROCESSING: the lease of {self.holder}, ran out."
             case State.INTERRUPTED if record.crashes:
                 return "INTERRUPTED: its worker was lost, and nothing runs it now."
-            case _:
+            case State.INTERRUPTED:
                 return "INTERRUPTED: its run failed after some steps, and nothing runs it now."
-
-    def _end(self) -> str:
-        record = self.record
-        match record.state:
             case State.COMPLETED if record.replaced:
                 return "COMPLETED: another task (self.replace) took over its task id."
             case State.COMPLETED if record.settled_by_operator:
                 return "COMPLETED: an operator completed it with a value, and it is not run."
             case State.COMPLETED:
-                done = "it took effect" if self.definition else "it was answered"
+                done = "it took effect" if self.known else "it was answered"
                 return f"COMPLETED: {done}, and is not run again."
-            case State.FAILED if record.settled_by_operator:
-                return "FAILED for good: an operator failed it; it is not run again."
             case _:
-                error = f" with {self.error}" if self.error else ""
-                return f"FAILED for good{error}: it is not run again."
+                return f"FAILED for good{self.with_error}: it is not run again."
 
     def past(self) -> Iterator[str]:
         record = self.record
-        first = "First claimed or reserved" if record.state.settled else "First claimed"
-        if record.reserved and not record.state.settled:
-            first = "Reserved, before its message was published,"
         if record.updated_ms - record.created_ms > 1000:
-            yield f"{first} {self._at(record.created_ms)}."
+            yield f"First claimed or reserved {self._at(record.created_ms)}."
         if record.attempts > 1 or record.crashes:
-            crashes = f"; its worker was lost {times(record.crashes)}" if record.crashes else ""
-            yield f"Claimed {times(record.attempts)}{crashes}."
-        if record.crashes and record.state is State.COMPLETED and not record.settled_by_operator:
-            yield "What a lost run did outside, the run after it may have done again."
-        yield from self._present()
+            yield f"Claims so far: {record.attempts}; lost workers: {record.crashes}."
+        last = f"; {self.holder}, had it last" if record.attempts else ""
+        yield f"{_LAST_CHANGE[record.state]} {self._at(record.updated_ms)}{last}."
+        if record.delivered:
+            yield "Its callbacks (links, chain, chord) were sent."
         if record.steps:
             names = ", ".join(name for name, _ in record.steps)
             yield f"Steps done, which are not repeated: {names}."
         if record.note:
             yield f"Last operation: {record.note}."
-        if record.state.settled:
-            yield "Not kept here: earlier runs that failed or asked for a retry, and calls that were given this answer."
-
-    def _present(self) -> Iterator[str]:
-        """Tell of the last change of the state."""
-        record, at = self.record, self._at(self.record.updated_ms)
-        match record.state:
-            case State.QUEUED if record.attempts:
-                yield f"Queued again {at}, under task {record.task_id}: {_AGAIN}"
-            case State.QUEUED:
-                yield f"Queued {at}, under task {record.task_id}."
-            case State.PROCESSING:
-                yield f"Claimed {at} by {holder(record, self.kind)}."
-            case State.INTERRUPTED:
-                yield f"Interrupted {at}; {holder(record, self.kind)}, had it last."
-            case State.COMPLETED | State.FAILED:
-                yield self._settled(at)
-                if record.delivered and not record.replaced:
-                    yield "Its callbacks (links, chain, chord) were sent."
-
-    def _settled(self, at: str) -> str:
-        """Tell who settled it: a run, an operator, or nobody who ran."""
-        record = self.record
-        if record.settled_by_operator:
-            if not record.attempts:
-                return f"Task {record.task_id} was to do it, and had not begun."
-            unsettled = ", and had not settled it" if record.state is State.FAILED else ""
-            return f"Task {record.task_id} had it last{unsettled}."
-        if self.error == "TooManyCrashes":
-            most = self.policy.max_crashes
-            return f"Settled {at} without another run: more than {most} crashes. Task {record.task_id} had it last."
-        if self.error == "ProcessingTimedOut":
-            return (
-                f"Settled {at} without another run: task {record.task_id} had it last, and did not come back before"
-                " its lease ran out."
-            )
-        return f"Settled {at} by {self.kind} {record.task_id}."
 
     def future(self) -> Iterator[str]:
-        record = self.record
-        yield from filter(None, [self._kept_until()])
+        record, deadline = self.record, self._at(self.record.deadline_ms or 0)
         match record.state:
             case State.QUEUED:
-                yield from self._queued()
+                yield "It runs when a worker takes its message: see that a worker listens to its queue."
+                by = "a sweep" if record.message is not None else "the next call"
+                yield f"From {deadline} on {by} publishes its message again, under the same task id."
             case State.PROCESSING if self.live:
-                every = (
-                    f" every {time_in_words(self.policy.lease_ms // 3)}" if self.definition else ""
-                )
-                yield (
-                    f"Its lease ends {self._at(record.deadline_ms or 0)}, and is renewed{every}"
-                    " as long as its worker lives."
-                )
-                yield _MEANWHILE[self.policy.on_conflict] if self.definition else _MEANWHILE_ELSE
+                yield f"Its lease ends {deadline}, and is renewed as long as its worker lives."
+                if self.known:
+                    yield _MEANWHILE[self.policy.on_conflict]
             case State.PROCESSING:
-                yield f"Its lease ran out {self._at(record.deadline_ms or 0)}: {_LOST}"
+                yield f"Its lease ran out {deadline}: its worker is dead, frozen, or cut off from the store."
                 yield f"{self._sweep()} {_SWEPT[record.on_stale]}"
                 yield f"A delivery or call before that claims it at once, and {self._claimed(record.crashes + 1)}."
-                if self.definition is not None:
-                    yield redelivery_in_words(redelivery_timeout(self.app))
+                yield self._redelivery()
             case State.INTERRUPTED:
-                claimed = f"That claims it, and {self._claimed(record.crashes)}."
-                if self.definition is None:
-                    yield f"It waits for another delivery, call or request. {claimed}"
-                else:
-                    lost = "the broker to deliver its message again"
-                    it = lost if record.crashes else "its retry, if it asked for one"
-                    yield f"It waits for {it}, or for another call. {claimed}"
-                    if record.crashes:
-                        yield redelivery_in_words(redelivery_timeout(self.app))
-                    kept = time_in_words(self.policy.keep_ms)
-                    yield f"Kept for {kept} after the end of its lease: then a call runs as if it were the first."
-            case State.COMPLETED:
-                if record.replaced:
-                    yield "Until then whoever asks again gets that other task's result, without a run."
-                elif record.value is not None:
-                    what = "its result" if self.definition else "the same answer"
-                    what = "that value" if record.settled_by_operator else what
-                    yield f"Until then whoever asks again gets {what}, without a run."
-                else:
-                    yield (
-                        "Until then it is not run again. Its result is not in the record (too large, or"
-                        " idempotency_store_result is off): duplicates ask the result backend for it."
-                    )
-            case State.FAILED:
-                yield "Until then whoever asks again gets this error, without a run."
+                yield f"The next delivery or call claims it, and {self._claimed(record.crashes)}."
+                if record.crashes:
+                    yield self._redelivery()
+            case State.COMPLETED | State.FAILED:
+                if self.known:
+                    until = self._at(record.updated_ms + self.policy.settled_keep_ms)
+                    yield f"Kept until {until}, by the options that its task has now."
+                yield f"Until it expires, a duplicate gets {self._answer()}, without a run."
 
-    def _queued(self) -> Iterator[str]:
+    def _answer(self) -> str:
         record = self.record
-        deadline_ms = record.deadline_ms or 0
-        yield "It runs when a worker takes its message: see that a worker listens to its queue."
-        over = "is" if deadline_ms > self.now_ms else "was"
-        then = (
-            f"{self._sweep()} Past the deadline a sweep publishes it again."
-            if record.message is not None
-            else "Past the deadline the next call publishes it again, under the same task id."
-        )
-        yield f"Its deadline {over} {self._at(deadline_ms)}. {then}"
+        if record.state is State.FAILED:
+            return "this error"
+        if record.replaced:
+            return "that other task's result"
+        if record.value is None:
+            return "what the result backend has (its result is not in the record: too large, or not stored)"
+        return "its result" if self.known else "the same answer"
 
     def _sweep(self) -> str:
-        """Tell when sweeps come."""
         about = sweeps(self.app, self.store.stats())
         if about.interval is None:
-            return "This app asks for no sweeps; where somebody does:"
-        every = f"Sweeps are due every {about.interval:g} s, and"
-        if about.last is None:
-            return f"{every} none has ended yet: does beat run?"
-        if not about.well:
-            return f"{every} the last ended {about.ago} ago: beat, or the queue of the sweep, stands still."
-        return f"{every} the last ended {about.ago} ago."
+            return "This app asks for no sweeps."
+        last = "none has ended yet" if about.ago_ms is None else f"the last ended {about.ago} ago"
+        doubt = "" if about.well else ": does beat run, and a worker that consumes its queue?"
+        return f"Sweeps are due every {about.interval:g} s, and {last}{doubt or '.'}"
 
     def _claimed(self, crashes: int) -> str:
         """Tell what a claim does that finds so many crashes, its own included."""
+        most = self.policy.max_crashes
         if crashes and self.policy.on_stale == "fail":
             return "settles it FAILED (ProcessingTimedOut) without a run, as the task's idempotency_on_stale says"
-        if crashes > self.policy.max_crashes:
-            return f"settles it FAILED (TooManyCrashes) without a run: that is over {self.policy.max_crashes} crashes"
-        if not crashes:
-            return "runs it"
-        return f"runs it ({crashes} of {self.policy.max_crashes} crashes allowed so far)"
+        if crashes > most:
+            return f"settles it FAILED (TooManyCrashes) without a run: that is over {most} crashes"
+        return f"runs it ({crashes} of {most} crashes allowed so far)" if crashes else "runs it"
 
-    def _kept_until(self) -> str:
-        """Tell when a settled record expires: the store knows, or the options of its task do."""
+    def _redelivery(self) -> str:
+        broker = redelivery_timeout(self.app)
+        when = (
+            "once the connection of its worker is gone"
+            if broker is None
+            else f"{broker.seconds:g} s after it was taken ({broker.option}), or later"
+        )
+        return f"The broker delivers its message again {when}."
+
+    def cost(self, operation: Operation) -> str:
+        """Tell what may happen a second time, or is not noticed by callers."""
         record = self.record
-        if not record.state.settled:
-            return ""
-        store = self.store.without_cache()
-        if store.supports_cache:
-            retained = store.retained(record.identity)
-            return (
-                ""
-                if retained is None
-                else f"Kept until {self._at(self.now_ms + retained.left_ms)}."
-            )
-        if self.definition is None:
-            return (
-                "For how long it is kept is not known here: no task of this app has its namespace."
-            )
-        until = self._at(record.updated_ms + self.policy.settled_keep_ms)
-        return f"Kept until {until}, by the options that its task has now."
+        if self.live:
+            return "Its owner is not stopped by that: its result is dropped, and what it does may be done twice."
+        if operation == "complete":
+            return "Check the outside system first: callers get what you say."
+        if operation == "fail":
+            return "If it took effect before, callers do not learn its result."
+        cost = self._cost_of_another_run()
+        if operation == "forget" and record.steps:
+            cost += " Its steps are done again as well."
+        return cost
+
+    def _cost_of_another_run(self) -> str:
+        match self.record.state:
+            case State.COMPLETED:
+                what = "It TOOK EFFECT" if self.known else "If it TOOK EFFECT, as its answer says"
+                return f"{what}: the next call does it a second time."
+            case State.FAILED | State.INTERRUPTED if self.policy.atomic:
+                return "What it wrote to the database was rolled back. What it did elsewhere may be done twice."
+            case State.QUEUED:
+                return "If its message still comes, it runs; a further call may then run as well."
+            case _:
+                return (
+                    "What it did before it failed or was lost may be done twice: look there first."
+                )
 
     def _at(self, ms: int) -> str:
         return moment(ms, self.now_ms)
 
 
-_LOST = "its worker is dead, frozen, or cut off from the store."
+_LAST_CHANGE = {
+    State.QUEUED: "Queued",
+    State.PROCESSING: "Claimed",
+    State.INTERRUPTED: "Interrupted",
+    State.COMPLETED: "Settled",
+    State.FAILED: "Settled",
+}
 
 _SWEPT = {
     "interrupt": "The next one makes it INTERRUPTED: it then waits for a delivery or a call.",
     "fail": "The next one settles it FAILED (ProcessingTimedOut), as the task's idempotency_on_stale says.",
     "requeue": "The next one publishes its message again, as the task's idempotency_on_stale says.",
 }
-
-_AGAIN = "by a sweep or an operator after its worker was lost, or by its own run for a retry (the log says)."
-
-#: Of no task of this app; in most cases of a view.
-_MEANWHILE_ELSE = "A duplicate meanwhile is refused; a request over HTTP is answered 409."
 
 _MEANWHILE = {
     "retry": "A duplicate meanwhile goes back to the queue with a countdown.",

@@ -87,19 +87,25 @@ def find_key_anywhere(
     keys: Iterable[str],
     *,
     namespace: str | None = None,
+    task_id: str = "",
     seconds: float | None = None,
     looked_at: Callable[[int], object] | None = None,
 ) -> Found:
-    """Return the records of a key in every scope: all keys are looked at, in short steps, for so many ``seconds``.
+    """Return the records of a key (or of a task with this id) in every scope, as lists have them.
 
-    No index has keys without their scope: it would cost each claim a write, to be read in an incident.
-    The records have what lists have, see :func:`whole`.
-    ``looked_at`` is called after each step with the number of keys that it looked at.
+    All keys are looked at, in short steps, for so many ``seconds``: no index has keys without their scope, since it
+    would cost each claim a write. ``looked_at`` is called after each step with the number of keys that it looked at.
     """
     found: dict[Identity, Record] = {}
+    wanted = frozenset(keys)
     give_up = None if seconds is None else monotonic() + seconds
-    for page in pages(store, Selection(keys=frozenset(keys), namespace=namespace)):
-        found |= {record.identity: record for record in page.records}
+    selection = Selection(
+        states=frozenset(State), keys=frozenset() if task_id else wanted, namespace=namespace
+    )
+    for page in pages(store, selection):
+        for record in page.records:
+            if record.identity.key in wanted or record.task_id == task_id:
+                found[record.identity] = record
         if looked_at is not None:
             looked_at(page.looked_at)
         if page.cursor and give_up is not None and monotonic() > give_up:

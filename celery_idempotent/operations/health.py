@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from celery_idempotent.celery.reaper import sweep_interval
@@ -23,34 +22,30 @@ OUTBOX_MS = 60_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweeps:
-    """Whether sweeps run: ``last`` is when the last one ended, ``ago_ms`` how long ago that was.
+    """Whether sweeps run: ``ago_ms`` is how long ago the last one ended, ``None`` if none has.
 
-    ``interval`` is in seconds, ``None`` where somebody else than this app asks for sweeps, if anybody does.
+    ``interval`` is in seconds, ``None`` where this app asks for no sweeps.
     """
 
     interval: float | None
-    last: datetime | None
-    ago_ms: int
+    ago_ms: int | None
 
     @property
     def ago(self) -> str:
         """How long ago the last one ended, for people."""
-        return time_in_words(self.ago_ms)
+        return time_in_words(self.ago_ms or 0)
 
     @property
     def well(self) -> bool:
         """Did one end less than three intervals ago? Without an interval: did any?"""
-        if self.last is None:
+        if self.ago_ms is None:
             return False
         return self.interval is None or self.ago_ms < 3000 * self.interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What was found: how long the store took to count, the sweeps (``None`` where nothing notes them), the outbox.
-
-    ``outbox_ms`` is the age of the oldest message that waits, ``None`` where there is none, or no outbox.
-    """
+    """How long the store took to count, the sweeps (``None`` where nothing notes them), the oldest waiting message."""
 
     answered_ms: float
     sweeps: Sweeps | None
@@ -72,21 +67,20 @@ class Health:
         return self.sweeps_well and self.outbox_well
 
     def as_json(self) -> dict[str, object]:
-        """Return it for programs; what is not known is ``None``."""
-        last = None if self.sweeps is None or self.sweeps.last is None else self.sweeps.ago_ms
+        """Return it for programs; unknown figures are ``None``."""
         return {
             "well": self.well,
             "store": {"well": True, "answered_ms": round(self.answered_ms, 1)},
-            "sweep": {"well": self.sweeps_well, "ago_s": None if last is None else last // 1000},
-            "outbox": {
-                "well": self.outbox_well,
-                "oldest_s": None if self.outbox_ms is None else self.outbox_ms // 1000,
+            "sweep": {
+                "well": self.sweeps_well,
+                "ago_s": _seconds(None if self.sweeps is None else self.sweeps.ago_ms),
             },
+            "outbox": {"well": self.outbox_well, "oldest_s": _seconds(self.outbox_ms)},
         }
 
 
 def health(app: Celery, store: Store, *, outbox_ms: int | None) -> Health:
-    """Return how things are; ``outbox_ms`` is what the Django project says.
+    """Ask the store; ``outbox_ms`` is the age of the oldest message in the outbox of the Django project.
 
     Raises:
         StoreUnavailable: if the store does not answer.
@@ -106,5 +100,9 @@ def sweeps(app: Celery, stats: Stats) -> Sweeps:
         interval = sweep_interval(app)
     except InvalidOption:
         interval = None  # a worker does not start with it, and says so
-    ago_ms = max(stats.now_ms - (stats.swept_ms or 0), 0)
-    return Sweeps(interval=interval, last=stats.swept_at, ago_ms=ago_ms)
+    ago_ms = None if stats.swept_ms is None else max(stats.now_ms - stats.swept_ms, 0)
+    return Sweeps(interval=interval, ago_ms=ago_ms)
+
+
+def _seconds(ms: int | None) -> int | None:
+    return None if ms is None else ms // 1000

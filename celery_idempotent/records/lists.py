@@ -105,11 +105,6 @@ class Stats:
     swept_ms: int | None = None
     at_least: frozenset[str] = frozenset()
 
-    @property
-    def swept_at(self) -> datetime | None:
-        """When the last sweep ended."""
-        return None if self.swept_ms is None else EPOCH + timedelta(milliseconds=self.swept_ms)
-
     def said(self, name: Literal["live", "stale", "interrupted", "failed"]) -> str:
         """Return a count for people, with a plus where there may be more."""
         plus = "+" if name in self.at_least else ""

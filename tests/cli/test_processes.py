@@ -80,10 +80,10 @@ def test_list_writes_one_json_object_a_line(histories):
         ("declined", ["declined of refused is FAILED for good with Refused"]),
         (
             "t-deadly",
-            ["deadly of killing", "TooManyCrashes", "Claimed 5 times; its worker was lost 4 times"],
+            ["deadly of killing", "TooManyCrashes", "Claims so far: 5; lost workers: 4"],
         ),
         # By the arguments that the result backend has.
-        ("t-done", ["done of keyed is COMPLETED"]),
+        ("t-done", ["done of keyed is COMPLETED", "task t-done"]),
     ],
 )
 def test_explain_tells_what_happened_by_key_or_by_task_id(histories, asked, told):

@@ -25,7 +25,7 @@ from django.db import DatabaseError
 from celery_idempotent.celery.operations import StartedOperation
 from celery_idempotent.django.admin.identities import unparse
 from celery_idempotent.django.models import IdempotencyRecord
-from celery_idempotent.operations.bulk import DONE
+from celery_idempotent.operations.acting import DONE
 from celery_idempotent.records import Identity
 
 logger = logging.getLogger(__name__)

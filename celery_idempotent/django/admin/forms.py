@@ -12,7 +12,7 @@ from celery_idempotent.celery.operations import LONGEST_REASON, Operation
 from celery_idempotent.django.applications import celery_app
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity.identified import MAX_CHARS
-from celery_idempotent.operations.bulk import SeenRecord, may_repeat
+from celery_idempotent.operations.acting import SeenRecord, may_repeat
 from celery_idempotent.operations.finding import (
     namespace_of,
     scope_in_words,

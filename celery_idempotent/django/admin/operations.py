@@ -24,8 +24,7 @@ from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.listing import PER_PAGE
 from celery_idempotent.django.admin.wording import ENDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.bulk import DONE, REFUSALS, Verdict, execute, verdict
-from celery_idempotent.operations.choosing import EFFECTS
+from celery_idempotent.operations.acting import DONE, EFFECTS, REFUSALS, Verdict, execute, verdict
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import Store, get_store
