@@ -113,7 +113,7 @@ def run_and_kill(
         from celery_idempotent.django.testcases import close_before_fork
 
         close_before_fork()
-    store = get_store(task.app)
+    store, body = get_store(task.app), body_of(task)
     here, there = Pipe()
     with warnings.catch_warnings():
         # From Python 3.12 on: another thread may hold a lock. Celery and we make our locks anew in a child.
@@ -127,7 +127,7 @@ def run_and_kill(
                 # Else its records are in a database, which outlives this process too.
                 swap_store(task.app, _Forwarding(cast("Store", link)))
             try:
-                _deliver(task, message, link, kill, redelivered)
+                _deliver(task, message, link, _tracer(body, link, kill), kill, redelivered)
             except BaseException as error:  # noqa: BLE001  the parent reports it
                 link.send("trouble", repr(error))
         finally:
@@ -165,9 +165,14 @@ def _listen(here: Connection, store: Store) -> ProcessEnd:
 
 
 def _deliver(
-    task: AnyTask, message: Message, link: _Link, kill: Kill | None, redelivered: bool
+    task: AnyTask,
+    message: Message,
+    link: _Link,
+    trace: TraceFunction,
+    kill: Kill | None,
+    redelivered: bool,
 ) -> None:
-    sys.settrace(_tracer(body_of(task), link, kill))
+    sys.settrace(trace)
     try:
         delivery = run(task, message, redelivered=redelivered)
     finally:
