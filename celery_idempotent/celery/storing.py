@@ -8,8 +8,7 @@ Celery's tracer stores it after the run, in two round trips of its own. Here the
 
 The result is the backend's own: its fields, its serializer and compression, its key, channel and expiry. Whatever is
 unusual has it stored apart, as ever: a backend that is no plain ``RedisBackend``, or has a method replaced; another
-server, database or login than the store's; a request that has something to send afterwards. After any error, too,
-Celery stores the result.
+server, database or login than the store's; a request that has something to send afterwards; the exception of a failure.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ from __future__ import annotations
 import inspect
 import weakref
 from functools import partial
-from types import FrameType, FunctionType, TracebackType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from billiard.einfo import ExceptionInfo
 from celery import states
 from celery.app import trace
-from celery.exceptions import Ignore, Reject, Retry
-from celery.utils.serialization import get_pickleable_etype, get_pickleable_exception
 
 from celery_idempotent.celery import delivery
 from celery_idempotent.celery.entering import entry_of
-from celery_idempotent.records import EndState, ResultWrite, State
+from celery_idempotent.records import ResultWrite
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -37,16 +33,13 @@ if TYPE_CHECKING:
     from celery_idempotent.celery.typed import AnyBackend, AnyRequest
     from celery_idempotent.stores.base import Store
 
-#: On a request: of which task id and state the result is stored, until the tracer would store it.
+#: On a request: of which task id the result is stored, until the tracer would store it.
 _WRITTEN = "idempotency_result"
-
-_STATES: dict[State, str] = {State.COMPLETED: states.SUCCESS, State.FAILED: states.FAILURE}
 
 #: The methods of a backend that are bypassed. Where one of them is overridden, Celery stores the result.
 _BYPASSED = frozenset(
     {
         "mark_as_done",
-        "mark_as_failure",
         "store_result",
         "_store_result",
         "_get_task_meta_for",
@@ -66,13 +59,13 @@ _LARGEST = 1024 * 1024
 
 
 class _Plan(NamedTuple):
-    """For how many seconds a backend keeps results, by state; a state is missing if this store cannot write them.
+    """For how many seconds a backend keeps results; ``None``: this store cannot write them.
 
     It was made under these ``circumstances``, and is made anew under others.
     """
 
     circumstances: tuple[object, ...]
-    expires_s: dict[str, int]
+    expires_s: int | None
 
 
 _plans: weakref.WeakKeyDictionary[AnyBackend, _Plan] = weakref.WeakKeyDictionary()
@@ -85,18 +78,18 @@ def ignores_result(task: IdempotentTask, request: Context) -> bool:
 
 
 class RequestResult:
-    """What the run of a request ended with, a value or an exception, as Celery's tracer would store it."""
+    """The value that the run of a request returned, as Celery's tracer would store it."""
 
-    __slots__ = ("_outcome", "_request", "_task", "_task_id")
+    __slots__ = ("_request", "_task", "_task_id", "_value")
 
-    def __init__(self, task: IdempotentTask, request: Any, task_id: str, outcome: object) -> None:
-        self._task, self._request, self._task_id, self._outcome = task, request, task_id, outcome
+    def __init__(self, task: IdempotentTask, request: Any, task_id: str, value: object) -> None:
+        self._task, self._request, self._task_id, self._value = task, request, task_id, value
 
-    def write_for(self, store: Store, state: EndState) -> ResultWrite | None:
+    def write_for(self, store: Store) -> ResultWrite | None:
         """Return what this store is to write; ``None`` if the result is left to Celery."""
         try:
-            if self._is_plain(state):
-                return self._build_write(store, _STATES[state])
+            if self._is_plain():
+                return self._build_write(store)
         except Exception:  # noqa: BLE001, S110  Celery says what is wrong with it, when it stores it
             pass
         return None
@@ -107,18 +100,18 @@ class RequestResult:
         A soft time limit that strikes here is no failure either: the task has its value.
         """
         try:
-            result = self.write_for(store, State.COMPLETED)
+            result = self.write_for(store)
             if result is not None and store.write_result(result):
-                self.note_written(State.COMPLETED)
+                self.note_written()
         except Exception:  # noqa: BLE001, S110
             pass
 
-    def note_written(self, state: EndState) -> None:
+    def note_written(self) -> None:
         """Let the tracer leave it out."""
-        vars(self._request)[_WRITTEN] = (self._task_id, _STATES[state])
+        vars(self._request)[_WRITTEN] = self._task_id
 
-    def _is_plain(self, state: EndState) -> bool:
-        """Will Celery store this outcome, and do nothing else for it?"""
+    def _is_plain(self) -> bool:
+        """Will Celery store this value, and do nothing else for it?"""
         task, request = self._task, self._request
         if request.is_eager or request.id != self._task_id:
             return False
@@ -126,47 +119,37 @@ class RequestResult:
         if not request.delivery_info or task.request_stack.top is not request:
             return False
         # The body added them: a message that has callbacks never comes here (running.py).
-        if delivery.brings_callbacks(request):
-            return False
-        if not state.is_failure:
-            return not (request.ignore_result or ignores_result(task, request))
-        if isinstance(self._outcome, (Ignore, Reject, Retry)):
-            return False
-        return bool(task.store_errors_even_if_ignored or not ignores_result(task, request))
+        return not (
+            request.ignore_result
+            or ignores_result(task, request)
+            or delivery.brings_callbacks(request)
+        )
 
-    def _build_write(self, store: Store, state: str) -> ResultWrite | None:
+    def _build_write(self, store: Store) -> ResultWrite | None:
         backend: AnyBackend = self._task.backend
         plan = _plans.get(backend)
         circumstances = _circumstances(backend, store)
         if plan is None or plan.circumstances != circumstances:
             plan = _plans[backend] = _Plan(circumstances, _plan_of(backend, store))
-        expires_s = plan.expires_s.get(state)
-        if expires_s is None:
+        if plan.expires_s is None:
             return None
-        outcome, traceback = self._outcome, None
-        if state == states.FAILURE:
-            outcome, traceback = _failure(outcome)
-        meta = _meta(backend, self._request, outcome, state, traceback)
-        payload = backend.encode(meta)
+        payload = backend.encode(_meta(backend, self._request, self._value))
         if isinstance(payload, str):
             payload = payload.encode()
         if not isinstance(payload, bytes) or len(payload) > _LARGEST:
             return None
         key = backend.get_key_for_task(self._task_id)
-        return ResultWrite(key=key, payload=payload, expires_s=expires_s)
+        return ResultWrite(key=key, payload=payload, expires_s=plan.expires_s)
 
 
 class _WrittenBackend:
     """Stands for a result backend in the one call by which the tracer would store what is stored."""
 
-    def __init__(self, backend: AnyBackend, task_id: str, state: str) -> None:
-        self._backend, self._task_id, self._state = backend, task_id, state
+    def __init__(self, backend: AnyBackend, task_id: str) -> None:
+        self._backend, self._task_id = backend, task_id
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._backend, name)
-
-    def _is_stored(self, task_id: str, state: str) -> bool:
-        return (task_id, state) == (self._task_id, self._state)
 
     def mark_as_done(
         self,
@@ -176,23 +159,8 @@ class _WrittenBackend:
         store_result: bool = True,
         state: str = states.SUCCESS,
     ) -> object:
-        stores = store_result and not self._is_stored(task_id, state)
+        stores = store_result and (task_id, state) != (self._task_id, states.SUCCESS)
         return self._backend.mark_as_done(task_id, result, request, stores, state)
-
-    def mark_as_failure(
-        self,
-        task_id: str,
-        exc: object,
-        traceback: object = None,
-        request: object = None,
-        store_result: bool = True,
-        call_errbacks: bool = True,
-        state: str = states.FAILURE,
-    ) -> object:
-        stores = store_result and not self._is_stored(task_id, state)
-        return self._backend.mark_as_failure(
-            task_id, exc, traceback, request, stores, call_errbacks, state
-        )
 
 
 def backend_for_tracer(backend: AnyBackend, requests: AnyRequest) -> AnyBackend:
@@ -203,44 +171,19 @@ def backend_for_tracer(backend: AnyBackend, requests: AnyRequest) -> AnyBackend:
     request = None if requests is None else requests.top
     if request is None or _WRITTEN not in vars(request) or entry_of(request) is not None:
         return backend
-    return _WrittenBackend(backend, *vars(request).pop(_WRITTEN))
+    return _WrittenBackend(backend, vars(request).pop(_WRITTEN))
 
 
 # -- what a backend writes ---------------------------------------------------------------------------------------------
 
 
-def _meta(
-    backend: AnyBackend, request: AnyRequest, outcome: object, state: str, traceback: str | None
-) -> dict[str, object]:
-    result = backend.encode_result(outcome, state)
+def _meta(backend: AnyBackend, request: AnyRequest, value: object) -> dict[str, object]:
+    result = backend.encode_result(value, states.SUCCESS)
     meta: dict[str, object] = backend._get_result_meta(  # noqa: SLF001  so does its own _store_result
-        result=result, state=state, traceback=traceback, request=request
+        result=result, state=states.SUCCESS, traceback=None, request=request
     )
     meta["task_id"] = request.id
     return meta
-
-
-def _failure(error: Any) -> tuple[object, str | None]:
-    """Return an exception and the text of its traceback, as the tracer hands them to the backend."""
-    found = get_pickleable_exception(error)
-    kind = get_pickleable_etype(type(error))
-    info = ExceptionInfo((kind, found, _up_to_tracer(error.__traceback__)))
-    return found, info.traceback
-
-
-def _up_to_tracer(traceback: TracebackType) -> TracebackType:
-    """Return the traceback as it will be in the tracer.
-
-    The exception has not got there yet: the frames between are on the stack, and are added.
-    """
-    frame: FrameType | None = traceback.tb_frame
-    while frame is not None and frame.f_code.co_name != "trace_task":
-        frame = frame.f_back
-        if frame is not None:
-            traceback = TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
-    if frame is None:
-        raise LookupError("no tracer")
-    return traceback
 
 
 def _circumstances(backend: AnyBackend, store: Store) -> tuple[object, ...]:
@@ -249,15 +192,11 @@ def _circumstances(backend: AnyBackend, store: Store) -> tuple[object, ...]:
     return store, backend.client, backend.expires, unchanged
 
 
-def _plan_of(backend: AnyBackend, store: Store) -> dict[str, int]:
+def _plan_of(backend: AnyBackend, store: Store) -> int | None:
     """Ask Celery's own code what this backend writes: it is called with a client that only notes what it should do."""
-    found: dict[str, int] = {}
     if _is_plain_redis(backend) and store.stores_results_of(backend.client.connection_pool):
-        for state in _STATES.values():
-            expires_s = _probe_expiry(backend, state)
-            if expires_s is not None:
-                found[state] = expires_s
-    return found
+        return _probe_expiry(backend)
+    return None
 
 
 def _is_plain_redis(backend: AnyBackend) -> bool:
@@ -299,7 +238,7 @@ class _Notes(list[tuple[object, ...]]):
         pass
 
 
-def _probe_expiry(backend: AnyBackend, state: str) -> int | None:
+def _probe_expiry(backend: AnyBackend) -> int | None:
     """Return for how many seconds a backend keeps a result (0: for ever); ``None``: it writes otherwise than expected.
 
     Its own ``store_result`` is called, with a client that only notes the commands.
@@ -315,8 +254,8 @@ def _probe_expiry(backend: AnyBackend, state: str) -> int | None:
 
     noting = object.__new__(type(backend))
     noting.__dict__ = {**vars(backend), "client": notes, "encode": encode}
-    noting.store_result(request.id, None, state, request=request)
-    expected = _meta(backend, request, None, state, None)
+    noting.store_result(request.id, None, states.SUCCESS, request=request)
+    expected = _meta(backend, request, None)
     for meta in (expected, *encoded):
         meta.pop("date_done", None)
     key = backend.get_key_for_task(request.id)

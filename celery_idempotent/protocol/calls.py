@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import StepCodec
-from celery_idempotent.records import EndState, Identity, Record, ResultWrite, Stored
+from celery_idempotent.records import Identity, Record, ResultWrite, Stored
 
 if TYPE_CHECKING:
     from celery_idempotent.protocol.at_commit import OnCommit
@@ -36,9 +36,9 @@ def worker_name(pid: int) -> str:
 
 
 class OutcomeResult(Protocol):
-    """What a body ended with, as the caller stores it elsewhere: in a result backend."""
+    """What a body returned, as the caller stores it elsewhere: in a result backend."""
 
-    def write_for(self, store: Store, state: EndState) -> ResultWrite | None:
+    def write_for(self, store: Store) -> ResultWrite | None:
         """Return what this store is to write together with the record; ``None``: the caller writes it, afterwards."""
         ...
 
@@ -46,7 +46,7 @@ class OutcomeResult(Protocol):
         """Have this store write the value of a duplicate, if it can."""
         ...
 
-    def note_written(self, state: EndState) -> None:
+    def note_written(self) -> None:
         """Note that it is written, so that the caller does not write it again."""
         ...
 
@@ -65,7 +65,7 @@ class Call:
     ends_at: float = float("inf")
     #: Called with the token once this call has settled its record.
     on_settled: Callable[[int], None] | None = None
-    #: Returns, for a value or an exception, the result as the caller stores it elsewhere.
+    #: Returns, for a value, the result as the caller stores it elsewhere.
     make_result: Callable[[object], OutcomeResult] | None = None
     #: What a sweep publishes should the claim go stale.
     message: bytes | None = field(default=None, repr=False)  # has arguments
@@ -79,15 +79,14 @@ class Call:
     #: Returns the ``on_commit`` of each transaction that the caller has open, none if the record is part of one: the
     #: run is settled after their COMMIT.
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
-    #: Attempts to claim, of earlier rounds of the message, that no store answered.
 
     def fails(self, error: BaseException) -> bool:
         """Is this an error of the body, rather than what becomes of its message, or the end of the process?"""
         return isinstance(error, Exception) and not isinstance(error, self.control)
 
-    def result_of(self, outcome: object) -> OutcomeResult | None:
+    def result_of(self, value: object) -> OutcomeResult | None:
         """Return the result that the caller stores elsewhere; ``None``: it stores none."""
-        return None if self.make_result is None else self.make_result(outcome)
+        return None if self.make_result is None else self.make_result(value)
 
     def late_error(self, error: Exception) -> Exception:
         """Return what is raised for an exception that came after the body; one of ours is what it is."""

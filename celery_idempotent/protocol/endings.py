@@ -78,11 +78,11 @@ class Settlement(NamedTuple):
 
     def write(self, store: Store, request: SettleRequest) -> bool:
         """Write the end state, and the result with it where that can be; ``False``: a newer claim has the key."""
-        if self.result is None or (result := self.result.write_for(store, self.state)) is None:
+        if self.result is None or (result := self.result.write_for(store)) is None:
             return store.settle(request)
         written = store.settle_with_result(request, result)
         if written is SettledWith.RESULT:
-            self.result.note_written(self.state)
+            self.result.note_written()
         return written is not SettledWith.LOST
 
 
@@ -129,7 +129,7 @@ class Endings:
         is_permanent = keep_failure or isinstance(error, self.policy.permanent_errors)
         if is_permanent and not lost and call.fails(error):
             dump = partial(self._codec.dump_error, error)
-            settlement = Settlement(State.FAILED, dump, error, result=call.result_of(error))
+            settlement = Settlement(State.FAILED, dump, error)
             return self.settle(call, claim, settlement)
         # After SystemExit and the like the process has a moment left, and the lease ends the claim anyway.
         at_exit = not isinstance(error, Exception)
