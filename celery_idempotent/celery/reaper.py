@@ -8,8 +8,8 @@ What becomes of a record whose lease ran out is what its task said when it claim
 
 The store writes the new state first, and then the sweep acts on it. Should it die before it has published a message,
 the record is past its new deadline after a minute, and another sweep publishes it. Two copies do no harm: they have one
-task id, so the second is a redelivery. Nor does a record stay INTERRUPTED that is to be FAILED: another sweep, a minute
-later, settles it.
+task id, so the second is a redelivery. A record that it has not settled FAILED stays INTERRUPTED: the next delivery or
+call of the key settles it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import weakref
 from typing import TYPE_CHECKING
 
 from celery_idempotent import signals
-from celery_idempotent.celery.registry import definition_of, find_task, idempotent_tasks
+from celery_idempotent.celery.registry import definition_of, find_task
 from celery_idempotent.celery.settling import fail_record
 from celery_idempotent.celery.typed import AnyTask
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.telling import FAILED_WITHOUT_RUN, Details, Line, Reporter
-from celery_idempotent.records import Record, Selection, State
+from celery_idempotent.records import Record, State
 from celery_idempotent.settings import milliseconds
 from celery_idempotent.stores import get_store
 
@@ -51,13 +51,6 @@ REQUEUE_MS = 60_000
 
 #: Why a sweep acts.
 _STALE = "the lease ran out"
-_LEFT = "an earlier sweep, or its message, did not come to it"
-
-#: So many INTERRUPTED records a sweep looks at for those that are to be FAILED.
-_LOOK_AT = 500
-
-#: Where the next look of an app begins: among very many, each gets its turn.
-_places: weakref.WeakKeyDictionary[Celery, str] = weakref.WeakKeyDictionary()
 
 _NOT_REQUEUED = Line(logging.ERROR, "%(identity)s could not be requeued: %(error)s")
 
@@ -81,10 +74,9 @@ def sweep(app: Celery, *, limit: int = SWEEP_LIMIT, sender: object = None) -> di
     for record in found.interrupted:
         report_record(app, store, signals.interrupted, record, state=record.state, reason=_STALE)
     requeued = sum(send_again(app, store, record, reason=_STALE) for record in found.requeued)
-    # Last, since each asks the store once more: what it keeps us from is found again after a minute.
+    # Last, since each asks the store once more.
     timed_out = [record for record in found.interrupted if record.on_stale == "fail"]
-    failed = sum(_time_out(app, store, record, _STALE) for record in timed_out)
-    failed += sum(_time_out(app, store, record, _LEFT) for record in _left_behind(app, store))
+    failed = sum(_time_out(app, store, record) for record in timed_out)
     pruned = store.prune(limit=limit)
     counts: dict[str, object] = {
         "interrupted": len(found.interrupted),
@@ -126,32 +118,7 @@ def report_record(
     reporter.report(outcome, *about, store=store, has_writer=False, **details)
 
 
-def _left_behind(app: Celery, store: Store) -> list[Record]:
-    """Return INTERRUPTED records that are to be FAILED, and were left so for a minute.
-
-    A store interrupts thousands in one step, and they are settled one after the other::
-
-        sweep     INTERRUPTED: a b c ─ FAILED: a ─╳ it dies, or the store fails
-        sweep     a minute later                       lists b c ─ FAILED: b c
-
-    Within that minute they are left to the sweep that is at work, and to their messages, which may come back.
-    """
-    # An idle sweep is to stay as cheap as it is where no task asks for this.
-    if not any(each.policy.on_stale == "fail" for _, each in idempotent_tasks(app)):
-        return []
-    interrupted = Selection(states=frozenset({State.INTERRUPTED}))
-    place = _places.get(app, "")
-    page = store.list(interrupted, cursor=place, limit=_LOOK_AT, look_at=_LOOK_AT)
-    _places[app] = page.cursor
-    before_ms = page.now_ms - REQUEUE_MS
-    return [
-        record
-        for record in page.records
-        if record.on_stale == "fail" and record.crashes and record.updated_ms <= before_ms
-    ]
-
-
-def _time_out(app: Celery, store: Store, record: Record, reason: str) -> bool:
+def _time_out(app: Celery, store: Store, record: Record) -> bool:
     """Settle a record FAILED for good whose worker was lost (``idempotency_on_stale="fail"``)."""
     error = ProcessingTimedOut(
         f"{record.identity} did not come back before its lease ran out: {record.owner} claimed it last."
@@ -165,7 +132,7 @@ def _time_out(app: Celery, store: Store, record: Record, reason: str) -> bool:
         record,
         state=State.FAILED,
         error=error,
-        reason=reason,
+        reason=_STALE,
         line=FAILED_WITHOUT_RUN,
     )
     return True
