@@ -14,22 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import (
-    admin,
-    cluster,
     http,
-    hybrid,
-    imports,
     instructions,
-    memory,
     peers,
     postgresql,
-    prune,
     publish,
     report,
-    saturation,
-    scale,
     sql,
-    sweep,
     verbs,
     worker,
 )
@@ -43,17 +34,8 @@ _BENCHMARKS = {
     "publish": (publish.run, "Time of apply_async"),
     "peers": (peers.run, "Other libraries, and ours"),
     "verbs": (verbs.run, "Time of a verb, p50"),
-    "hybrid": (hybrid.run, "Time of a duplicate, p50"),
-    "memory": (memory.run, "Memory per record"),
-    "sweep": (sweep.run, "A sweep of 1,000 stale keys"),
     "sql": (sql.run, "Time of a verb on PostgreSQL, p50"),
-    "prune": (prune.run, "Deleting what is past its retention, on PostgreSQL"),
-    "admin": (admin.run, "Pages of the admin, from request to answer"),
     "http": (http.run, "Time that @idempotent_view adds to a request"),
-    "import": (imports.run, "CPU time to import the library and to bind a task"),
-    "scale": (scale.run, "Many keys against 100,000"),
-    "saturation": (saturation.run, "Pairs of a claim and a settle that one Redis takes"),
-    "cluster": (cluster.run, "A worker on a Redis Cluster of three"),
     "instructions": (instructions.run, "User-space instructions"),
 }
 
@@ -75,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with Progress(*columns, console=console, transient=True) as progress:
             bar = progress.add_task("starting")
-            session = Session(
-                options.quick, options.keys, random.Random(options.seed), progress, bar
-            )
+            session = Session(options.quick, random.Random(options.seed), progress, bar)
             about = machine(session)
             console.print(
                 " · ".join(f"{name} {value}" for name, value in about.items()), style="dim"
@@ -103,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _possible(name: str, options: argparse.Namespace) -> bool:
     if name == "instructions":
         return instructions.available() and not options.quick
-    return name not in ("sql", "prune") or postgresql.available()
+    return name != "sql" or postgresql.available()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,15 +98,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="NAME",
         help=f"which: {', '.join(_BENCHMARKS)}; default: all, instructions only with valgrind and"
-        " without --quick, sql and prune only with a PostgreSQL",
+        " without --quick, sql only with a PostgreSQL",
     )
     parser.add_argument("--quick", action="store_true", help="a look, in three minutes or so")
-    parser.add_argument(
-        "--keys",
-        type=int,
-        default=1_000_000,
-        help="among how many completed keys sweep and scale measure, 350 bytes each (default 1000000)",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON; tables go to stderr")
     parser.add_argument(
         "--seed",

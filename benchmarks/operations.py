@@ -49,14 +49,14 @@ RESULT = Stored(
 Call = Callable[[], object]
 
 
-def prepared_claim(store: Store, identity: Identity, lease_ms: int = LEASE_MS) -> Call:
+def prepared_claim(store: Store, identity: Identity) -> Call:
     """Return the call with which a worker claims the key."""
     return functools.partial(
         store.claim,
         ClaimRequest(
             identity=identity,
             attempt=os.urandom(8),
-            lease_ms=lease_ms,
+            lease_ms=LEASE_MS,
             keep_ms=KEEP_MS,
             fingerprint=FINGERPRINT,
             task_id=str(uuid.uuid4()),
@@ -65,17 +65,17 @@ def prepared_claim(store: Store, identity: Identity, lease_ms: int = LEASE_MS) -
     )
 
 
-def claim(store: Store, identity: Identity, lease_ms: int = LEASE_MS) -> Record:
+def claim(store: Store, identity: Identity) -> Record:
     """Claim a key that is free."""
-    answer = prepared_claim(store, identity, lease_ms)()
+    answer = prepared_claim(store, identity)()
     assert isinstance(answer, Claimed)
     return answer.record
 
 
-def settle(store: Store, record: Record, value: Stored | None = RESULT) -> bool:
+def settle(store: Store, record: Record) -> bool:
     """Settle as a worker does."""
     return store.settle(
-        SettleRequest(record=record, state=State.COMPLETED, value=value, keep_ms=KEEP_MS)
+        SettleRequest(record=record, state=State.COMPLETED, value=RESULT, keep_ms=KEEP_MS)
     )
 
 

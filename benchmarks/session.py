@@ -46,8 +46,6 @@ class Session:
     """One run of the benchmarks."""
 
     quick: bool
-    #: Among how many keys `sweep` and `scale` measure.
-    keys: int
     random: random.Random
     progress: Progress
     bar: TaskID
@@ -69,12 +67,10 @@ class Session:
         self.progress.advance(self.bar, count)
 
     @contextlib.contextmanager
-    def server(
-        self, *, valkey: bool = False, options: Mapping[str, str] | None = None
-    ) -> Iterator[embedded.EmbeddedRedis]:
+    def server(self) -> Iterator[embedded.EmbeddedRedis]:
         """Run a server while the block lasts: the machine's own Redis if it has one, or the Valkey of a wheel."""
         try:
-            server = Server(prefer_path=not valkey, options=options)
+            server = Server(prefer_path=True)
         except embedded.ServerUnavailable as error:
             raise BenchmarkError(str(error)) from error
         with server:

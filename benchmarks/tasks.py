@@ -33,9 +33,9 @@ PAYLOAD = {
 
 
 def make_app(
-    *, broker: str, backend: str, store: str = "", stamps: Path | None = None, peers: bool = False
+    *, broker: str, backend: str, stamps: Path | None = None, peers: bool = False
 ) -> Celery:
-    """Return an app with the tasks; the store is the result backend, if no other is named; peers: others' too."""
+    """Return an app with the tasks; the store is the result backend; peers: others' too."""
     app = Celery("bench", broker=broker, backend=backend, set_as_current=False)
     app.conf.update(
         task_default_queue="bench",
@@ -44,8 +44,6 @@ def make_app(
         broker_transport_options={"max_connections": 100},
         worker_hijack_root_logger=False,
     )
-    if store:
-        app.conf.idempotency_store = store
     notes = Stamps(stamps) if stamps else None
 
     @functools.cache
@@ -114,8 +112,7 @@ def make_app(
     add("portable", Apart, idempotency_key="n")
     add("by_argument_ignore", Idempotent, idempotency_key="n", ignore_result=True)
     add("by_webhook", Idempotent, webhook, idempotency_key=("n", "event.id"))
-    for name in ("again", "twice"):
-        add(name, Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")
+    add("again", Idempotent, again, idempotency_key="key", idempotency_fingerprint="key")
     if peers:
         libraries.configure(app, backend)
         for name, peer in libraries.installed().items():

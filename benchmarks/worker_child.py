@@ -10,7 +10,6 @@ from benchmarks.tasks import make_app
 app = make_app(
     broker=os.environ["BENCH_BROKER"],
     backend=os.environ["BENCH_BACKEND"],
-    store=os.environ.get("BENCH_STORE", ""),
     stamps=Path(os.environ["BENCH_STAMPS"]),
     peers=bool(os.environ.get("BENCH_PEERS")),
 )

@@ -47,11 +47,6 @@ class Plan:
                 blocks.append((task, range(start, start + size)))
         return cls(blocks)
 
-    @staticmethod
-    def key_of(number: int) -> int:
-        """Return the key of a message of the task "twice": the last two of each eleven have the same."""
-        return number // 11 * 10 + min(number % 11, 9)
-
     @property
     def messages(self) -> int:
         return sum(len(numbers) for _, numbers in self.blocks)
@@ -72,20 +67,17 @@ def drain(
     step: Callable[[float], None] = lambda _: None,
     under: Sequence[str] = (),
     peers: bool = False,
-    store: str = "",
-    done: Callable[[], bool] = lambda: True,
 ) -> Stamps:
-    """Publish what is planned, then let one worker run all of it, until all were started and it is ``done``.
+    """Publish what is planned, then let one worker run all of it, until all were started.
 
-    ``under`` is a program that runs the worker, ``store`` the store if it is not the result backend.
+    ``under`` is a program that runs the worker.
     """
     path = directory / "stamps"
     stamps = Stamps(path, plan.messages)
-    _publish(plan, server, step, peers=peers, store=store)
+    _publish(plan, server, step, peers=peers)
     environment = children_environment(
         BENCH_BROKER=server.url(0),
         BENCH_BACKEND=server.url(1),
-        BENCH_STORE=store,
         BENCH_STAMPS=path,
         BENCH_PEERS="1" if peers else "",
     )
@@ -94,14 +86,12 @@ def drain(
     command += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     log = directory / "worker.log"
     with _running(command, environment, log) as worker:
-        _wait(worker, stamps, plan.messages, log, step, done)
+        _wait(worker, stamps, plan.messages, log, step)
     return stamps
 
 
-def _publish(
-    plan: Plan, server: Server, step: Callable[[float], None], *, peers: bool, store: str
-) -> None:
-    app = make_app(broker=server.url(0), backend=server.url(1), peers=peers, store=store)
+def _publish(plan: Plan, server: Server, step: Callable[[float], None], *, peers: bool) -> None:
+    app = make_app(broker=server.url(0), backend=server.url(1), peers=peers)
     # The results are not waited for: to subscribe to each one would count in the measurement.
     with app.producer_pool.acquire(block=True) as producer, denied_join_result():
         for task, numbers in plan.blocks:
@@ -109,8 +99,6 @@ def _publish(
                 args: tuple[int, ...] = (number,)
                 if task == "again":
                     args = (number, place % REPLAYED)
-                elif task == "twice":
-                    args = (number, plan.key_of(number))
                 app.tasks[task].apply_async(args, producer=producer)
             step(len(numbers) / 2)
     app.close()
@@ -147,10 +135,9 @@ def _wait(
     messages: int,
     log: Path,
     step: Callable[[float], None],
-    done: Callable[[], bool],
 ) -> None:
     started, last = 0, time.monotonic()
-    while started < messages or not done():
+    while started < messages:
         time.sleep(0.2)
         before, started = started, stamps.started()
         step((started - before) / 2)
