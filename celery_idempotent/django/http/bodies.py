@@ -13,21 +13,20 @@ The fingerprint is equal for every way to write the same body::
     text/plain, one more blank                  another: bytes that mean nothing to us count as they are
 """
 
-# ruff: noqa: SLF001  Django has no public names for the stream of a request, and what was read of it
+# ruff: noqa: SLF001  Django has no public names for the stream of a request, and how far it was read
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import SEEK_END, BytesIO
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.conf import settings
 from django.core.exceptions import RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent
-from django.core.handlers.wsgi import LimitedStream
+from django.core.handlers.wsgi import LimitedStream, WSGIRequest
 from django.http import HttpRequest, QueryDict
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
@@ -50,40 +49,36 @@ TOO_LARGE: Final = (RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent)
 _PIECE: Final = 64 * 1024
 
 
-def receive(request: HttpRequest, options: HttpOptions, *, parsed: bool = False) -> None:
-    """Read the body to its end, before anybody parses it; it stays readable, as often and in the same ways.
+def receive(request: HttpRequest, options: HttpOptions) -> None:
+    """Have Django read the body, and compare its size with the one declared.
 
-    WSGI hands out a body while it arrives, and reports no error when it breaks off: a reader gets less, as if that were
-    all, ``amount=1`` of ``amount=1000``. An ASGI application of Django has all of it before the first view.
-    ``parsed``: the view has read it already, as far as it wanted to.
+    A WSGI server reports no error when a body breaks off: a reader gets less, as if that were all, ``amount=1`` of
+    ``amount=1000``. A view that has read it already, as far as it wanted to, is no obstacle.
 
     Raises:
         RequestRefused: ``body_incomplete``, ``length_required``, ``body_unreadable`` or ``request_too_large``.
+        RequestDataTooBig, TooManyFieldsSent, TooManyFilesSent: if it is over one of Django's own limits.
     """
     declared = _declared(request)
-    _check_size(declared or 0, options)
-    size: int | None
-    if (
-        declared is None
-        and "HTTP_TRANSFER_ENCODING" in request.META
-        and "wsgi.input" in request.META
-    ):
-        if parsed or not request.META.get("wsgi.input_terminated"):
-            # To Django there is no body.
-            raise RequestRefused("length_required", "Send the body with its Content-Length.")
-        size = _receive_chunks(request, options)
-    elif hasattr(request, "_body"):
-        size = len(request._body)  # read by a middleware, and kept by Django
-    elif vars(request)["_read_started"]:
-        size = _size_taken(request._stream)
-    else:
-        size = _size_in_file(request._stream)
-        if size is None:
-            size = _receive_all(request, request._stream, options)
-    if size is not None:
-        _check_size(size, options)
-        if size < (declared or 0):
-            raise _broken_off()
+    _check_size(declared, options)
+    if "HTTP_TRANSFER_ENCODING" in request.META and isinstance(request, WSGIRequest):
+        # To Django there is no body.
+        raise RequestRefused("length_required", "Send the body with its Content-Length.")
+    malformed: MultiPartParserError | None = None
+    try:
+        if not vars(request)["_read_started"]:
+            try:
+                _ = request.POST if _is_large_upload(request, declared) else request.body
+            except MultiPartParserError as error:
+                malformed = error  # perhaps because it broke off
+        size = len(request._body) if hasattr(request, "_body") else _size_taken(request._stream)
+    except OSError as error:  # a server that notices that it broke off
+        raise _broken_off() from error
+    _check_size(size, options)
+    if size < declared:
+        raise _broken_off()
+    if malformed is not None:
+        raise _malformed_form() from malformed
 
 
 def body_too_large() -> RequestRefused:
@@ -91,88 +86,28 @@ def body_too_large() -> RequestRefused:
     return RequestRefused("request_too_large", "It is larger than this service reads.")
 
 
-def _declared(request: HttpRequest) -> int | None:
-    """Return the length that the request declares, ``None`` if it declares none."""
-    text = str(request.META.get("CONTENT_LENGTH") or "").strip()
-    if not text:
-        return None
+def _malformed_form() -> RequestRefused:
+    return RequestRefused("body_unreadable", "The form in it is malformed.")
+
+
+def _declared(request: HttpRequest) -> int:
+    """Return the length that the request declares, 0 if it declares none."""
+    text = str(request.META.get("CONTENT_LENGTH") or "0").strip()
     if not (text.isascii() and text.isdecimal()) or len(text) > 18:
         raise RequestRefused("body_unreadable", "Its Content-Length is no number.")
     return int(text)
 
 
-def _receive_chunks(request: HttpRequest, options: HttpOptions) -> int:
-    """Read a chunked body, of which Django sees nothing, from a server that decodes it."""
-    if found := getattr(request, "_body", b""):
-        return len(found)  # a middleware has done so
-    size = _receive_all(request, request.META["wsgi.input"], options)
-    request.META["CONTENT_LENGTH"] = str(size)
-    vars(request)["_read_started"] = False
-    for parsed in ("_body", "_post", "_files"):  # of nothing
-        request.__dict__.pop(parsed, None)
-    return size
-
-
-def _receive_all(request: HttpRequest, stream: BinaryIO, options: HttpOptions) -> int:
-    """Put the body where it can be read at leisure, a large one into a file; return its size."""
-    whole: BinaryIO = BytesIO()
-    found = 0
-    try:
-        while piece := _next_piece(stream):
-            found += len(piece)
-            _check_size(found, options)
-            if isinstance(whole, BytesIO) and found > settings.FILE_UPLOAD_MAX_MEMORY_SIZE:
-                before, whole = whole.getvalue(), tempfile.TemporaryFile()  # noqa: SIM115  it outlives this function
-                whole.write(before)
-            whole.write(piece)
-    except BaseException:
-        whole.close()
-        raise
-    if not isinstance(whole, BytesIO):
-        vars(request)["close"] = _and_then(request.close, whole.close)
-    whole.seek(0)
-    request._stream = whole
-    return found
-
-
-def _and_then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        second()
-
-    return both
-
-
-def _size_in_file(stream: BinaryIO) -> int | None:
-    """Return the size of a body that is in a file already, ``None`` if it is still to come."""
-    if isinstance(stream, LimitedStream):  # of WSGI: what its seek() raises takes longer
-        return None
-    try:
+def _size_taken(stream: Any) -> int:
+    """Return how much there was of a body that was parsed or read piece by piece."""
+    limited = isinstance(stream, LimitedStream)  # of WSGI
+    if limited:
+        while stream.read(_PIECE):
+            pass
+    else:
         stream.seek(0, SEEK_END)
-        size: int = stream.tell()
-        stream.seek(0)
-    except (AttributeError, OSError, ValueError):
-        return None
+    size: int = stream._pos if limited else stream.tell()
     return size
-
-
-def _size_taken(stream: BinaryIO) -> int | None:
-    """Return how much there was of a body that others have read; ``None`` if that is not known."""
-    if not hasattr(stream, "_pos"):
-        return None
-    while _next_piece(stream):
-        pass
-    size: int = stream._pos
-    return size
-
-
-def _next_piece(stream: BinaryIO) -> bytes:
-    """Return the next piece of a body; a server that notices that it broke off raises ``OSError``."""
-    try:
-        piece: bytes = stream.read(_PIECE)
-    except OSError as error:
-        raise _broken_off() from error
-    return piece
 
 
 def _broken_off() -> RequestRefused:
@@ -197,20 +132,6 @@ _FORM = "application/x-www-form-urlencoded"
 _MULTIPART = "multipart/form-data"
 #: The form of a query string without fields.
 _NO_QUERY = form({})
-
-
-def read_body(request: HttpRequest, options: HttpOptions) -> None:
-    """Read the body, before anybody parses it: what Django REST framework takes from the stream is gone.
-
-    Not a form of POST: what was parsed of it is shared. Nor where it does not count.
-
-    Raises:
-        RequestRefused: as :func:`receive`.
-        RequestDataTooBig: if it is over Django's own limit.
-    """
-    receive(request, options)
-    if options.fingerprint is None and not _is_upload(request):
-        request.body  # noqa: B018  kept by Django
 
 
 def request_fingerprint(request: HttpRequest, seen: HttpRequest, options: HttpOptions) -> bytes:
@@ -248,7 +169,7 @@ def _body(request: HttpRequest) -> str:
             data = QueryDict(raw, encoding=request.encoding or "utf-8")
             return f"form {_form_fields(data)}"
     except (MultiPartParserError, UnicodeError) as error:
-        raise RequestRefused("body_unreadable", "The form in it is malformed.") from error
+        raise _malformed_form() from error
     if content_type == "application/json" or content_type.endswith("+json"):
         canonical = _json(raw)
         if canonical is not None:
@@ -299,13 +220,12 @@ def _form_fields(data: QueryDict) -> str:
 def _multipart(request: HttpRequest) -> str:
     """Return the form of fields and files; the boundary between them is a new one with each attempt."""
     data: QueryDict
-    if _is_upload(request):
+    if request.method == "POST":
         data, files = request.POST, request.FILES
     else:
-        # What is read here as a whole stays readable for the view.
-        raw = request.body
+        # Django parses forms of POST alone.
         upload = request.upload_handlers
-        parser = MultiPartParser(request.META, BytesIO(raw), upload, request.encoding)
+        parser = MultiPartParser(request.META, BytesIO(request.body), upload, request.encoding)
         data, files = parser.parse()
     hashed: Mapping[str, list[str]] = {
         name: [_file(file) for file in many] for name, many in files.lists()
@@ -321,7 +241,8 @@ def _file(file: UploadedFile) -> str:
     return f"{quote(file.name or '')} {quote(file.content_type or '')} {whole.hexdigest()}"
 
 
-def _is_upload(request: HttpRequest) -> bool:
-    """Is this a form with files that Django parses by itself? It does so for POST only."""
-    multipart = (request.content_type or "").lower() == _MULTIPART
-    return multipart and request.method == "POST" and not hasattr(request, "_body")
+def _is_large_upload(request: HttpRequest, size: int) -> bool:
+    """Is this a form that Django parses piece by piece, for it is too large for ``request.body``?"""
+    limit: int | None = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    multipart = request.method == "POST" and (request.content_type or "").lower() == _MULTIPART
+    return multipart and limit is not None and size > limit

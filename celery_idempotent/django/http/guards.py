@@ -25,7 +25,7 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponseBase
 
 from celery_idempotent.django.applications import app_of, named_app
-from celery_idempotent.django.http.bodies import read_body, request_fingerprint
+from celery_idempotent.django.http.bodies import receive, request_fingerprint
 from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.keys import caller_scope, http_identity
 from celery_idempotent.django.http.messages import (
@@ -194,7 +194,7 @@ class Guard:
         try:
             if key is None:
                 return self._without_key(guarded)
-            read_body(guarded.request, options)
+            receive(guarded.request, options)
             scope = caller_scope(guarded.seen, options)
             call = Call(
                 identity=http_identity(HTTP_NAMESPACE, scope, key),

@@ -168,7 +168,7 @@ def read_request(
     plain = getattr(request, "_request", request)
     try:
         key = read_key(plain, required=options.required) or str(uuid.uuid4())
-        receive(plain, options, parsed=True)
+        receive(plain, options)
         if callable(scope):
             scope = scope(request)
         if scope is None:
