@@ -137,7 +137,7 @@ def test_what_a_rolled_back_request_queued_is_never_sent_and_may_be_asked_for_ag
     answer = bank.ask("POST", "/t/rolled-back/", ORDER, key=key)
     assert answer.status == 500
     unknown = f"/idempotency/testproject.payments.tasks.pay/{key}"
-    wait_for(lambda: bank.ask("GET", unknown).status == 404, 30, "the reservation to be given back")
+    assert bank.ask("GET", unknown).problem() == (404, "unknown_key")
     committed = bank.pay(key=key)
     assert (committed.status, committed.replayed) == (202, False)
     bank.settled(committed)

@@ -4,10 +4,9 @@ A reservation is *uncommitted* until its message is sure to be sent: until then 
 record, or an outbox, has the message, and a sweep sends it should this process die::
 
     no transaction   reserve (60 s, with the message) ─ send ─ 202
-    transaction      reserve (10 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
-                                           ├─ ROLLBACK ─ give the key back
-                                           └─ the process dies ─ the deadline passes ─ a repetition is queued
-    outbox           reserve (10 s), stage the message ─ COMMIT ─ reserve again, as above ─ send, or a sweep sends
+    transaction      reserve (2 s) ─ 202 ─┬─ COMMIT ─ reserve again (60 s, with the message) ─ send
+                                          └─ ROLLBACK, or the process dies: the deadline passes, a repetition is queued
+    outbox           reserve (2 s), stage the message ─ COMMIT ─ reserve again, as above ─ send, or a sweep sends
 
 On SQLite the reservation is itself part of the transaction.
 """
@@ -15,10 +14,9 @@ On SQLite the reservation is itself part of the transaction.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from django.db import DatabaseError, transaction
@@ -37,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The deadline of a reservation whose transaction may still be rolled back: if the process dies, the key is free then.
-UNCOMMITTED_MS = 10_000
+#: The deadline of a reservation whose transaction may still be rolled back: after a ROLLBACK the key is free then.
+UNCOMMITTED_MS = 2_000
 
 #: How long a request tries to reach the store, or waits for another request's COMMIT, in seconds.
 REQUEST_RETRY_SECONDS = 3.0
@@ -111,7 +109,7 @@ def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool
             with transaction.atomic(using=queued.outbox_alias):
                 _stage_message(queued, record)
     except BaseException as error:
-        _free_key(queued, record)
+        give_back(queued.store, record)
         # A transaction that is not ours must end with the error of its database.
         if in_transaction or not isinstance(error, (OperationalError, DatabaseError, OSError)):
             raise
@@ -122,48 +120,23 @@ def queue_message(queued: QueuedRequest, record: Record, *, in_transaction: bool
 def _stage_message(queued: QueuedRequest, record: Record) -> None:
     if queued.outbox_alias is not None:
         queued.stage(record.task_id, queued.outbox_alias)
-    first_on_commit(transaction.get_connection(queued.using), _AtCommit(queued.as_now(), record))
+    commit = partial(_at_commit, queued.as_now(), record)
+    first_on_commit(transaction.get_connection(queued.using), commit)
 
 
-class _AtCommit:
-    """The hook that Django calls after the COMMIT: it sends the message, unless an outbox does.
-
-    Django has no hook for a rollback, but it drops the hooks of the transaction then. So if this object is
-    garbage-collected without having been called, there was a rollback, and the key is given back. If the process dies
-    before either, the reservation's deadline passes in seconds.
-    """
-
-    def __init__(self, queued: QueuedRequest, record: Record) -> None:
-        self._queued = queued
-        self._record = record
-        # In a thread of its own: the connection of this one is in the middle of the rollback.
-        give_back = threading.Thread(target=_free_key, args=(queued, record))
-        self._rolled_back = weakref.finalize(self, give_back.start)
-        self._rolled_back.atexit = False
-        # A reservation that is part of the transaction is rolled back with it.
-        if queued.store.joined():
-            self._rolled_back.detach()
-
-    def __call__(self) -> None:
-        self._rolled_back.detach()
-        queued, record = self._queued, self._record
-        # The transaction is safe now, the message is not yet: the record gets it, and the usual deadline.
-        try:
-            reserve_key(queued, record.task_id, uncommitted=False)
-            uncommitted = False
-        except RequestRefused:  # the reservation stands, with less time
-            uncommitted = True
-        try:
-            if queued.outbox_alias is None:  # else the outbox sends it
-                queued.send(record.task_id)
-            queued.report(signals.reserved, record, state=State.QUEUED)
-        except Exception:
-            logger.exception("idempotency: %s is committed and not queued", record.identity)
-            if uncommitted or queued.message(record.task_id) is None:
-                # No sweep can send it. A client that polls gets 404, and sends the request again.
-                _free_key(queued, record)
-
-
-def _free_key(queued: QueuedRequest, record: Record) -> None:
-    """Give the key back, so that a repetition of the request is not told that the first is in progress."""
-    give_back(queued.store, record)
+def _at_commit(queued: QueuedRequest, record: Record) -> None:
+    """Send the message, unless an outbox does; the record gets it first, with the usual deadline."""
+    try:
+        reserve_key(queued, record.task_id, uncommitted=False)
+        uncommitted = False
+    except RequestRefused:  # the reservation stands, with less time
+        uncommitted = True
+    try:
+        if queued.outbox_alias is None:  # else the outbox sends it
+            queued.send(record.task_id)
+        queued.report(signals.reserved, record, state=State.QUEUED)
+    except Exception:
+        logger.exception("idempotency: %s is committed and not queued", record.identity)
+        if uncommitted or queued.message(record.task_id) is None:
+            # No sweep can send it. A client that polls gets 404, and sends the request again.
+            give_back(queued.store, record)

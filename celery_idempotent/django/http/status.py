@@ -88,7 +88,7 @@ def _look_up(
         record = None
     except (StoreUnavailable, StoreMisconfigured) as error:
         raise RequestRefused("store_unavailable", "Ask again later.") from error
-    if record is None:
-        # The same answer for a key that never existed, was forgotten, or belongs to another caller.
+    if record is None or record.uncommitted:
+        # The same answer for a key that never existed, was forgotten, may be rolled back, or is another caller's.
         raise RequestRefused("unknown_key", "You have no such key here, or it was too long ago.")
     return describe(record, key=key, task=find_task(app, namespace, load=True))
