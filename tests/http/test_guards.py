@@ -522,55 +522,6 @@ def test_a_replay_has_the_headers_of_security_and_of_other_origins(
         assert {name: answer.get(name) for name in SAFE} == SAFE
 
 
-class Answer(str):
-    """A directive's word, as an enum of strings has them."""
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("xframe_options_exempt", True),
-        ("_csp_exempt", True),
-        ("_csp_update", {"img-src": ["'self'", "https://a.example"]}),
-        ("_csp_config", {"default-src": ("'none'",), "sandbox": True, "script-src": Answer("x")}),
-        ("_csp_replace_ro", {"img-src": None}),
-    ],
-)
-@pytest.mark.parametrize("kind", ["text", "file", "template"])
-def test_a_replay_has_the_attributes_that_middleware_reads(
-    options: dict[str, Any], factory: Any, kind: str, name: str, value: Any
-) -> None:
-    import io
-
-    from django.http import FileResponse, HttpResponse
-    from django.template import engines
-    from django.template.response import TemplateResponse
-
-    from celery_idempotent.django.http import idempotent_view
-
-    @idempotent_view(**options)
-    def view(request: Any) -> Any:
-        answer: Any = {
-            "text": lambda: HttpResponse("text"),
-            "file": lambda: FileResponse(io.BytesIO(b"text"), filename="a.txt"),
-            "template": lambda: TemplateResponse(
-                request, engines["django"].from_string("text"), {}
-            ),
-        }[kind]()
-        setattr(answer, name, value)
-        answer.secret = "for the first answer alone"
-        return answer
-
-    key = new_key()
-    first, again = (view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2))
-    assert again["Idempotent-Replayed"] == "true"
-    assert getattr(first, name) == value
-    assert json.dumps(getattr(again, name)) == json.dumps(value)
-    assert not hasattr(again, "secret")
-    assert not any("attribute" in header.lower() for header in again.headers)
-    assert again.content == b"text"
-
-
 def test_a_page_that_may_be_framed_may_be_framed_again(
     options: dict[str, Any], factory: Any
 ) -> None:
@@ -579,7 +530,7 @@ def test_a_page_that_may_be_framed_may_be_framed_again(
 
     from celery_idempotent.django.http import idempotent_view
 
-    view = idempotent_view(**options)(xframe_options_exempt(lambda _: HttpResponse("<p>")))
+    view = xframe_options_exempt(idempotent_view(**options)(lambda _: HttpResponse("<p>")))
     key = new_key()
     answers = [
         through_middleware(view, factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2)
@@ -587,8 +538,9 @@ def test_a_page_that_may_be_framed_may_be_framed_again(
     assert ["X-Frame-Options" in answer for answer in answers] == [False, False]
 
 
+@pytest.mark.parametrize("name", ["xframe_options_exempt", "_csp_config", "_csp_replace_ro"])
 def test_an_answer_that_would_be_less_safe_again_is_not_repeated(
-    options: dict[str, Any], factory: Any, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], factory: Any, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     from django.http import HttpResponse
 
@@ -597,31 +549,10 @@ def test_an_answer_that_would_be_less_safe_again_is_not_repeated(
     @idempotent_view(**options)
     def view(request: Any) -> Any:
         answer: Any = HttpResponse("<p>")
-        answer._csp_config = object()
+        setattr(answer, name, {"default-src": ["'none'"]})
         return answer
 
     key = new_key()
     first, again = (view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2))
     assert (first.status_code, again.status_code) == (200, 410)
-    assert "_csp_config" in caplog.text
-
-
-def test_a_policys_nonce_is_for_one_answer(options: dict[str, Any], factory: Any) -> None:
-    """django-csp has an object in its place, until the policy is sent."""
-    from django.http import HttpResponse
-
-    from celery_idempotent.django.http import idempotent_view
-
-    class Nonce:
-        def __repr__(self) -> str:
-            return "csp.constants.NONCE"
-
-    @idempotent_view(**options)
-    def view(request: Any) -> Any:
-        answer: Any = HttpResponse("<p>")
-        answer._csp_replace = {"script-src": ["'self'", Nonce()]}
-        return answer
-
-    key = new_key()
-    _, again = (view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2))
-    assert again._csp_replace == {"script-src": ["'self'"]}
+    assert name in caplog.text

@@ -91,7 +91,7 @@ def stream(request: Any) -> StreamingHttpResponse:
 @guarded
 def file(request: Any) -> FileResponse:
     ran(request)
-    content = os.urandom(int(request.GET.get("size", "2000")))
+    content = os.urandom(2000)
     return FileResponse(io.BytesIO(content), as_attachment=True, filename="bill.bin")
 
 

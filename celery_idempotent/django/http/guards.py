@@ -30,7 +30,6 @@ from celery_idempotent.django.http.describing import failure_of
 from celery_idempotent.django.http.keys import caller_scope, http_identity
 from celery_idempotent.django.http.messages import (
     awaited,
-    finished,
     pack_response,
     read_response,
     response_of,
@@ -256,7 +255,9 @@ class Guard:
             )
         with atomic_requests(guarded.non_atomic):
             request.idempotency_guarded = True
-            response = finished(response_of(guarded.run(), self._name), self.options)
+            response = response_of(guarded.run(), self._name)
+            if not getattr(response, "is_rendered", True):
+                response = response.render()  # type: ignore[attr-defined]  # of a template
             if not self.options.is_stored(response.status_code):
                 raise _NotToKeepError(response)
         return response

@@ -3,7 +3,6 @@
 ::
 
     HTTP/1.1 201 Created
-    Idempotent-Attributes: {"xframe_options_exempt": true}
     Content-Type: application/json
     Location: /payments/17/
 
@@ -13,21 +12,16 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
-from django.http import FileResponse, HttpResponse, HttpResponseBase
+from django.http import HttpResponse, HttpResponseBase
 
 from celery_idempotent.django.http.options import HttpOptions
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.identity.arguments import type_name
 from celery_idempotent.records import Stored
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -54,27 +48,13 @@ NEVER_KEPT: Final = frozenset(
         *("x-correlation-id", "x-request-id"),
     )
 )
-#: Attributes of a response that are kept for its replays: decorators of Django and of django-csp set them, and their
-#: middleware reads them.
-KEPT_ATTRIBUTES: Final = (
-    "xframe_options_exempt",
-    "_csp_config",
-    "_csp_ro_config",
-    "_csp_config_ro",
-    "_csp_exempt",
-    "_csp_exempt_ro",
-    "_csp_replace",
-    "_csp_replace_ro",
-    "_csp_update",
-    "_csp_update_ro",
-)
 #: Tells a replay from the first answer.
 REPLAYED: Final = "Idempotent-Replayed"
+#: Attributes with which a decorator of Django or django-csp tells its middleware what a response may do.
+_FOR_MIDDLEWARE: Final = ("xframe_options_exempt", "_csp")
 #: In the record only: the response was sent whole, and its body is not kept.
 _NOT_KEPT: Final = "Idempotent-Body-Not-Kept"
-#: In the record only: what the middleware outside is to find on the response, as JSON.
-_ATTRIBUTES: Final = "Idempotent-Attributes"
-_NOT_FROM_VIEW: Final = NEVER_KEPT | {each.lower() for each in (REPLAYED, _NOT_KEPT, _ATTRIBUTES)}
+_NOT_FROM_VIEW: Final = NEVER_KEPT | {each.lower() for each in (REPLAYED, _NOT_KEPT)}
 _MAX_HEAD: Final = 32 * 1024
 
 
@@ -108,34 +88,6 @@ def response_of(returned: object, name: str) -> HttpResponseBase:
     return response
 
 
-def finished(response: HttpResponseBase, options: HttpOptions) -> HttpResponseBase:
-    """Return the response with its body rendered, a file of known and bearable size read whole.
-
-    Every other stream stays one: what it would bring is not known before it is sent.
-    """
-    if not getattr(response, "is_rendered", True):
-        response = response.render()  # type: ignore[attr-defined]  # of a template
-    if not isinstance(response, FileResponse) or response.is_async:
-        return response
-    length = str(response.headers.get("Content-Length", ""))
-    if not length.isdecimal() or int(length) > options.max_response_bytes:
-        return response
-    whole = HttpResponse(
-        b"".join(_chunks(response)), status=response.status_code, headers=response.headers
-    )
-    whole.cookies = response.cookies
-    for attribute in set(KEPT_ATTRIBUTES) & vars(response).keys():
-        setattr(whole, attribute, getattr(response, attribute))
-    # The file is closed with the response that is sent.
-    whole._resource_closers.extend(response._resource_closers)  # type: ignore[attr-defined]  # noqa: SLF001
-    return whole
-
-
-def _chunks(response: FileResponse) -> Iterator[bytes]:
-    for chunk in response:
-        yield bytes(chunk)
-
-
 def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str) -> Stored:
     """Return the status, the headers that are kept, and the body, or in its place a note that it is not kept."""
     body, why = (
@@ -143,14 +95,10 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
     )
     if len(body) > options.max_response_bytes:
         body, why = b"", f"it has {len(body)} bytes"
-    try:
-        attributes = _attributes_of(response)
-    except TypeError as error:
+    if left := sorted(name for name in vars(response) if name.startswith(_FOR_MIDDLEWARE)):
         # Without it the middleware would send the replay as it should not be.
-        attributes, body, why = {}, b"", str(error)
+        body, why = b"", f"put the decorator that sets {left[0]} above @idempotent_view"
     lines = [f"HTTP/1.1 {response.status_code} {_ascii(response.reason_phrase)}"]
-    if attributes:
-        lines.append(f"{_ATTRIBUTES}: {json.dumps(attributes)}")
     if why:
         logger.warning(
             "idempotency: the response of %s is not kept (%s): a repetition is told so", name, why
@@ -169,33 +117,6 @@ def pack_response(response: HttpResponseBase, options: HttpOptions, *, name: str
         content_encoding="binary",
         body=head + b"\r\n\r\n" + body,
     )
-
-
-def _attributes_of(response: HttpResponseBase) -> dict[str, object]:
-    """Return what the middleware outside is to find on a replay.
-
-    Raises:
-        TypeError: if it is nothing that JSON can say.
-    """
-    return {
-        name: _as_json(getattr(response, name), name)
-        for name in KEPT_ATTRIBUTES
-        if hasattr(response, name)
-    }
-
-
-def _as_json(value: object, name: str) -> object:
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): _as_json(each, name) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-        # A nonce is for one answer: without it a policy is stricter.
-        return [_as_json(each, name) for each in items if repr(each) != "csp.constants.NONCE"]
-    raise TypeError(f"its attribute {name} is a {type(value).__name__}, which is not kept")
 
 
 def read_response(stored: Stored) -> HttpResponse:
@@ -218,9 +139,6 @@ def read_response(stored: Stored) -> HttpResponse:
 def _parse(stored: Stored) -> HttpResponse:
     """Return the response of a record, as the first caller got it, with the mark of a replay.
 
-    Headers of ours that the record alone has are taken out. A middleware outside of the view reads attributes such as
-    ``xframe_options_exempt`` off the response.
-
     Raises:
         ResultUnavailable: if the response was too large, or could not be kept for another reason.
     """
@@ -232,15 +150,10 @@ def _parse(stored: Stored) -> HttpResponse:
         raise ResultUnavailable(
             f"The request was carried out and answered with {status}; the response was not kept: {why}."
         )
-    attributes = headers.pop(_ATTRIBUTES, None)
     headers[REPLAYED] = "true"
     response = HttpResponse(body, status=int(status), reason=reason, headers=headers)
     if "content-type" not in map(str.lower, headers):
         del response["Content-Type"]
-    if attributes is not None:
-        for name, value in json.loads(attributes).items():
-            if name in KEPT_ATTRIBUTES:
-                setattr(response, name, value)
     return response
 
 
