@@ -15,7 +15,7 @@ pytest.importorskip("playwright")
 from playwright.sync_api import expect
 
 from tests.browser.conftest import log_in, look_at
-from tests.http.sites import Site, new_key
+from tests.http.sites import Site
 from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -124,33 +124,6 @@ def test_the_way_back_and_a_reload_keep_the_payment(open_as: OpenAs, site: Site)
         expect_paid(page, site)
 
 
-@pytest.mark.wide  # the button in test_the_keyboard_is_enough
-def test_a_new_key_pays_again(open_as: OpenAs, site: Site) -> None:
-    page = open_as("alice", "/pay/")
-    first = key_of(page)
-    press(page)
-    expect_paid(page, site)
-    page.get_by_role("button", name="New key").click()
-    assert key_of(page) != first
-    expect(page.locator("#count")).to_have_text("0")
-    expect(answers(page)).to_have_count(0)
-    press(page)
-    expect_answer(page, 1, "202", repeated="no")
-    expect_paid(page, site)
-    assert site.payments(first) == 1
-
-
-@pytest.mark.wide  # tests/http/test_ietf.py
-def test_another_amount_with_the_same_key_is_refused(open_as: OpenAs, site: Site) -> None:
-    page = open_as("alice", "/pay/")
-    press(page)
-    expect_paid(page, site)
-    page.get_by_label("Amount").fill("250")
-    press(page)
-    expect_answer(page, 2, "422 This key belongs to another request", repeated="no")
-    expect_paid(page, site)
-
-
 # Trouble --------------------------------------------------------------------------------------------------------------
 
 
@@ -219,67 +192,6 @@ def test_the_whole_server_may_be_away(open_as: OpenAs, site: Site, complaints: l
     complaints.clear()
 
 
-@pytest.mark.wide  # tests/http/test_ietf.py
-def test_a_payment_waits_for_a_worker(open_as: OpenAs, site: Site) -> None:
-    page = open_as("alice", "/pay/")
-    site.worker.kill()
-    try:
-        page.get_by_role("button", name="Pay", exact=True).dblclick()
-        expect_accepted_twice(page)
-        expect(page.locator("#state")).to_have_text("QUEUED")
-        expect(page.locator("#count")).to_have_text("0")
-    finally:
-        site.worker.start(timeout=60)
-    expect_paid(page, site)
-
-
-def test_what_the_bank_refuses_is_told_and_stays_refused(open_as: OpenAs, site: Site) -> None:
-    page = open_as("alice", "/pay/")
-    page.get_by_label("Recipient").fill("acct_closed")
-    press(page)
-    told = "FAILED: The account acct_closed is closed."
-    expect(page.locator("#state")).to_have_text(told, timeout=PAID_MS)
-    press(page)
-    expect_answer(page, 2, "500 FAILED", repeated="yes")
-    expect(answers(page).nth(1)).to_contain_text("The account acct_closed is closed.")
-    expect_paid(page, site, 0)
-
-
-@pytest.mark.wide  # tests/http/test_queue.py
-def test_a_bank_that_comes_back_is_paid_by_the_next_press(open_as: OpenAs, site: Site) -> None:
-    page = open_as("alice", "/pay/")
-    page.get_by_label("Recipient").fill("acct_unreachable")
-    press(page)
-    expect(page.locator("#state")).to_contain_text("FAILED", timeout=PAID_MS)
-    with site.bank("back"):
-        press(page)
-        expect_answer(page, 2, "202", repeated="no")
-        expect_paid(page, site)
-
-
-def test_wrong_input_is_stopped_by_the_page_and_by_the_server(open_as: OpenAs, site: Site) -> None:
-    page = open_as("alice", "/pay/")
-    for label, text, reason in (
-        ("Amount", "0", "amount: Ensure this value is greater than or equal to 1."),
-        ("Recipient", "nobody", "recipient: This value does not match the required pattern."),
-        ("Idempotency key", "", "It is empty."),
-        # No header can carry it: it is never sent.
-        ("Idempotency key", "Bestellung für Łukasz", None),
-    ):
-        page.goto("/pay/")
-        field = page.get_by_label(label)
-        field.fill(text)
-        press(page)
-        expect(field).to_be_focused()
-        assert field.evaluate("field => field.matches(':invalid')")
-        expect(answers(page)).to_have_count(0)
-        if reason is not None:
-            page.locator("#order").evaluate("form => { form.noValidate = true; }")
-            press(page)
-            expect_answer(page, 1, "400", repeated="no")
-            expect(answers(page).first).to_contain_text(reason)
-
-
 # Who pays -------------------------------------------------------------------------------------------------------------
 
 
@@ -312,31 +224,6 @@ def test_nobody_pays_in_the_name_of_who_logged_in_elsewhere(open_as: OpenAs, sit
     expect_answer(page, 1, "403", repeated="no")
     expect(page.get_by_role("alert")).to_contain_text("another login")
     assert site.payments(key_of(page), "alice") == site.payments(key_of(page), "bob") == 0
-
-
-@pytest.mark.wide  # tests/http/test_ietf.py
-def test_the_key_of_another_is_a_key_of_ones_own(open_as: OpenAs, site: Site) -> None:
-    alices = open_as("alice", f"/pay/?key={new_key()}")
-    key = key_of(alices)
-    press(alices)
-    expect_paid(alices, site)
-    bobs = open_as("bob", f"/pay/?key={key}")
-    expect(bobs.locator("#count")).to_have_text("0")
-    press(bobs)
-    expect_answer(bobs, 1, "202", repeated="no")
-    expect_paid(bobs, site, user="bob")
-    assert site.payments(key, "alice") == 1
-
-
-def test_without_a_login_there_is_nothing_to_press(open_as: OpenAs) -> None:
-    page = open_as(None, "/pay/?key=order-17")
-    expect(page.get_by_role("heading", name="Log in")).to_be_visible()
-    page.get_by_label("Name").fill("alice")
-    page.get_by_label("Password").fill("wrong")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_have_text("Name and password do not match.")
-    log_in(page, "alice")
-    assert key_of(page) == "order-17"
 
 
 # By keyboard ----------------------------------------------------------------------------------------------------------

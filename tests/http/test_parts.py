@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
-from celery_idempotent.records import State, Stored
+from celery_idempotent.records import Stored
 from tests.sql.databases import ready
 
 
@@ -692,13 +692,6 @@ def waiting(charge: Any) -> int:
         return found
 
 
-def test_outside_of_a_transaction_it_is_published_at_once(factory: Any, shop: Any) -> None:
-    before = waiting(shop)
-    assert queue(factory, shop).status_code == 202
-    assert waiting(shop) == before + 1
-    assert record(shop).state is State.QUEUED
-
-
 def test_inside_of_a_transaction_it_is_published_after_the_commit(factory: Any, shop: Any) -> None:
     from django.db import transaction
 
@@ -798,15 +791,3 @@ def test_the_message_that_a_sweep_would_send_is_the_one_that_was_sent(
         assert first["headers"][header] == second["headers"][header]
     assert first["headers"]["idempotency"]["keep_failure"] is True
     assert first["body"] == second["body"]
-
-
-def test_a_task_that_is_switched_off_is_published_as_ever(factory: Any, shop: Any) -> None:
-    from celery_idempotent import IdempotentTask
-
-    @shop.app.task(base=IdempotentTask, name="shop.plain", idempotency_mode="off", shared=False)
-    def plain(amount: int) -> int:
-        return amount
-
-    before = waiting(shop)
-    assert [queue(factory, plain).status_code for _ in range(2)] == [202, 202]
-    assert waiting(shop) == before + 2
