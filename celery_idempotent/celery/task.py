@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
-    from celery_idempotent.protocol.at_commit import OnCommit
+    from celery_idempotent.protocol.calls import OnCommit
     from celery_idempotent.stores.base import Store
 
 

@@ -14,13 +14,15 @@ from celery_idempotent.protocol.claim import StepCodec
 from celery_idempotent.records import Identity, Record, ResultWrite, Stored
 
 if TYPE_CHECKING:
-    from celery_idempotent.protocol.at_commit import OnCommit
     from celery_idempotent.stores.base import Store
 
 T = TypeVar("T")
 
 #: What a call runs.
 Body = Callable[[], object]
+
+#: The ``on_commit`` of one open transaction: ``on_commit(hook)`` has Django call ``hook()`` after the COMMIT.
+OnCommit = Callable[[Callable[[], None]], None]
 
 STORE_ERRORS = (StoreUnavailable, StoreMisconfigured)
 
@@ -76,8 +78,8 @@ class Call:
     #: Makes of an exception that comes after the body, from the end of its transaction, what the task would have made
     #: of it: a retry perhaps.
     on_late_error: Callable[[Exception], Exception] | None = None
-    #: Returns the ``on_commit`` of each transaction that the caller has open, none if the record is part of one: the
-    #: run is settled after their COMMIT.
+    #: Returns the ``on_commit`` of each transaction that the caller has open, none if the record is part of one: an
+    #: eager run is settled after their COMMIT.
     open_transactions: Callable[[Store], Sequence[OnCommit]] | None = None
 
     def fails(self, error: BaseException) -> bool:

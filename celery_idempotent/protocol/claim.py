@@ -43,7 +43,7 @@ class Phase(Enum):
 
         claim ─▶ RUNNING ─┬─ the end state is written ──────────────────────────────────────────────────▶ SETTLED
                           ├─ the settle waits for the caller's COMMIT ─▶ AWAITS_COMMIT ─┬─ COMMIT ──────▶ SETTLED
-                          │                                                             └─ ROLLBACK ────▶ RELEASED
+                          │                                                             └─ ROLLBACK: the lease ends it
                           ├─ a retry, or a failure that is not recorded ─▶ RELEASED ── the run is over ─▶ ENDED
                           ├─ the settle is refused: a newer claim has the key ──────────────────────────▶ ENDED
                           ├─ the store is away: nothing is written, and the lease frees the key ────────▶ ENDED
@@ -60,8 +60,7 @@ class Phase(Enum):
     ENDED = "the run is over, and this worker wrote no end state"
 
 
-#: In one of these phases the body may still be at work. One that was RELEASED by a rollback of the caller's transaction
-#: is over; but that claim is not the current one any more, and is not asked.
+#: In one of these phases the body may still be at work.
 AT_WORK = (Phase.RUNNING, Phase.LOST, Phase.RELEASED)
 
 #: In one of these phases the end state is written or given up. The phase is assigned first, and the signal that says so

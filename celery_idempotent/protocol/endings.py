@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.errors import LeaseLost, StoreUnavailable
-from celery_idempotent.protocol import at_commit
 from celery_idempotent.protocol.calls import STORE_ERRORS, Call, Codec, OutcomeResult
 from celery_idempotent.protocol.claim import REPORTED, Claim, Phase
 from celery_idempotent.protocol.policy import Policy
@@ -324,7 +323,10 @@ class Endings:
         self._settle_once(call, claim, settlement, dump())
 
     def _settle_after_commit(self, call: Call, claim: Claim, settlement: Settlement) -> bool:
-        """Put the settle off until the caller's transactions commit; ``False``: none is open, or one has the record."""
+        """Put the settle off until the caller's transactions commit; ``False``: none is open, or one has the record.
+
+        A rollback drops the hooks, and the lease ends the claim.
+        """
         on_commits = call.open_transactions(claim.store) if call.open_transactions else ()
         if not on_commits:
             return False
@@ -333,15 +335,16 @@ class Endings:
             value = settlement.dump()
         call_then = replace(call, open_transactions=None)  # or the settle would be put off again
         settlement_then = settlement._replace(dump=lambda: value, result=None)
-        # Answers duplicates in the same transaction: the store does not have the end state yet.
-        record_then = replace(claim.record, state=settlement.state, value=value, deadline_ms=None)
-        pending = at_commit.PendingSettle(
-            claim,
-            record_then,
-            settle=lambda: self.settle(call_then, claim, settlement_then),
-            release=lambda: self.release(claim),
-        )
-        at_commit.settle_after_commit(pending, on_commits)
+        uncommitted = len(on_commits)
+
+        def after_commit() -> None:
+            nonlocal uncommitted
+            uncommitted -= 1
+            if not uncommitted:
+                self.settle(call_then, claim, settlement_then)
+
+        for on_commit in on_commits:
+            on_commit(after_commit)
         claim.phase = Phase.AWAITS_COMMIT
         return True
 

@@ -22,13 +22,13 @@ import time
 import weakref
 from collections import defaultdict
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from celery_idempotent.errors import IdempotencyError
 from celery_idempotent.protocol.counters import counters
 
 if TYPE_CHECKING:
-    from celery_idempotent.records import Renewal
+    from celery_idempotent.protocol.claim import Claim
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -44,27 +44,6 @@ LINGER = 10.0
 
 #: A worker or a process that ends waits so long for the last counts to be written, in seconds.
 EXIT_TIMEOUT = 2.0
-
-
-class Renewable(Protocol):
-    """What the heartbeat renews."""
-
-    #: What is renewed, and where.
-    renewal: Renewal
-    store: Store
-    #: When it was claimed or renewed last, as far as it is known (``time.monotonic`` before the store was asked).
-    renewed_at: float
-
-    def prepare_renewal(self) -> bool:
-        """Do what is due before a renewal, and return whether there is still something to renew.
-
-        The heartbeat's thread calls this each time that the lease is to be renewed.
-        """
-        ...
-
-    def lose(self) -> None:
-        """Know that the store refused a renewal; called by the heartbeat's thread."""
-        ...
 
 
 class Heartbeat:
@@ -96,14 +75,14 @@ class Heartbeat:
     def _forget(self) -> None:
         self._lock = _thread.allocate_lock()
         self._bell = _thread.allocate_lock()  # free: rung
-        self._due: dict[weakref.ref[Renewable], float] = {}
+        self._due: dict[weakref.ref[Claim], float] = {}
         self._started = False
         self._used = False
         self._finishing: list[_thread.LockType] = []
         self._tick = float("inf")
         self._next = float("inf")
 
-    def add(self, claim: Renewable) -> None:
+    def add(self, claim: Claim) -> None:
         """Keep ``claim`` alive until :meth:`remove`."""
         interval = claim.renewal.lease_ms / 3000
         due = claim.renewed_at + interval
@@ -136,7 +115,7 @@ class Heartbeat:
         self._ring()
         done.acquire(timeout=EXIT_TIMEOUT)
 
-    def remove(self, claim: Renewable) -> None:
+    def remove(self, claim: Claim) -> None:
         """Let ``claim`` go; a renewal under way may still end after this."""
         with self._lock:
             self._due.pop(weakref.ref(claim), None)
@@ -198,8 +177,8 @@ class Heartbeat:
             self._next = min(soonest, time.monotonic() + min(self._tick, TICK))
             return False
 
-    def _renew_all(self, due: list[weakref.ref[Renewable]]) -> None:
-        by_store: dict[Store, list[Renewable]] = defaultdict(list)
+    def _renew_all(self, due: list[weakref.ref[Claim]]) -> None:
+        by_store: dict[Store, list[Claim]] = defaultdict(list)
         for known in due:
             claim = known()
             if claim is not None and claim.prepare_renewal():
@@ -210,7 +189,7 @@ class Heartbeat:
         for store, claims in by_store.items():
             self._renew(store, claims)
 
-    def _renew(self, store: Store, claims: list[Renewable]) -> None:
+    def _renew(self, store: Store, claims: list[Claim]) -> None:
         """Renew ``claims``; whatever goes wrong, the thread lives on."""
         alive: list[bool] | None = None
         sent = time.monotonic()
@@ -227,9 +206,7 @@ class Heartbeat:
                 claim.renewal.token,
             )
 
-    def _renewed(
-        self, claims: list[Renewable], alive: list[bool] | None, sent: float
-    ) -> list[Renewable]:
+    def _renewed(self, claims: list[Claim], alive: list[bool] | None, sent: float) -> list[Claim]:
         """Note when each is due again; return those that are lost."""
         lost = []
         with self._lock:

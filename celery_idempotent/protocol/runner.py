@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_idempotent import backoff, errors, signals
-from celery_idempotent.protocol import at_commit, unfinished
+from celery_idempotent.protocol import unfinished
 from celery_idempotent.protocol.atomic import AtomicRun, in_transaction
 from celery_idempotent.protocol.calls import (
     STORE_ERRORS,
@@ -95,8 +95,6 @@ class Runner:
             FingerprintMismatch: if the key belongs to a call with other arguments.
             BaseException: whatever ``body`` raised.
         """
-        if call.open_transactions is not None:
-            at_commit.release_rolled_back()
         if self.policy.mode == "observe":
             return self._observe(call, body)
         looks, repeats, came = 0, 0, time.monotonic()
@@ -119,8 +117,10 @@ class Runner:
                         backoff.pause(repeats, first=_FIRST_REPEAT)
                 case Held(record, left_ms):
                     looks += 1
-                    if not self._look_again(looks, wait_until, record, left_ms):
-                        return self._held(call, record, answered.store, left_ms, came)
+                    if not self._look_again(looks, wait_until, left_ms):
+                        waited, store = time.monotonic() - came, answered.store
+                        self._report(signals.conflicted, call, record, store=store, seconds=waited)
+                        return Conflict(record, left_ms)
                 case Settled(record, age_ms):
                     waited, store = time.monotonic() - came, answered.store
                     self._report(signals.replayed, call, record, store=store, seconds=waited)
@@ -152,24 +152,11 @@ class Runner:
         return time.monotonic() + wait_ms / 1000
 
     @staticmethod
-    def _look_again(looks: int, until: float, record: Record, left_ms: int) -> bool:
-        """Wait for the holder a little; ``False`` if the time is up, or a run in this transaction has the answer."""
-        if at_commit.record_after_commit(record) is not None:
-            return False
+    def _look_again(looks: int, until: float, left_ms: int) -> bool:
+        """Wait for the holder a little; ``False`` if the time is up."""
         # Its lease may end before the next look would be due.
         longest = max(min(left_ms / 1000, _LONGEST_LOOK), 0.001)
         return backoff.pause(looks, until=until, first=_FIRST_LOOK, longest=longest)
-
-    def _held(
-        self, call: Call, record: Record, store: Store, left_ms: int, came: float
-    ) -> Replay | Conflict:
-        """Answer from a run in the caller's transaction; else it is a conflict."""
-        ended, waited = at_commit.record_after_commit(record), time.monotonic() - came
-        if ended is not None:
-            self._report(signals.replayed, call, ended, store=store, seconds=waited)
-            return Replay(ended, 0)
-        self._report(signals.conflicted, call, record, store=store, seconds=waited)
-        return Conflict(record, left_ms)
 
     # -- without protection --------------------------------------------------------------------------------------------
 
