@@ -32,6 +32,8 @@ from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.claim import Claim, current_claim
 
 if TYPE_CHECKING:
+    from celery import Celery
+
     from celery_idempotent.celery.task import IdempotentTask
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ def publish(
     # Before stamp_call() adds a task id: one that is there already was chosen by the caller.
     may_reserve = run_claim is None and _may_reserve(task, definition, options)
     identified = stamp_call(definition, args, kwargs, options, run_claim)
-    _give_ids_to_callbacks(task, options)
+    give_ids_to_callbacks(task.app, options)
     # A key that is only the task id belongs to this message alone: there is nothing to reserve.
     reserve = may_reserve and identified is not None and not identified.identity.by_task_id
     if intercept is not None:
@@ -156,12 +158,12 @@ def take_key(options: Options) -> tuple[object, object]:
     return key, scope
 
 
-def _give_ids_to_callbacks(task: IdempotentTask, options: Options) -> None:
+def give_ids_to_callbacks(app: Celery, options: Options) -> None:
     """Derive the ids of callbacks from the call's own id: a callback that is sent twice has one id."""
     for kind in ("link", "link_error"):
         if options.get(kind):
             options["task_id"] = options.get("task_id") or uuid()
-            options[kind] = delivery.derive_ids(task.app, options[kind], options["task_id"], kind)
+            options[kind] = delivery.derive_ids(app, options[kind], options["task_id"], kind)
 
 
 # -- reserved before it is sent ----------------------------------------------------------------------------------------

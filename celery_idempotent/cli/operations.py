@@ -52,10 +52,12 @@ from celery_idempotent.records import Record, Selection, State, Stored
 from celery_idempotent.serializers import LARGEST
 
 if TYPE_CHECKING:
-    from celery_idempotent.django.outbox import Pending
+    from django.db.models import QuerySet
 
-#: So many records are shown as a sample, and so many staged messages are looked for at a time.
-_SAMPLE, _STAGED = 5, 500
+    from celery_idempotent.django.outbox.models import OutboxMessage
+
+#: So many records are shown as a sample.
+_SAMPLE = 5
 
 _OUTCOMES = {
     Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
@@ -182,25 +184,20 @@ def _execute_on_all(asked: _Command, wanted: Selection, *, limit: int, dry_run: 
     """Say what would be done to the selected records, ask, do it, and report each outcome."""
     session, operation = asked.session, asked.request.operation
     records, more = _collect(session, operation, wanted, limit)
-    staged = _staged(session, wanted) if operation == "forget" else []
+    staged = _staged(session, wanted) if operation == "forget" else None
+    waiting = 0 if staged is None else staged.count()
     chosen = _preview(asked, records)
-    if staged:
-        plus = "+" if len(staged) > _STAGED else ""
-        note(f"{min(len(staged), _STAGED):,}{plus} messages in the outbox to be discarded.")
+    if waiting:
+        note(f"{waiting:,} messages in the outbox to be discarded.")
     if more:
         note(f"There are more than {limit:,}: run it again for the rest.")
     if dry_run:
         return
-    if chosen or staged:
+    if chosen or waiting:
         asked.confirm(f"{operation.capitalize()} {len(chosen):,} record(s)?")
     # Before the records: a message that is sent meanwhile would make a new one.
-    outbox, discarded = django_part("celery_idempotent.django.outbox"), 0
-    while staged:
-        for each in staged:
-            discarded += outbox.discard(each.id, using=session.store.outbox_alias)
-        staged = _staged(session, wanted)
-    if discarded:
-        note(f"{discarded:,} messages in the outbox discarded.")
+    if staged is not None and waiting:
+        note(f"{staged.delete()[0]:,} messages in the outbox discarded.")
     _execute_each(asked, chosen, left=len(records) - len(chosen))
 
 
@@ -287,13 +284,13 @@ def _report(asked: _Command, ended: Ended[Record]) -> None:
     click.echo(f"{ended.record.identity}: {text}")
 
 
-def _staged(session: Session, wanted: Selection) -> list[Pending]:
+def _staged(session: Session, wanted: Selection) -> QuerySet[OutboxMessage] | None:
     """Return the messages in the outbox that are meant: those of a scope that is selected as a whole."""
     alias, outbox = session.store.outbox_alias, django_part("celery_idempotent.django.outbox")
     whole = Selection(states=frozenset(State), scopes=wanted.scopes)
     if not wanted.scopes or wanted != whole or alias is None or outbox is None:
-        return []
-    found: list[Pending] = outbox.pending(using=alias, limit=_STAGED + 1, scopes=wanted.scopes)
+        return None
+    found: QuerySet[OutboxMessage] = outbox.of_scopes(wanted.scopes, using=alias)
     return found
 
 

@@ -153,7 +153,6 @@ def test_messages_that_wait_are_shown_with_their_error_and_never_the_call(
     from celery_idempotent.django.outbox.models import NowMs
 
     OutboxMessage.objects.create(
-        group="g",
         app="shop",
         task="shop.<b>mail</b>",
         task_id="task-1",

@@ -55,7 +55,6 @@ def test_a_message_that_waits_for_over_a_minute_is_trouble(
     assert ask().status_code == 200
     now = store.now_ms()
     OutboxMessage.objects.create(
-        group="g",
         app="a",
         task="t",
         task_id="i",

@@ -52,7 +52,7 @@ def _pay(project: Project, directory: Any) -> None:
         worker.kill()
         publisher.close()
     message = OutboxMessage(
-        group="g", app="testproject", task=TASK, task_id="t-3", key="order-3", scope="acme"
+        app="testproject", task=TASK, task_id="t-3", key="order-3", scope="acme"
     )
     message.payload = b""
     rows.add(project.alias, message)

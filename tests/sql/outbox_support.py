@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-__all__ = ["Stage", "ids", "make_app", "sent"]
+__all__ = ["Stage", "ids", "make_app", "pending", "sent"]
 
 
 def make_app(alias: str, **conf: Any) -> Celery:
@@ -61,6 +61,16 @@ def ids(app: Celery) -> list[str]:
     return [headers["id"] for headers, _, _ in sent(app)]
 
 
+def pending(alias: str) -> list[Any]:
+    """Return the messages that wait, oldest first, with their times as seen from now."""
+    from django.db.models import F
+
+    from celery_idempotent.django.outbox.models import NowMs, OutboxMessage
+
+    found = OutboxMessage.objects.using(alias).order_by("pk")
+    return list(found.annotate(due_in_ms=F("due_ms") - NowMs(), age_ms=NowMs() - F("created_ms")))
+
+
 class Stage:
     """One app and its outbox, as a test handles them."""
 
@@ -77,9 +87,8 @@ class Stage:
         return transaction.atomic(using=self.alias)
 
     def add(self, task: Any = "note", args: Any = None, **options: Any) -> str:
-        where = {"using": self.alias, "group": options.pop("group", None)}
         task = self.app.tasks[task] if isinstance(task, str) else task
-        task_id = self.outbox.stage(task, args, None, options, **where)
+        task_id = self.outbox.stage(task, args, None, options, using=self.alias)
         assert task_id
         return task_id
 
@@ -110,15 +119,15 @@ class Stage:
         return self.outbox.sweep(self.app, using=self.alias, **options)
 
     def pending(self) -> Any:
-        return self.outbox.pending(using=self.alias)
+        return pending(self.alias)
 
-    def break_broker(self, patch: pytest.MonkeyPatch, *only: str) -> None:
-        """Fail to publish, all or these task ids."""
-        publish = self.app.amqp.send_task_message
+    def break_broker(self, patch: pytest.MonkeyPatch) -> list[str]:
+        """Fail to publish; returns the names of the tasks that were tried."""
+        tried: list[str] = []
 
         def refuse(producer: Any, name: str, message: Any, **options: Any) -> Any:
-            if not only or message.headers["id"] in only:
-                raise OperationalError("amqp://user:secret@broker is away")
-            return publish(producer, name, message, **options)
+            tried.append(name)
+            raise OperationalError("amqp://user:secret@broker is away")
 
         patch.setattr(self.app.amqp, "send_task_message", refuse)
+        return tried

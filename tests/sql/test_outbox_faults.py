@@ -1,4 +1,4 @@
-"""Real workers, a real broker, SIGKILL: what a committed task had to say is said, once, in order."""
+"""Real workers, a real broker, SIGKILL: what a committed task had to say is said, once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 import pytest
 from celery import Celery
 
-from tests.sql import databases
+from tests.sql import databases, outbox_support
 from tests.sql.conftest import Databases
 from tests.sql.outbox_app import SETTINGS, TABLE, make_app
 from tests.support.ledger import Ledger
@@ -48,12 +48,12 @@ class Stage:
         return True
 
     def steps(self, story: str) -> list[int]:
-        """What took effect, in that order."""
-        query = f"SELECT step FROM {TABLE} WHERE story = %s ORDER BY id"
+        """What took effect; messages are sent in no order."""
+        query = f"SELECT step FROM {TABLE} WHERE story = %s ORDER BY step"
         return [step for (step,) in databases.rows(self.alias, query, [story])]
 
     def happens(self, story: str, *steps: int) -> None:
-        """Wait until all these took effect, in this order, and nothing else, while a beat would sweep."""
+        """Wait until all these took effect, each once, and nothing else, while a beat would sweep."""
 
         def done() -> bool:
             return len(self.steps(story)) >= len(steps) or not self.sweep()
@@ -70,9 +70,7 @@ class Stage:
         return self.ledger.count("run", f"{story} {step}")
 
     def pending(self) -> Any:
-        from celery_idempotent.django import outbox
-
-        return outbox.pending(using=self.alias)
+        return outbox_support.pending(self.alias)
 
     def is_empty(self) -> None:
         wait_for(
@@ -166,9 +164,7 @@ def test_in_a_chain_of_follow_ups_whose_every_worker_is_killed_each_takes_effect
     assert [stage.runs("chain", step) for step in range(1, 5)] == [1] * 4
 
 
-def test_messages_wait_for_a_broker_that_is_down_and_for_each_other(
-    set_stage: SetStage, broker_proxy: Proxy
-):
+def test_messages_wait_for_a_broker_that_is_down(set_stage: SetStage, broker_proxy: Proxy):
     stage = set_stage("postgresql")
     stage.later("story may commit")
     stage.send("begin", "story", 0)
@@ -177,14 +173,13 @@ def test_messages_wait_for_a_broker_that_is_down_and_for_each_other(
     broker_proxy.cut()
     stage.open("story may commit")
     wait_for(lambda: stage.steps("story") == [0], 20, "the commit")
-    wait_for(lambda: len(stage.pending()) == 3 and stage.pending()[0].attempts, 20, "the failure")
-    first, *others = stage.pending()
-    assert first.error
-    assert [(each.attempts, each.error) for each in others] == [(0, ""), (0, "")]
+    wait_for(
+        lambda: [each.attempts > 0 for each in stage.pending()] == [True] * 3, 20, "the failures"
+    )
+    assert all(each.error for each in stage.pending())
     wait_for(
         lambda: stage.sweep() and stage.pending()[0].attempts > 1, 20, "another try", interval=0.4
     )
-    assert [each.attempts for each in stage.pending()[1:]] == [0, 0]
     assert stage.steps("story") == [0]
 
     broker_proxy.heal()
@@ -193,15 +188,12 @@ def test_messages_wait_for_a_broker_that_is_down_and_for_each_other(
     assert [stage.runs("story", step) for step in range(4)] == [1, 1, 1, 1]
 
 
-def test_a_message_that_cannot_be_sent_holds_up_its_own_task_and_no_other(set_stage: SetStage):
+def test_a_message_that_cannot_be_sent_holds_up_no_other(set_stage: SetStage):
     stage = set_stage("postgresql")
     stage.send("begin", "cursed", 0, "cursed")
-    stage.send("begin", "fine", 0)
-    stage.happens("fine", 0, 1, 2, 3)
-    bad, waiting = stage.pending()
+    stage.happens("cursed", 0, 1, 3)
+    (bad,) = stage.pending()
     assert (bad.task, bad.error) == ("cursed", "LookupError: this queue is cursed")
-    assert (waiting.task, waiting.attempts) == ("follow", 0)
-    assert stage.steps("cursed") == [0, 1]
     stage.open("lift the curse")
     stage.happens("cursed", 0, 1, 2, 3)
     stage.is_empty()

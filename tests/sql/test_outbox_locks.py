@@ -95,13 +95,18 @@ def test_a_sweep_leaves_what_is_locked_to_the_next(
         report = Sweeping(stage).report(seconds=10)
         assert (report.sent, report.failed, report.more) == (0, 0, True)
     (line,) = [each.getMessage() for each in caplog.records if "taken" in each.getMessage()]
-    assert "1 group" in line
+    assert "2 messages" in line
     assert "lock" in line.lower()
     assert stage.sweep().sent == 2
     assert ids(stage.app) == staged
 
 
-def test_locked_groups_however_many_hide_no_other(open_stage: Open):
+def test_locked_messages_however_many_hide_no_other(
+    open_stage: Open, monkeypatch: pytest.MonkeyPatch
+):
+    from celery_idempotent.django.outbox import sending
+
+    monkeypatch.setattr(sending, "_BATCH", 50)
     stage = open_stage("postgresql")
     locked = [stage.dies_after_commit(n)[0] for n in range(70)]
     stage.pass_time()

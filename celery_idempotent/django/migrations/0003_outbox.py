@@ -15,7 +15,6 @@ class Migration(migrations.Migration):
             name="OutboxMessage",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                ("group", models.CharField(db_column="message_group", max_length=64)),
                 ("app", models.CharField(max_length=255)),
                 ("task", models.CharField(max_length=255)),
                 ("task_id", models.CharField(max_length=255)),
@@ -24,7 +23,6 @@ class Migration(migrations.Migration):
                 ("payload", models.BinaryField()),
                 ("created_ms", models.BigIntegerField()),
                 ("due_ms", models.BigIntegerField()),
-                ("holder", models.CharField(blank=True, default="", max_length=32)),
                 ("attempts", models.PositiveIntegerField(default=0)),
                 ("failed_ms", models.BigIntegerField(blank=True, null=True)),
                 ("error", models.CharField(blank=True, default="", max_length=500)),
@@ -33,7 +31,6 @@ class Migration(migrations.Migration):
                 "verbose_name": "staged message",
                 "db_table": "celery_idempotent_outbox",
                 "indexes": [
-                    models.Index(fields=["group", "id"], name="idem_outbox_group"),
                     models.Index(fields=["due_ms"], name="idem_outbox_due"),
                 ],
             },

@@ -10,21 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from celery_idempotent.django.outbox.sending import Sent, send, sweep
+    from celery_idempotent.django.outbox.rows import of_scopes, oldest_ms
+    from celery_idempotent.django.outbox.sending import Sent, sweep
     from celery_idempotent.django.outbox.staging import stage
-    from celery_idempotent.django.outbox.waiting import Pending, discard, oldest_ms, pending
 
-__all__ = ["Pending", "Sent", "discard", "oldest_ms", "pending", "send", "stage", "sweep"]
+__all__ = ["Sent", "of_scopes", "oldest_ms", "stage", "sweep"]
 
 
 #: The module of each.
 _HOMES = {
-    "Pending": "waiting",
     "Sent": "sending",
-    "discard": "waiting",
-    "oldest_ms": "waiting",
-    "pending": "waiting",
-    "send": "sending",
+    "of_scopes": "rows",
+    "oldest_ms": "rows",
     "stage": "staging",
     "sweep": "sending",
 }

@@ -17,15 +17,10 @@ ERROR_CHARS = 500
 class OutboxMessage(models.Model):
     """A message between the transaction that staged it and the broker; deleted once it is sent.
 
-    Messages of one ``app`` and ``group`` are sent in the order of their ids. Who sends a group holds it until
-    ``due_ms``, and looks at it through its oldest message, the head: no other process sends before that time has
-    passed.
+    Its sender has it until ``due_ms``. After that any process may take it, by moving ``due_ms``.
     """
 
-    #: The order in which messages of a group are sent.
     id = models.BigAutoField(primary_key=True)
-    #: What is sent in order, one after the other: by default the messages of one transaction.
-    group = models.CharField(max_length=64, db_column="message_group")
     #: The name of the Celery app whose broker the message is for.
     app = models.CharField(max_length=255)
     #: As it is stamped on the message, for people and lists; so are the next three.
@@ -40,10 +35,8 @@ class OutboxMessage(models.Model):
     payload = models.BinaryField()
     #: When it was staged. All times are milliseconds since the epoch, by the database's clock.
     created_ms = models.BigIntegerField()
-    #: From when on any process may send its group: until then ``holder`` does, or, after a failure, none does.
+    #: From when on any process may take it: until then its sender does, or, after a failure, none does.
     due_ms = models.BigIntegerField()
-    #: Who sends now: a random name, new for each transaction and each sweep.
-    holder = models.CharField(max_length=32, blank=True, default="")
     #: How often sending it failed.
     attempts = models.PositiveIntegerField(default=0)
     #: When sending it last failed.
@@ -52,17 +45,14 @@ class OutboxMessage(models.Model):
     error = models.CharField(max_length=ERROR_CHARS, blank=True, default="")
 
     class Meta:
-        """Two indexes: the order of a group, and what is due."""
+        """One index: what is due."""
 
         app_label = "celery_idempotent"
         db_table = "celery_idempotent_outbox"
         default_permissions = ()
         verbose_name = "staged message"
         # A table that is empty most of the time: an index on a column that changes costs nothing here.
-        indexes = (
-            models.Index(fields=("group", "id"), name="idem_outbox_group"),
-            models.Index(fields=("due_ms",), name="idem_outbox_due"),
-        )
+        indexes = (models.Index(fields=("due_ms",), name="idem_outbox_due"),)
 
     def __str__(self) -> str:
         return f"{self.task}[{self.task_id}]"

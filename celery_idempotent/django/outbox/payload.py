@@ -8,14 +8,11 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, cast
 
-from celery.utils import uuid
-from celery.utils.functional import maybe_list
 from kombu import serialization
 
 from celery_idempotent.celery.models import with_dumped_models
 from celery_idempotent.celery.typed import Options
 from celery_idempotent.errors import IdempotencyError, InvalidOption
-from celery_idempotent.identity.trees import PARTS, AnySignature
 from celery_idempotent.serializers import NotStored, Serializer, decode, from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -30,18 +27,13 @@ SENDER_OPTIONS = ("producer", "publisher", "connection", "router")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A call: of an idempotent task that was stamped (``stamped``), or any signature.
-
-    ``once``: its key is to be reserved before it is sent (``idempotency_publish_once``).
-    """
+    """A call of a task. ``once``: its key is to be reserved before it is sent (``idempotency_publish_once``)."""
 
     task: str
     args: Sequence[object] | None
     kwargs: Mapping[str, object] | None
     options: Options
-    stamped: bool
     once: bool = False
-    canvas: AnySignature | None = None
 
 
 def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
@@ -53,8 +45,6 @@ def dump(app: Celery, payload: Payload, serializer: str | None) -> bytes:
     name = serializer or app.conf.task_serializer
     call = {line.name: getattr(payload, line.name) for line in fields(payload)}
     content = dict(with_dumped_models(app, call))
-    if payload.canvas is not None:
-        content["canvas"] = dict(with_dumped_models(app, payload.canvas))
     try:
         stored = Serializer(name, app.conf.accept_content).dump(content, max_bytes=MAX_BYTES)
     except InvalidOption:
@@ -107,42 +97,3 @@ def absolute(options: Mapping[str, object], *, task: str) -> Options:
         if isinstance(kept.get(name), datetime):
             kept[name] = kept[name].isoformat()
     return kept
-
-
-def fixed(app: Celery, signature: AnySignature, *, leading: bool = True) -> Options:
-    """Return a copy of a canvas whose every part has its id, so that sending it twice sends the same messages twice.
-
-    The delays of those parts that start at once (``leading``) become points in time. What Celery still names anew each
-    time it looks is the group of a chord further down a chain that a plain task leads.
-    """
-    task = str(signature.get("task"))
-    parts = PARTS.get(task)
-    options = dict(signature.get("options") or {})
-    if leading:
-        options = absolute(options, task=task)
-    if task != "celery.chain":
-        options["task_id"] = options.get("task_id") or uuid()
-    if parts is None:
-        # Where this process waits for results, if it does.
-        options["reply_to"] = options.get("reply_to") or app.thread_oid
-    for kind in ("link", "link_error"):
-        if options.get(kind):
-            linked = maybe_list(options[kind])
-            options[kind] = [
-                fixed(app, each, leading=False) if isinstance(each, Mapping) else each
-                for each in linked
-            ]
-    copy = {**signature, "options": options}
-    if parts is None:
-        return copy
-    kwargs = dict(signature.get("kwargs") or {})
-    for part in parts:
-        inner = kwargs.get(part)
-        if isinstance(inner, Mapping):
-            kwargs[part] = fixed(app, inner, leading=leading and part != "body")
-        elif inner is not None:
-            kwargs[part] = [
-                fixed(app, each, leading=leading and (task != "celery.chain" or index == 0))
-                for index, each in enumerate(inner)
-            ]
-    return {**copy, "kwargs": kwargs}

@@ -1,99 +1,29 @@
-"""The statements on the table of the outbox: each of them short, and nothing is locked while a message is sent."""
+"""The statements on the table of the outbox: one each, and nothing is locked while a message is sent."""
 
 from __future__ import annotations
 
 import logging
 import random
 import re
-import time
-import uuid
+from collections.abc import Collection
+from typing import cast
 
-from django.db import DatabaseError, transaction
-from django.db.models import Min, QuerySet
+from django.db import DatabaseError
+from django.db.models import F, QuerySet
 
 from celery_idempotent.django.outbox.models import ERROR_CHARS, NowMs, OutboxMessage
 
 logger = logging.getLogger(__name__)
 
-#: How long one who sends a group is left alone: from the staging to the commit, and for each message after it.
+#: How long the sender of a message is left alone: from the staging, or from when a sweep took the message.
 LEASE_MS = 60_000
 
-#: A group whose message could not be sent rests this long, doubled with every failure, up to the longest.
+#: A message that could not be sent rests this long, doubled with every failure, up to the longest.
 BACKOFF_MS = 1_000
 LONGEST_BACKOFF_MS = 5 * 60_000
 
 #: To the last @ of the word: a password that was not quoted may contain one, or a slash.
 _CREDENTIALS = re.compile(r"://\S*@")
-
-
-class GroupLease:
-    """The right to send one group of an app, for :data:`LEASE_MS` unless it is renewed."""
-
-    __slots__ = ("_renewed", "app", "group", "holder", "using")
-
-    def __init__(self, using: str, app: str, group: str) -> None:
-        self.using = using
-        self.app = app
-        self.group = group
-        self.holder = uuid.uuid4().hex
-        self._renewed = time.monotonic()
-
-    def take(self, head: int, *, resting: bool = False) -> bool:
-        """Take a group by its oldest message; ``False`` if another process was faster, or sends it now.
-
-        One conditional update decides: the loser of a race has lost one statement, and no row stays locked.
-        ``resting``: also a group that rests after a failure.
-        """
-        free = rows(self.using).filter(pk=head)
-        free = free.filter(holder="") if resting else free.filter(due_ms__lte=NowMs())
-        self._renewed = time.monotonic()
-        try:
-            if not free.update(holder=self.holder, due_ms=NowMs() + LEASE_MS):
-                return False
-        except DatabaseError as error:
-            # Two who update one row: above READ COMMITTED the second gets this instead of 0 rows.
-            logger.debug("idempotency: outbox group %s was not taken: %s", self.group, error)
-            return False
-        rest = self.all().filter(pk__gt=head)
-        rest.update(holder=self.holder, due_ms=NowMs() + LEASE_MS)
-        return True
-
-    def hold(self) -> bool:
-        """Renew the lease where it is time for that; ``False`` if another process sends this group by now."""
-        now = time.monotonic()
-        if now - self._renewed < LEASE_MS / 3000:
-            return True
-        self._renewed = now
-        return bool(self._mine().update(due_ms=NowMs() + LEASE_MS))
-
-    def messages(self, limit: int) -> list[OutboxMessage]:
-        """Return the oldest messages of the group."""
-        return list(self._mine().order_by("pk")[:limit])
-
-    def fail(self, pk: int, error: BaseException) -> None:
-        """Note that a message could not be sent, and let the group rest."""
-        with transaction.atomic(using=self.using):
-            failed = rows(self.using).filter(pk=pk)
-            before = failed.values_list("attempts", flat=True).first() or 0
-            failed.update(attempts=before + 1, failed_ms=NowMs(), error=error_text(error))
-            rest = min(BACKOFF_MS * 2 ** min(before, 20), LONGEST_BACKOFF_MS)
-            wait = int(rest * random.uniform(0.75, 1.25))
-            self._mine().update(holder="", due_ms=NowMs() + wait)
-
-    def give_back(self) -> None:
-        """Let anybody send the rest of the group, at once."""
-        self._mine().update(holder="", due_ms=NowMs())
-
-    def all(self) -> QuerySet[OutboxMessage]:
-        """Return all messages of the group, held or not.
-
-        Two apps may use one name, and have two groups then: what is for one broker does not go to the other, nor wait
-        for it.
-        """
-        return rows(self.using).filter(group=self.group, app=self.app)
-
-    def _mine(self) -> QuerySet[OutboxMessage]:
-        return self.all().filter(holder=self.holder)
 
 
 def rows(using: str) -> QuerySet[OutboxMessage]:
@@ -109,9 +39,38 @@ def add(using: str, message: OutboxMessage) -> int:
     return int(message.pk)
 
 
-def delete(using: str, pk: int) -> bool:
-    """Forget a message; ``False`` if it is gone already."""
-    return bool(rows(using).filter(pk=pk).delete()[0])
+def due(using: str, app: str, limit: int) -> list[int]:
+    """Return the messages of an app that anybody may send now, those due longest first."""
+    found = rows(using).filter(app=app, due_ms__lte=NowMs())
+    return list(found.order_by("due_ms", "pk").values_list("pk", flat=True)[:limit])
+
+
+def take(using: str, pk: int, *, within_ms: int = 0) -> bool:
+    """Take a message that is due now, or within this time; ``False``: another process sends it, or it is locked.
+
+    One conditional update decides: the loser of a race has lost one statement, and no row stays locked.
+    """
+    free = rows(using).filter(pk=pk, due_ms__lte=NowMs() + within_ms)
+    try:
+        return bool(free.update(due_ms=NowMs() + LEASE_MS))
+    except DatabaseError as error:
+        # Two who update one row: above READ COMMITTED the second gets this instead of 0 rows.
+        logger.debug("idempotency: outbox message %s was not taken: %s", pk, error)
+        return False
+
+
+def fail(using: str, pk: int, error: str, *, attempts: int) -> None:
+    """Note that a message could not be sent, after so many attempts before, and let it rest."""
+    rest = min(BACKOFF_MS * 2 ** min(attempts, 20), LONGEST_BACKOFF_MS)
+    wait = int(rest * random.uniform(0.75, 1.25))
+    rows(using).filter(pk=pk).update(
+        attempts=attempts + 1, failed_ms=NowMs(), error=error, due_ms=NowMs() + wait
+    )
+
+
+def delete(using: str, pk: int) -> None:
+    """Forget a message."""
+    rows(using).filter(pk=pk)._raw_delete(using)  # noqa: SLF001  the public one has three statements
 
 
 def error_text(error: BaseException) -> str:
@@ -120,22 +79,14 @@ def error_text(error: BaseException) -> str:
     return _CREDENTIALS.sub("://***@", text)[:ERROR_CHARS]
 
 
-def has_earlier(lease: GroupLease, pk: int) -> bool:
-    """Does an older message of the group still wait?"""
-    return lease.all().filter(pk__lt=pk).exists()
+def oldest_ms(*, using: str | None) -> int | None:
+    """Return for how long the oldest message waits; ``None`` if none does, or without a database (``using``)."""
+    if using is None:
+        return None
+    ages = rows(using).annotate(age_ms=NowMs() - F("created_ms")).order_by("pk")
+    return cast("int | None", ages.values_list("age_ms", flat=True).first())
 
 
-def head_of(lease: GroupLease) -> int | None:
-    """Return the oldest message of the group, held or not."""
-    return lease.all().order_by("pk").values_list("pk", flat=True).first()
-
-
-def heads(using: str, app: str, limit: int) -> list[tuple[int, str]]:
-    """Return the oldest messages (id and group) of groups that anybody may send now, those due longest first.
-
-    One pass over the table finds the oldest of each group. Where each message is asked for an older one instead, a
-    database may look at every pair of a large group, or of what another app has in a group of that name.
-    """
-    oldest = rows(using).filter(app=app).values("group").annotate(oldest=Min("pk"))
-    due = rows(using).filter(pk__in=oldest.values("oldest"), due_ms__lte=NowMs())
-    return list(due.order_by("due_ms", "pk").values_list("pk", "group")[:limit])
+def of_scopes(scopes: Collection[str], *, using: str) -> QuerySet[OutboxMessage]:
+    """Return the messages of these scopes (canonical)."""
+    return rows(using).filter(scope__in=scopes)

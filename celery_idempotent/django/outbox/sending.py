@@ -1,14 +1,12 @@
-"""Sending what was staged: in order, by one process at a time, and again where it is not known to be sent.
+"""Sending what was staged: one message at a time, and again where it is not known to be sent.
 
-The messages of one group, which is one app's, are sent in the order in which they were staged. Whoever sends them
-holds the group by a lease, and deletes each message after the broker has confirmed it::
+Whoever sends a message holds it by a lease, and deletes it after the broker has confirmed it::
 
-    process A   takes the group ─ m1: sent, deleted ─ m2: sent ─ ✗ dies
-    sweep B                                                         the lease ends ─ takes it ─ m2: sent again ─ m3
-    worker                        m1 runs ─ m2 runs ───────────────────────────────────────────── m2: a redelivery
+    process A   m1: sent, deleted ─ m2: sent ─ ✗ dies
+    sweep B                                       the lease ends ─ takes m2 ─ sent again, deleted
+    worker      m1 runs ─────────── m2 runs ──────────────────────── m2: a redelivery
 
-A message that cannot be sent stays first in its group, with the error beside it, and those behind it wait: else a
-"refund" could be sent before its "charge". The group rests for a while, longer after each failure.
+A message that cannot be sent stays, with the error beside it, and rests for a while, longer after each failure.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from celery.canvas import Signature
 from django.db import DatabaseError, connections
 
 from celery_idempotent.celery.publishing import DeferredCall
@@ -36,23 +34,30 @@ from celery_idempotent.identity.identified import MAX_CHARS
 if TYPE_CHECKING:
     from celery import Celery
 
+    from celery_idempotent.django.outbox.models import OutboxMessage
+
 logger = logging.getLogger(__name__)
 
 #: The most messages that one sweep sends, and the longest it works: the next one goes on where it stopped.
 LIMIT = 10_000
 BUDGET_SECONDS = 25.0
 
-#: After so many groups in a row that did not reach the broker, a sweep does not try the others.
+#: After so many messages in a row that did not reach the broker, a sweep does not try the others.
 MAX_UNREACHED = 3
 
-#: How many groups, and how many messages of one, are looked up at a time.
-_GROUPS = 64
+#: For so long after a message that did not reach the broker, others are not tried after their COMMIT.
+UNREACHED_SECONDS = 1.0
+
+#: How many messages are looked up at a time.
 _BATCH = 200
+
+#: When an app last did not reach its broker (``time.monotonic``), and the error.
+_unreached: WeakKeyDictionary[Celery, tuple[float, str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """How many messages were sent, how many groups came to a stop, and whether there is more to send by now."""
+    """How many messages were sent, how many could not be, and whether there is more to send by now."""
 
     sent: int = 0
     failed: int = 0
@@ -82,80 +87,92 @@ def publish_staged(app: Celery, content: bytes) -> None:
     """Publish what was staged, and return when the broker has it."""
     payload = load(app, content)
     options = dict(payload.options)
-    task: Any = app.tasks[payload.task] if payload.canvas is None else None
+    task: Any = app.tasks[payload.task]
     with confirming(app) as producer:
         if producer is not None:
             options["producer"] = producer
-        if payload.canvas is not None:
-            canvas: Any = Signature.from_dict(dict(payload.canvas), app=app)
-            canvas.apply_async(payload.args, payload.kwargs, **options)
-        elif isinstance(task, IdempotentTask):
+        if isinstance(task, IdempotentTask):
             call = DeferredCall(
                 args=payload.args, kwargs=payload.kwargs, options=options, reserve=payload.once
             )
             task.send_deferred(call)
-        else:  # any more
+        else:
             task.apply_async(payload.args, payload.kwargs, **options)
 
 
-def send_one(publishing: Callable[[], None], using: str, pk: int, label: str) -> Exception | None:
+def send_after_commit(
+    app: Celery, using: str, pk: int, label: str, content: bytes, staged_at: float
+) -> None:
+    """Send one message; whatever fails, the transaction is committed, and a sweep sends it.
+
+    ``staged_at`` (``time.monotonic``): a transaction may have taken so long that a sweep is at the message.
+    """
+    try:
+        at, error = _unreached.get(app, (0.0, ""))
+        if error and time.monotonic() - at < UNREACHED_SECONDS:
+            rows.fail(using, pk, error, attempts=0)
+            return
+        third_ms = rows.LEASE_MS // 3
+        if (time.monotonic() - staged_at) * 1000 >= third_ms and not rows.take(
+            using, pk, within_ms=2 * third_ms
+        ):
+            return
+        _send(partial(publish_staged, app, content), app, using, pk, label, attempts=0)
+    except Exception:
+        logger.exception("idempotency: staged message %s is left to the sweep", label)
+
+
+def _send(
+    publishing: Callable[[], None], app: Celery, using: str, pk: int, label: str, *, attempts: int
+) -> Exception | None:
     """Publish a message and forget it; return the error if it cannot be published."""
     try:
         publishing()
     except Exception as error:  # noqa: BLE001  a broker fails in its own ways, and so does what it is given
+        text = rows.error_text(error)
         logger.warning(
-            "idempotency: staged message %s could not be sent, and stays: %s",
-            label,
-            rows.error_text(error),
+            "idempotency: staged message %s could not be sent, and stays: %s", label, text
         )
+        if is_unreachable(app, error):
+            _unreached[app] = time.monotonic(), text
+        rows.fail(using, pk, text, attempts=attempts)
         return error
     # Should this fail, the message is sent again under the same task id.
     rows.delete(using, pk)
     return None
 
 
-def send(app: Celery, group: str, *, using: str = "default") -> Sent:
-    """Send a group of this app now, in order, also one that rests after a failure.
-
-    One that another process is sending is left to it.
-    """
-    lease = rows.GroupLease(using, name_of(app), group)
-    head = rows.head_of(lease)
-    if head is None:
-        return Sent()
-    if not lease.take(head, resting=True):
-        return Sent(more=True)
-    with _publisher(app) as send_now:
-        sent, error = _send_group(send_now, lease, LIMIT, time.monotonic() + BUDGET_SECONDS)
-    more = rows.head_of(lease) is not None
-    return Sent(sent=sent, failed=int(error is not None), more=more)
-
-
 def sweep(app: Celery, *, using: str = "default", limit: int = LIMIT) -> Sent:
     """Send what dead senders left, and what could not be sent before and has rested.
 
-    Safe to run on any number of machines at once: a group is held by one of them, for a lease.
+    Safe to run on any number of machines at once: a message is held by one of them, for a lease.
     """
     until = time.monotonic() + BUDGET_SECONDS
-    report, failures = Sent(), 0
-    if not rows.heads(using, name_of(app), 1):
+    report, unreached = Sent(), 0
+    if not rows.due(using, name_of(app), 1):
         return report
     with _publisher(app) as send_now:
-        for lease in _leases(using, name_of(app), until):
-            sent, error = _send_group(send_now, lease, limit - report.sent, until)
-            failures = failures + 1 if is_unreachable(app, error) else 0
-            failed = report.failed + (error is not None)
-            report = replace(report, sent=report.sent + sent, failed=failed)
-            if report.sent >= limit or failures >= MAX_UNREACHED:
+        for message in _taken(using, name_of(app), until):
+            publishing = partial(send_now, bytes(message.payload))
+            error = _send(
+                publishing, app, using, message.pk, str(message), attempts=message.attempts
+            )
+            report = replace(
+                report,
+                sent=report.sent + (error is None),
+                failed=report.failed + (error is not None),
+            )
+            unreached = unreached + 1 if is_unreachable(app, error) else 0
+            if report.sent >= limit or unreached >= MAX_UNREACHED:
                 break
     if report.sent or report.failed:
         logger.info(
-            "idempotency: outbox of %s: %d messages sent, %d groups could not be",
+            "idempotency: outbox of %s: %d messages sent, %d could not be",
             using,
             report.sent,
             report.failed,
         )
-    return replace(report, more=bool(rows.heads(using, name_of(app), 1)))
+    return replace(report, more=bool(rows.due(using, name_of(app), 1)))
 
 
 def upkeep(app: Celery, *, using: str, limit: int) -> dict[str, int]:
@@ -173,58 +190,30 @@ def upkeep(app: Celery, *, using: str, limit: int) -> dict[str, int]:
     return {"outbox_sent": report.sent, "outbox_failed": report.failed}
 
 
-def _leases(using: str, app: str, until: float) -> Iterator[rows.GroupLease]:
-    """Hold one after the other of the groups that wait, until none is left to try, or the time is over.
+def _taken(using: str, app: str, until: float) -> Iterator[OutboxMessage]:
+    """Take one after the other of the messages that are due, until none is left to try, or the time is over.
 
     One that is not had at once, and is due all the same when they are looked up again, is left to the next sweep: its
     row is locked, and a try may take as long as the database waits for a lock.
     """
     tried: set[int] = set()
     while True:
-        due = rows.heads(using, app, _GROUPS + len(tried))
-        tried.intersection_update(head for head, _ in due)  # the others were another sweep's
-        untried = [(head, group) for head, group in due if head not in tried]
+        due = rows.due(using, app, _BATCH + len(tried))
+        tried.intersection_update(due)  # the others were another sweep's
+        untried = [pk for pk in due if pk not in tried]
         if not untried:
             break
-        for head, group in untried:
+        for pk in untried:
             if time.monotonic() > until:
                 return
-            lease = rows.GroupLease(using, app, group)
-            if lease.take(head):
-                yield lease
-            else:
-                tried.add(head)
+            if not rows.take(using, pk):
+                tried.add(pk)
+            elif (message := rows.rows(using).filter(pk=pk).first()) is not None:
+                yield message
     if tried:
         logger.warning(
-            "idempotency: outbox of %s: %d groups could not be taken, and are left to the next sweep: are their rows "
+            "idempotency: outbox of %s: %d messages could not be taken, and are left to the next sweep: are their rows "
             "locked, or is the database read-only?",
             using,
             len(tried),
         )
-
-
-def _send_group(
-    send_now: Callable[[bytes], None], lease: rows.GroupLease, limit: int, until: float
-) -> tuple[int, Exception | None]:
-    """Send a group that is held; return how many messages were sent, and what stopped it.
-
-    Before each message the lease is renewed if it is time for that (``hold``). Where another process has the group by
-    now, that one goes on.
-    """
-    sent = 0
-    while batch := lease.messages(_BATCH):
-        for message in batch:
-            if sent >= limit or time.monotonic() > until:
-                lease.give_back()
-                return sent, None
-            if not lease.hold():
-                return sent, None
-            publishing = partial(send_now, bytes(message.payload))
-            error = send_one(publishing, lease.using, message.pk, str(message))
-            if error is not None:
-                lease.fail(message.pk, error)
-                return sent, error
-            sent += 1
-        if len(batch) < _BATCH:
-            break
-    return sent, None
