@@ -1,4 +1,4 @@
-"""The tables of version 1.0."""
+"""The tables, and the permissions of the admin's pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from django.db import migrations, models
 
-from celery_idempotent.django.fields import ShortBinaryField
+from celery_idempotent.django.fields import EndedIndex, ShortBinaryField
 
 if TYPE_CHECKING:
     from django.apps.registry import Apps
@@ -25,7 +25,7 @@ def leave_room(_: Apps, editor: BaseDatabaseSchemaEditor) -> None:
 
 
 class Migration(migrations.Migration):
-    """Makes records, leases and the high-water mark of tokens."""
+    """Makes all tables."""
 
     initial = True
     dependencies: ClassVar[list[tuple[str, str]]] = []
@@ -37,6 +37,7 @@ class Migration(migrations.Migration):
                 ("id", models.SmallIntegerField(primary_key=True, serialize=False)),
                 ("token", models.BigIntegerField()),
             ],
+            options={"default_permissions": ()},
         ),
         migrations.CreateModel(
             name="Lease",
@@ -58,6 +59,12 @@ class Migration(migrations.Migration):
                 ("message", models.BinaryField(null=True)),
                 ("steps", models.BinaryField(null=True)),
             ],
+            options={
+                "default_permissions": (),
+                "indexes": [
+                    EndedIndex(fields=["state", "token", "digest"], name="celery_idempotent_ended")
+                ],
+            },
         ),
         migrations.CreateModel(
             name="Record",
@@ -98,6 +105,75 @@ class Migration(migrations.Migration):
                 ("value", models.BinaryField(null=True)),
                 ("note", models.TextField()),
             ],
+            options={"default_permissions": ()},
+        ),
+        migrations.CreateModel(
+            name="Sweep",
+            fields=[
+                ("id", models.SmallIntegerField(primary_key=True, serialize=False)),
+                ("ended_ms", models.BigIntegerField()),
+            ],
+            options={"default_permissions": ()},
+        ),
+        migrations.CreateModel(
+            name="Counter",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("hour", models.IntegerField()),
+                ("task", models.CharField(max_length=255)),
+                ("outcome", models.CharField(max_length=32)),
+                ("count", models.BigIntegerField()),
+            ],
+            options={
+                "default_permissions": (),
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("hour", "task", "outcome"), name="celery_idempotent_counter_once"
+                    ),
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="OutboxMessage",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("app", models.CharField(max_length=255)),
+                ("task", models.CharField(max_length=255)),
+                ("task_id", models.CharField(max_length=255)),
+                ("key", models.CharField(blank=True, default="", max_length=255)),
+                ("scope", models.CharField(blank=True, default="", max_length=255)),
+                ("payload", models.BinaryField()),
+                ("created_ms", models.BigIntegerField()),
+                ("due_ms", models.BigIntegerField()),
+                ("attempts", models.PositiveIntegerField(default=0)),
+                ("failed_ms", models.BigIntegerField(blank=True, null=True)),
+                ("error", models.CharField(blank=True, default="", max_length=500)),
+            ],
+            options={
+                "default_permissions": (),
+                "verbose_name": "staged message",
+                "db_table": "celery_idempotent_outbox",
+                "indexes": [
+                    models.Index(fields=["due_ms"], name="idem_outbox_due"),
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="IdempotencyRecord",
+            fields=[("name", models.TextField(primary_key=True, serialize=False))],
+            options={
+                "managed": False,
+                "verbose_name": "idempotency record",
+                "default_permissions": ("view",),
+                "permissions": (
+                    ("view_result", "Can see results and errors of idempotency records"),
+                    ("release_record", "Can release idempotency records"),
+                    ("requeue_record", "Can requeue idempotency records"),
+                    ("complete_record", "Can complete idempotency records"),
+                    ("fail_record", "Can fail idempotency records"),
+                    ("forget_record", "Can forget idempotency records"),
+                ),
+            },
         ),
         migrations.RunPython(leave_room, migrations.RunPython.noop),
     ]
