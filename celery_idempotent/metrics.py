@@ -66,25 +66,6 @@ RUN_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 3
 #: Of what the store takes, and of waits for another run, in seconds.
 STORE_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
-#: What the reporting code times: the name of the metric, what it means, and the outcomes that say it.
-_TIMED: Final = (
-    (
-        "claim",
-        "How long the store took to answer a claim that a run began with.",
-        (signals.claimed,),
-    ),
-    (
-        "settle",
-        "How long it took to write the end of a run, with every try, and with the COMMIT of an atomic task.",
-        (signals.settled,),
-    ),
-    (
-        "wait",
-        "How long a duplicate held its worker until it was answered, refused or sent back; not the wait in the queue.",
-        (signals.replayed, signals.conflicted, signals.mismatched),
-    ),
-)
-
 #: So many stale records are looked at, at most, to find the one that has been stale for longest.
 LOOK_AT: Final = 500
 
@@ -111,23 +92,37 @@ class _Receiver:
             ("task", "outcome", "state", "error", "observed"),
             registry=registry,
         )
-        self._runs = Histogram(
-            "celery_idempotency_run_seconds",
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            name = f"celery_idempotency_{name}_seconds"
+            return Histogram(name, text, ("task",), buckets=buckets, registry=registry)
+
+        self._runs = histogram(
+            "run",
             "From the claim of a key to the end of that run, whatever the end is.",
-            ("task",),
-            buckets=RUN_SECONDS,
-            registry=registry,
+            RUN_SECONDS,
         )
-        self._timed: dict[Signal, Histogram] = {}
-        for name, text, told in _TIMED:
-            found = Histogram(
-                f"celery_idempotency_{name}_seconds",
-                text,
-                ("task",),
-                buckets=STORE_SECONDS,
-                registry=registry,
-            )
-            self._timed |= dict.fromkeys(told, found)
+        claims = histogram(
+            "claim",
+            "How long the store took to answer a claim that a run began with.",
+            STORE_SECONDS,
+        )
+        settles = histogram(
+            "settle",
+            "How long it took to write the end of a run, with every try, and with the COMMIT of an atomic task.",
+            STORE_SECONDS,
+        )
+        waits = histogram(
+            "wait",
+            "How long a duplicate held its worker until it was answered, refused or sent back; not the wait in the"
+            " queue.",
+            STORE_SECONDS,
+        )
+        self._timed = {
+            signals.claimed: claims,
+            signals.settled: settles,
+            **dict.fromkeys((signals.replayed, signals.conflicted, signals.mismatched), waits),
+        }
         self._began: dict[tuple[Identity, str], float] = {}
         for signal, (outcome, _) in OUTCOMES.items():
             signal.connect(self._counting(signal, outcome), weak=False)
@@ -161,27 +156,13 @@ class _Receiver:
         return count
 
 
-class _Question(threading.Thread):
-    """Asks the store in a thread of its own: a frozen store costs a scrape its gauges, and not its outcomes."""
-
-    def __init__(self, ask: Callable[[], Sequence[GaugeMetricFamily]]) -> None:
-        super().__init__(name="celery-idempotent-metrics", daemon=True)
-        self._ask = ask
-        self.answer: Sequence[GaugeMetricFamily] = ()
-
-    def run(self) -> None:
-        try:
-            self.answer = self._ask()
-        except IdempotencyError as error:
-            logger.warning("idempotency: metrics without those of the store: %s", error)
-
-
 class StoreCollector(Collector):
     """Gauges of an app's store, asked for with each scrape: a few round trips, however many records there are."""
 
     def __init__(self, app: AnyCelery) -> None:
         self._app = app
-        self._question: _Question | None = None
+        self._thread: threading.Thread | None = None
+        self._gauges: Sequence[GaugeMetricFamily] = ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges; of a store that does not answer within :data:`ANSWER_WITHIN` only that it is not up."""
@@ -189,16 +170,23 @@ class StoreCollector(Collector):
             "celery_idempotency_store_up",
             "1 if the store answers this scrape within two seconds, 0 if not: then none of the following is served.",
         )
-        # One at a time: a store that hangs is not asked again by each scrape.
-        question = self._question
-        if question is None or not question.is_alive():
-            question = self._question = _Question(lambda: list(self._ask()))
-            question.start()
-        question.join(ANSWER_WITHIN)
-        gauges = question.answer
+        # In one thread: a store that hangs costs a scrape its gauges alone, and is not asked again by each scrape.
+        if self._thread is None or not self._thread.is_alive():
+            self._gauges = ()
+            name = "celery-idempotent-metrics"
+            self._thread = threading.Thread(target=self._ask_store, name=name, daemon=True)
+            self._thread.start()
+        self._thread.join(ANSWER_WITHIN)
+        gauges = self._gauges
         up.add_metric([], float(bool(gauges)))
         yield up
         yield from gauges
+
+    def _ask_store(self) -> None:
+        try:
+            self._gauges = list(self._ask())
+        except IdempotencyError as error:
+            logger.warning("idempotency: metrics without those of the store: %s", error)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
         """Name nothing: to register a collector must not ask the store."""

@@ -21,7 +21,6 @@ __all__ = [
     "Event",
     "claimed",
     "conflicted",
-    "emit",
     "forgotten",
     "interrupted",
     "lease_lost",
@@ -98,8 +97,3 @@ swept = Signal(name="idempotency_swept")
 settle_failed = Signal(name="idempotency_settle_failed")
 #: The store did not answer. Nothing ran, or an atomic run was rolled back: the message goes back.
 store_failed = Signal(name="idempotency_store_failed")
-
-
-def emit(signal: Signal, sender: object, event: Event) -> None:
-    """Send ``event``; a class of its own for the sender is not needed, the task itself is."""
-    signal.send(sender=sender, event=event)

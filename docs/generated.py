@@ -70,32 +70,22 @@ def _checks() -> str:
 def metrics() -> Iterator[tuple[str, str, list[str], str]]:
     """Yield each metric: name, kind, labels, meaning."""
     code = ast.parse(METRICS.read_text(encoding="utf-8"))
-    constants = {
-        node.target.id: node.value
-        for node in code.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    kinds = {
+        "Counter": "counter",
+        "histogram": "histogram",
+        "GaugeMetricFamily": "gauge",
     }
-    timed = constants["_TIMED"]
-    assert isinstance(timed, ast.Tuple)
-    kinds = {"Counter": "counter", "Histogram": "histogram", "GaugeMetricFamily": "gauge"}
     for node in sorted(ast.walk(code), key=lambda each: getattr(each, "lineno", 0)):
         kind = kinds.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
         if kind is None or not isinstance(node, ast.Call):
             continue
         name, text, *more = node.args
         more += [each.value for each in node.keywords if each.arg == "labels"]
-        labels: list[str] = ast.literal_eval(more[0]) if more else []
-        if isinstance(name, ast.JoinedStr):  # one for each of a table
-            for each in timed.elts:
-                assert isinstance(each, ast.Tuple)
-                yield (
-                    _said(name).replace("…", _said(each.elts[0])),
-                    kind,
-                    [*labels],
-                    _said(each.elts[1]),
-                )
+        if kind == "histogram":
+            yield f"celery_idempotency_{_said(name)}_seconds", kind, ["task"], _said(text)
         else:
-            yield _said(name), kind, [*labels], _said(text)
+            labels: list[str] = ast.literal_eval(more[0]) if more else []
+            yield _said(name), kind, labels, _said(text)
 
 
 def _metrics() -> str:

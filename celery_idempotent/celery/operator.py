@@ -11,7 +11,7 @@
 
 Every verb gets the token of the record that the operator saw. If another run has claimed the key since, the store
 writes nothing, and the outcome is CHANGED. It is DONE if the key is as the operation itself would have left it: the
-store may have done it, and not have been heard (:func:`_as_done`).
+store may have done it, and not have been heard (:meth:`Operator._as_done`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from celery_idempotent.records import Record, SettleRequest, State, Stored
 
 if TYPE_CHECKING:
     from celery import Celery
-    from celery.utils.dispatch import Signal
-    from typing_extensions import Unpack
 
     from celery_idempotent.stores import Store
 
@@ -85,7 +83,7 @@ class OperationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What executes a request on the records of an app."""
+    """Executes a request on the records of an app."""
 
     app: Celery
     store: Store
@@ -97,110 +95,85 @@ class Operator:
         return self.request.who or worker_name(os.getpid())
 
     @property
-    def line(self) -> Line:
-        """What the log says of it."""
-        return Line(logging.WARNING, f"%(who)s {_DONE[self.request.operation]} %(identity)s%(why)s")
-
-    def execute(self, record: Record) -> Outcome:
-        """Execute the request on a record as it was seen."""
-        match self.request.operation:
-            case "release":
-                return _release(self, record)
-            case "requeue":
-                return _requeue(self, record)
-            case "complete":
-                return _complete(self, record)
-            case "fail":
-                return _fail(self, record)
-            case "forget":
-                return _forget(self, record)
-
-    @property
     def note(self) -> str:
         """What the record keeps of it."""
         why = f": {self.request.reason}" if self.request.reason else ""
         return printable(f"{self.request.operation} by {self.who}{why}")[:_LONGEST_NOTE]
 
-    def report(self, outcome: Signal, record: Record, **more: Unpack[Details]) -> None:
-        """Report what was done."""
-        about: Details = {**more, "who": self.who, "reason": self.request.reason, "line": self.line}
+    @property
+    def _about(self) -> Details:
+        text = f"%(who)s {_DONE[self.request.operation]} %(identity)s%(why)s"
+        line = Line(logging.WARNING, text)
+        return {"who": self.who, "reason": self.request.reason, "line": line}
+
+    def execute(self, record: Record) -> Outcome:
+        """Execute the request on a record as it was seen."""
+        identity, token, note = record.identity, record.token, self.note
+        outcome, state, error = signals.settled, None, None
+        match self.request.operation:
+            case "release":
+                outcome, state = signals.released, State.INTERRUPTED if record.steps else None
+                done = self.store.release(identity, token=token, note=note)
+                done = done or self._as_done(record, state) is not None
+            case "forget":
+                outcome = signals.forgotten
+                # The state, too: a run that completed a moment ago is not what was seen.
+                done = self.store.forget(identity, token=token, state=record.state)
+                done = done or self._as_done(record, None) is not None
+            case "complete":
+                state, done = State.COMPLETED, self._complete(record)
+            case "fail":
+                state = State.FAILED
+                error = FailedByOperator(f"{identity} was settled as failed by an operator.")
+                done = settling.fail_record(self.app, self.store, record, error, note=note)
+            case "requeue":
+                return self._requeue(record)
+        if not done:
+            return Outcome.CHANGED
+        about: Details = {**self._about, "state": state, "error": error}
         reaper.report_record(self.app, self.store, outcome, record, **about)
+        return Outcome.DONE
 
+    def _complete(self, record: Record) -> bool:
+        definition = definition_of(self.app, record.identity.namespace, load=True)
+        policy = Policy() if definition is None else definition.policy
+        end = SettleRequest(
+            record=record,
+            state=State.COMPLETED,
+            value=self.request.value,
+            keep_ms=policy.settled_keep_ms,
+            restore=False,
+            note=self.note,
+        )
+        return settling.end_record(self.store, end)
 
-def _as_done(by: Operator, seen: Record, then: State | None) -> Record | None:
-    """Return the record as an operation leaves it, although the store says that it did nothing; ``None`` if it is not.
-
-    A store that gets no answer asks again by itself, and then finds its own work::
-
-        store    forget ─ deleted, and the answer is lost ─ forget again: there is none
-                                                            └─ CHANGED: no event, no line, no entry for what was done
-
-    Another operator may have done the same in that instant. Then both report it, which is better than neither.
-    ``then`` is the state that the record is left in, ``None`` if it is deleted.
-    """
-    found = by.store.get(seen.identity)
-    if then is None:
-        # A record that was not deleted keeps its beginning, also when it is claimed again.
-        return seen if found is None or found.created_ms != seen.created_ms else None
-    if found is None:
-        return None
-    return found if (found.state, found.note) == (then, by.note) else None
-
-
-def _forget(by: Operator, record: Record) -> Outcome:
-    # The state, too: a run that completed a moment ago is not what was seen.
-    done = by.store.forget(record.identity, token=record.token, state=record.state)
-    if not done and _as_done(by, record, None) is None:
-        return Outcome.CHANGED
-    by.report(signals.forgotten, record)
-    return Outcome.DONE
-
-
-def _release(by: Operator, record: Record) -> Outcome:
-    state = State.INTERRUPTED if record.steps else None
-    done = by.store.release(record.identity, token=record.token, note=by.note)
-    if not done and _as_done(by, record, state) is None:
-        return Outcome.CHANGED
-    by.report(signals.released, record, state=state)
-    return Outcome.DONE
-
-
-def _requeue(by: Operator, record: Record) -> Outcome:
-    # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
-    queued = by.store.requeue(
-        record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token, note=by.note
-    )
-    if queued is None:
+    def _requeue(self, record: Record) -> Outcome:
+        # One write: from then on a sweep publishes what we do not, should we die here or the broker be down.
+        queued = self.store.requeue(
+            record.identity, deadline_ms=reaper.REQUEUE_MS, token=record.token, note=self.note
+        )
         # Published here also if a sweep was first: a second copy does no harm, none would take a minute.
-        queued = _as_done(by, record, State.QUEUED)
-    if queued is None:
-        return Outcome.CHANGED
-    sent = reaper.send_again(
-        by.app, by.store, queued, who=by.who, reason=by.request.reason, line=by.line
-    )
-    return Outcome.DONE if sent else Outcome.UNSENT
+        queued = queued or self._as_done(record, State.QUEUED)
+        if queued is None:
+            return Outcome.CHANGED
+        sent = reaper.send_again(self.app, self.store, queued, **self._about)
+        return Outcome.DONE if sent else Outcome.UNSENT
 
+    def _as_done(self, seen: Record, then: State | None) -> Record | None:
+        """Return the record as an operation leaves it, although the store says that it did nothing.
 
-def _complete(by: Operator, record: Record) -> Outcome:
-    definition = definition_of(by.app, record.identity.namespace, load=True)
-    policy = Policy() if definition is None else definition.policy
-    end = SettleRequest(
-        record=record,
-        state=State.COMPLETED,
-        value=by.request.value,
-        keep_ms=policy.settled_keep_ms,
-        restore=False,
-        note=by.note,
-    )
-    if not settling.end_record(by.store, end):
-        return Outcome.CHANGED
-    by.report(signals.settled, record, state=State.COMPLETED)
-    return Outcome.DONE
+        A store that gets no answer asks again by itself, and then finds its own work::
 
+            store    forget ─ deleted, and the answer is lost ─ forget again: there is none
+                                                                └─ CHANGED: no event, no line, no entry
 
-def _fail(by: Operator, record: Record) -> Outcome:
-    error = FailedByOperator(f"{record.identity} was settled as failed by an operator.")
-    if not settling.fail_record(by.app, by.store, record, error, note=by.note):
-        return Outcome.CHANGED
-    by.report(signals.settled, record, state=State.FAILED, error=error)
-    return Outcome.DONE
+        Another operator may have done the same in that instant. Then both report it, which is better than neither.
+        ``then`` is the state that the record is left in, ``None`` if it is deleted.
+        """
+        found = self.store.get(seen.identity)
+        if then is None:
+            # A record that was not deleted keeps its beginning, also when it is claimed again.
+            return seen if found is None or found.created_ms != seen.created_ms else None
+        if found is None or (found.state, found.note) != (then, self.note):
+            return None
+        return found

@@ -138,15 +138,7 @@ def _time_out(app: Celery, store: Store, record: Record) -> bool:
     return True
 
 
-def send_again(
-    app: Celery,
-    store: Store,
-    record: Record,
-    *,
-    who: str = "",
-    reason: str = "",
-    line: Line | None = None,
-) -> bool:
+def send_again(app: Celery, store: Store, record: Record, **details: Unpack[Details]) -> bool:
     """Publish the message that a stale record kept; if that fails, the next sweep after its deadline tries again."""
     definition = definition_of(app, record.identity.namespace)
     if definition is None or record.message is None:
@@ -155,23 +147,15 @@ def send_again(
             record.identity,
         )
         return False
-    outcome, error = signals.requeued, None
     try:
         definition.codec.load_message(record.message).apply_async()
-    except Exception as trouble:  # noqa: BLE001  a broker fails in its own ways, and so does a message
-        outcome, error, line = signals.store_failed, trouble, _NOT_REQUEUED
-    report_record(
-        app,
-        store,
-        outcome,
-        record,
-        state=None if error else State.QUEUED,
-        error=error,
-        who=who,
-        reason=reason,
-        line=line,
-    )
-    return error is None
+    except Exception as error:  # noqa: BLE001  a broker fails in its own ways, and so does a message
+        details = {**details, "error": error, "line": _NOT_REQUEUED}
+        report_record(app, store, signals.store_failed, record, **details)
+        return False
+    details = {**details, "state": State.QUEUED}
+    report_record(app, store, signals.requeued, record, **details)
+    return True
 
 
 def install_sweep(app: Celery) -> None:

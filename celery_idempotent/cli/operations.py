@@ -39,6 +39,7 @@ from celery_idempotent.cli.showing import find_one
 from celery_idempotent.operations.acting import (
     DONE,
     EFFECTS,
+    OUTCOMES,
     REFUSALS,
     Ended,
     Verdict,
@@ -58,12 +59,6 @@ if TYPE_CHECKING:
 
 #: So many records are shown as a sample.
 _SAMPLE = 5
-
-_OUTCOMES = {
-    Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
-    Outcome.CHANGED: "left alone: it has changed meanwhile",
-    Outcome.LIVE: "left alone: its owner is live",
-}
 
 _request_options = options(
     click.option(
@@ -280,7 +275,7 @@ def _report(asked: _Command, ended: Ended[Record]) -> None:
         return
     text = f"it may have been done, or not: {ended.trouble}"
     if outcome is not None:
-        text = _OUTCOMES.get(outcome, DONE[operation])
+        text = OUTCOMES.get(outcome, DONE[operation])
     click.echo(f"{ended.record.identity}: {text}")
 
 

@@ -49,6 +49,13 @@ EFFECTS: dict[Operation, str] = {
     "forget": "deletes the record with all it knows: the next call runs.",
 }
 
+#: The outcome on one record, unless it is :data:`DONE`.
+OUTCOMES: dict[Outcome, str] = {
+    Outcome.UNSENT: "queued, and not published yet: the next sweep after its deadline tries again",
+    Outcome.CHANGED: "left alone: it has changed meanwhile",
+    Outcome.LIVE: "left alone: its owner is live",
+}
+
 #: Why an operation that means nothing for a record is refused.
 REFUSALS: dict[Operation, str] = {
     "release": "only a QUEUED or a PROCESSING record can be released.",

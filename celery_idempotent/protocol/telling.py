@@ -24,7 +24,7 @@ from celery_idempotent.protocol.calls import STORE_ERRORS, worker_name
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
 from celery_idempotent.records import State
-from celery_idempotent.signals import Event, emit
+from celery_idempotent.signals import Event
 
 if TYPE_CHECKING:
     from celery.utils.dispatch import Signal
@@ -42,79 +42,54 @@ class Line(NamedTuple):
     text: str
 
 
-#: Each outcome with the name of its counter and its usual line.
-OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
-    signals.reserved: (
-        "reserved",
-        Line(logging.DEBUG, "%(identity)s is reserved for task %(task_id)s (%(task)s)"),
-    ),
-    signals.claimed: (
-        "claimed",
-        Line(logging.DEBUG, "task %(task_id)s (%(task)s) runs %(identity)s"),
-    ),
+_LINES: Final = {
+    signals.reserved: (logging.DEBUG, "%(identity)s is reserved for task %(task_id)s (%(task)s)"),
+    signals.claimed: (logging.DEBUG, "task %(task_id)s (%(task)s) runs %(identity)s"),
     signals.replayed: (
-        "replayed",
-        Line(
-            logging.INFO,
-            "%(task)s[%(task_id)s] gets the stored result of %(identity)s: task %(first)s, %(found)s since "
-            "%(updated)s",
-        ),
+        logging.INFO,
+        "%(task)s[%(task_id)s] gets the stored result of %(identity)s: task %(first)s, %(found)s since %(updated)s",
     ),
     signals.conflicted: (
-        "conflicted",
-        Line(logging.DEBUG, "%(task)s[%(task_id)s] met %(identity)s, which %(owner)s holds"),
+        logging.DEBUG,
+        "%(task)s[%(task_id)s] met %(identity)s, which %(owner)s holds",
     ),
     signals.mismatched: (
-        "mismatched",
-        Line(
-            logging.INFO,
-            "%(task)s[%(task_id)s] is refused: %(identity)s belongs to task %(first)s, which was called with other "
-            "arguments",
-        ),
+        logging.INFO,
+        "%(task)s[%(task_id)s] is refused: task %(first)s called %(identity)s with other arguments",
     ),
     signals.settled: (
-        "settled",
-        Line(logging.DEBUG, "task %(task_id)s (%(task)s) settled %(identity)s: %(state)s"),
+        logging.DEBUG,
+        "task %(task_id)s (%(task)s) settled %(identity)s: %(state)s",
     ),
-    signals.released: (
-        "released",
-        Line(logging.DEBUG, "task %(task_id)s (%(task)s) released %(identity)s"),
-    ),
+    signals.released: (logging.DEBUG, "task %(task_id)s (%(task)s) released %(identity)s"),
     signals.interrupted: (
-        "interrupted",
-        Line(
-            logging.WARNING,
-            "the lease of %(owner)s on %(identity)s ran out: the record is INTERRUPTED (crash %(crashes)s)",
-        ),
+        logging.WARNING,
+        "the lease of %(owner)s on %(identity)s ran out: the record is INTERRUPTED (crash %(crashes)s)",
     ),
     signals.lease_lost: (
-        "lease_lost",
-        Line(
-            logging.WARNING,
-            "%(identity)s was claimed anew while task %(task_id)s (token %(token)s) ran: its result is dropped",
-        ),
+        logging.WARNING,
+        "%(identity)s was claimed anew while task %(task_id)s (token %(token)s) ran: its result is dropped",
     ),
     signals.requeued: (
-        "requeued",
-        Line(
-            logging.WARNING,
-            "%(identity)s did not run or did not end in time, and is queued again (crash %(crashes)s)",
-        ),
+        logging.WARNING,
+        "%(identity)s did not run or did not end in time, and is queued again (crash %(crashes)s)",
     ),
-    signals.forgotten: ("forgotten", Line(logging.WARNING, "%(who)s forgot %(identity)s%(why)s")),
-    signals.swept: ("swept", Line(logging.DEBUG, "a sweep interrupted %(count)s")),
+    signals.forgotten: (logging.WARNING, "%(who)s forgot %(identity)s%(why)s"),
+    signals.swept: (logging.DEBUG, "a sweep interrupted %(count)s"),
     signals.settle_failed: (
-        "settle_failed",
-        Line(
-            logging.CRITICAL,
-            "task %(task_id)s of %(identity)s took effect, but its result could not be stored within a lease "
-            "(%(error)s): after the lease a duplicate runs again",
+        logging.CRITICAL,
+        (
+            "task %(task_id)s of %(identity)s took effect, but its result could not be stored (%(error)s):"
+            " after the lease a duplicate runs again"
         ),
     ),
-    signals.store_failed: (
-        "store_failed",
-        Line(logging.WARNING, "store error in %(task)s[%(task_id)s]: %(error)s"),
-    ),
+    signals.store_failed: (logging.WARNING, "store error in %(task)s[%(task_id)s]: %(error)s"),
+}
+
+#: Each outcome with its name, which is that of its counter, and its usual line.
+OUTCOMES: Final[Mapping[Signal, tuple[str, Line]]] = {
+    signal: (signal.name.removeprefix("idempotency_"), Line(*line))  # type: ignore[attr-defined]
+    for signal, line in _LINES.items()
 }
 
 _CLAIMED_AGAIN = Line(
@@ -231,7 +206,7 @@ class Reporter:
             }
             logger.log(line.level, "idempotency: " + line.text, _words(event), extra=extra)  # noqa: G003  a constant
         if outcome.receivers:
-            emit(outcome, self._sender(), event)
+            outcome.send(sender=self._sender(), event=event)
 
 
 def facts(outcome: str, event: Event) -> dict[str, str | int | bool]:

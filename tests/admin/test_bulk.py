@@ -178,7 +178,7 @@ def test_a_live_record_among_the_others_is_not_taken_by_a_forged_form(
     sent = fields(page)
     forged = {**sent, "record": sent["live"], "force": "on", "reason": "forged", "again": "on"}
     del forged["live"]
-    assert "a live owner took" in said(operator, operator.post(BULK, forged))
+    assert "Left alone: its owner is live" in said(operator, operator.post(BULK, forged))
     assert left(store, "a") == {"a": State.PROCESSING}
     assert entries() == {}
 
@@ -207,7 +207,7 @@ def test_each_is_done_whatever_comes_of_the_others(
     }
     told = said(operator, done)
     assert "Released: 2 of 4." in told
-    assert f"Nothing was done: {TASK} key c has changed" in told
+    assert f"Left alone: it has changed meanwhile ({TASK} key c)" in told
     assert f"Not known whether it was done: {TASK} key b. somebody holds the row" in told
     noted = entries()
     assert noted[f"{TASK} key b"].startswith("Release failed")
@@ -215,7 +215,7 @@ def test_each_is_done_whatever_comes_of_the_others(
     # Sent again: what was done is not done to the claim that came after.
     claim(store, "a")
     again = operator.post(BULK, fields(page))
-    assert f"Nothing was done: {TASK} key a has changed" in said(operator, again)
+    assert f"Left alone: it has changed meanwhile ({TASK} key a)" in said(operator, again)
     assert left(store, "a") == {"a": State.PROCESSING}
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from celery_idempotent import IdempotentTask, InvalidOption
 from celery_idempotent.celery import reaper
 from celery_idempotent.records import Counted
 from celery_idempotent.stores import Store
@@ -110,18 +109,6 @@ def test_sweeps_that_stopped_three_intervals_ago_are_told_as_such(
         page = text(operator.get(CHARTS))
         assert f"The last sweep ended {ago_ms // 1000} s ago; one is due every 10 s" in page
         assert ("Is beat running" not in page) is well
-
-
-def test_a_bad_option_is_a_finding_of_the_system_checks(serve: Serve, project: None) -> None:
-    from django.core import checks
-
-    def bad() -> None: ...
-
-    app = serve("memory://")
-    with pytest.raises(InvalidOption):
-        app.task(name="bad", base=IdempotentTask, shared=False, idempotency_lease=-1)(bad)
-    found = checks.run_checks(tags=["idempotency"])
-    assert [(each.id, type(each)) for each in found] == [("celery_idempotent.E013", checks.Error)]
 
 
 def test_the_system_checks_ask_no_server_unless_deploying(serve: Serve, project: None) -> None:

@@ -60,19 +60,6 @@ def histories(
         gate.touch()
 
 
-def test_list_writes_one_json_object_a_line(histories):
-    site, _ = histories
-    done = site.run("list", "--json")
-    assert done.code == 0, done.text
-    found = {line["key"]: line for line in done.objects}
-    assert {key: line["state"] for key, line in found.items()} == {
-        "declined": "FAILED",
-        "deadly": "FAILED",
-        "busy": "PROCESSING",
-    }
-    assert found["deadly"]["crashes"] == 4
-
-
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
@@ -145,12 +132,6 @@ def test_what_a_killed_worker_did_is_completed_and_its_redelivery_gets_the_value
     assert (
         "is COMPLETED: an operator completed it with a value" in site.run("explain", "charged").text
     )
-
-
-def test_a_store_that_cannot_be_reached_is_exit_code_3():
-    settings = {"broker_url": "memory://", "idempotency_store": "redis://127.0.0.1:1/0"}
-    done = run_idempotency(app_module.__name__, app_module.environment(settings), "list")
-    assert done.code == 3, done.text
 
 
 @pytest.mark.wide

@@ -30,7 +30,7 @@ from celery_idempotent.errors import (
     TooManyCrashes,
 )
 from celery_idempotent.protocol import claim as claim_module
-from celery_idempotent.protocol import claiming, endings, lease, runner, telling
+from celery_idempotent.protocol import claiming, endings, lease, runner
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.claiming import AnsweredAttempt, Claiming
 from celery_idempotent.protocol.policy import Policy
@@ -177,14 +177,14 @@ def struck(monkeypatch: pytest.MonkeyPatch) -> Callable[[Signal, type[BaseExcept
     """Let a signal handler raise once, while an outcome is reported."""
 
     def struck(outcome: Signal, error: type[BaseException]) -> None:
-        emit, errors = signals.emit, [error]
+        send, errors = outcome.send, [error]
 
-        def strike(signal: Signal, sender: object, event: signals.Event) -> None:
-            emit(signal, sender, event)
-            if signal is outcome and errors:
+        def strike(**about: object) -> None:
+            send(**about)
+            if errors:
                 raise errors.pop()
 
-        monkeypatch.setattr(telling, "emit", strike)
+        monkeypatch.setattr(outcome, "send", strike)
 
     return struck
 

@@ -16,15 +16,22 @@ from django.contrib import messages
 from django.core.exceptions import BadRequest, PermissionDenied
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 
-from celery_idempotent.celery.operations import ON_MANY, Operation, OperationRequest
+from celery_idempotent.celery.operations import ON_MANY, Operation, OperationRequest, Outcome
 from celery_idempotent.celery.registry import definition_of
 from celery_idempotent.django.admin.base import Pages, guarded
 from celery_idempotent.django.admin.forms import OperationForm
 from celery_idempotent.django.admin.identities import parse, unparse
 from celery_idempotent.django.admin.listing import PER_PAGE
-from celery_idempotent.django.admin.wording import ENDINGS
 from celery_idempotent.django.applications import celery_app
-from celery_idempotent.operations.acting import DONE, EFFECTS, REFUSALS, Verdict, execute, verdict
+from celery_idempotent.operations.acting import (
+    DONE,
+    EFFECTS,
+    OUTCOMES,
+    REFUSALS,
+    Verdict,
+    execute,
+    verdict,
+)
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import Store, get_store
@@ -217,11 +224,14 @@ class OperationPages(Pages):
                 text = f"Not known whether it was done: {identity}. {each.trouble}"
                 messages.error(request, text)
                 continue
-            level, text = ENDINGS[each.outcome]
-            if level == messages.SUCCESS and len(marks) > 1:
-                done += 1
-            else:
-                messages.add_message(request, level, text.format(done=word, identity=identity))
+            if each.outcome is Outcome.DONE:
+                if len(marks) > 1:
+                    done += 1
+                else:
+                    messages.success(request, f"{word}: {identity}.")
+                continue
+            level = messages.WARNING if each.outcome is Outcome.UNSENT else messages.ERROR
+            messages.add_message(request, level, f"{OUTCOMES[each.outcome]} ({identity})")
         if done:
             messages.success(request, f"{word}: {done} of {len(marks)}.")
         if untried := len(marks) - len(ended):
