@@ -244,6 +244,7 @@ class CellContract(ContractBase):
             lease_ms=self.delay_ms,
             **brought,
         )
+        assert answer.record == store.get(KEY)
         return type(answer).__name__.lower(), brought
 
     def _reserve(self, store: Store, scene: Scene, _: Record) -> tuple[str, Fields]:
@@ -254,6 +255,7 @@ class CellContract(ContractBase):
             "uncommitted": True,
         }
         answer = self.try_reserve(store, deadline_ms=self.delay_ms, **brought)
+        assert answer.record == store.get(KEY)
         return type(answer).__name__.lower(), {**brought, "reserved": True}
 
     def _renew(self, store: Store, scene: Scene, record: Record) -> tuple[bool, Fields]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from celery_idempotent.records import Claimed, EndState, Held, Mismatched, Settled, State
@@ -11,7 +9,6 @@ from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     FINGERPRINT,
     KEY,
-    MESSAGE,
     OTHER_FINGERPRINT,
     STATES,
     TASK_ID,
@@ -45,44 +42,10 @@ class ClaimContract(ContractBase):
         assert (record.fingerprint, record.task_id, record.worker) == (None, "", "")
         assert store.get(KEY) == record
 
-    @pytest.mark.parametrize("on_stale", ["interrupt", "fail", "requeue"])
-    @pytest.mark.parametrize("message", [None, b"", MESSAGE, b"x" * 100_000])
-    def test_a_claim_keeps_what_to_do_when_it_is_stale(
-        self, store: Store, on_stale: str, message: bytes | None
-    ) -> None:
-        """The worker that would know is gone by then: the record alone tells a sweep what to do, and has the message to
-        send.
-        """
-        first = self.claim(store, on_stale=on_stale, message=message)
-        assert (first.on_stale, first.message) == (on_stale, message)
-        assert store.get(KEY) == first
-        assert self.renew(store, first)
-        swept = store.interrupt(KEY, token=first.token)
-        assert swept is not None
-        assert (swept.on_stale, swept.message) == (on_stale, message)
-
-    @pytest.mark.parametrize("message", [None, b"another"])
-    def test_a_new_claim_says_anew_what_to_do_when_it_is_stale(
-        self, store: Store, message: bytes | None
-    ) -> None:
-        """A deploy between the two runs may have changed the task's options, and the second message is another one."""
-        first = self.claim(store, on_stale="requeue", message=MESSAGE)
-        store.interrupt(KEY, token=first.token)
-        second = self.claim(store, on_stale="fail", message=message)
-        assert (second.on_stale, second.message) == ("fail", message)
-        assert store.get(KEY) == second
-
     def test_a_token_is_at_least_the_time_in_microseconds(self, store: Store) -> None:
         """So tokens grow also over a store that has lost all its data: the clock has gone on."""
         record = self.claim(store)
         assert record.token >= record.created_ms * 1000
-
-    def test_a_claimed_key_is_held_for_everybody_else(self, store: Store) -> None:
-        record = self.claim(store)
-        answer = self.try_claim(store, task_id="another", worker="web-2:1")
-        assert isinstance(answer, Held)
-        assert answer.record == record == store.get(KEY)
-        assert 0 < answer.left_ms <= self.lease_ms
 
     def test_held_says_how_long_the_lease_still_lasts(self, store: Store, advance: Advance) -> None:
         """The duplicate comes back after that time: too short costs round trips, too long a wait."""
@@ -91,24 +54,6 @@ class ClaimContract(ContractBase):
         answer = self.try_claim(store)
         assert isinstance(answer, Held)
         assert 0 < answer.left_ms <= self.lease_ms / 2
-
-    def test_a_claim_whose_answer_was_lost_gets_the_same_token_again(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """The client cannot know whether its claim arrived. It asks again, and must not find itself in its own way.
-
-        ::
-
-            worker   claim (attempt a) ─▶ written ─✂─ no answer     claim (attempt a) ─▶ Claimed, the same token
-        """
-        mine = attempt()
-        first = self.claim(store, attempt=mine)
-        advance(self.lease_ms / 2)
-        again = self.claim(store, attempt=mine)
-        assert again.deadline_ms is not None
-        assert first.deadline_ms is not None
-        assert again.deadline_ms > first.deadline_ms
-        assert dataclasses.replace(again, deadline_ms=first.deadline_ms) == first
 
     def test_a_claim_repeated_late_is_no_crash(self, store: Store, advance: Advance) -> None:
         """Nobody crashed: the first claim never came to a run, its answer was lost."""
@@ -126,39 +71,6 @@ class ClaimContract(ContractBase):
         again = self.claim(store, attempt=mine)
         assert again.token > first.token
         assert (again.crashes, again.attempts) == (1, 2)
-
-    def test_a_lease_that_ran_out_is_claimed_and_counts_a_crash(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """No sweep is needed for that: whoever comes first after the lease, a sweep or a claim, counts the crash."""
-        first = self.claim(store)
-        advance(self.lease_ms + 1)
-        second = self.claim(store, task_id="another", worker="web-2:1")
-        assert second.token > first.token
-        assert (second.crashes, second.attempts) == (1, 2)
-        assert second.created_ms == first.created_ms
-        assert second.updated_ms > first.updated_ms
-        assert second.owner == "another@web-2:1"
-        assert second.deadline_ms == second.updated_ms + self.lease_ms
-
-    def test_every_crash_counts(self, store: Store, advance: Advance) -> None:
-        """A message that kills each worker that runs it is stopped by this count (``idempotency_max_crashes``)."""
-        self.claim(store)
-        for crashes in (1, 2, 3):
-            advance(self.lease_ms + 1)
-            assert self.claim(store).crashes == crashes
-
-    def test_an_interrupted_key_is_claimed_with_the_crash_it_had(self, store: Store) -> None:
-        """The sweep counted this crash. Counted twice, a key would reach ``idempotency_max_crashes`` after half of
-        them.
-        """
-        first = self.claim(store)
-        store.interrupt(KEY, token=first.token)
-        second = self.claim(store)
-        assert second.state is State.PROCESSING
-        assert second.token > first.token
-        assert (second.crashes, second.attempts) == (1, 2)
-        assert second.created_ms == first.created_ms
 
     @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
     def test_a_settled_key_answers_with_its_record(
@@ -265,20 +177,6 @@ class ClaimContract(ContractBase):
         assert store.forget(KEY)
         set_back(3_600_000)
         assert self.claim(store).token > newer.token
-
-    def test_a_claimed_record_outlives_its_lease_and_then_goes(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """It stays for a while, so that a sweep finds it and a crash is counted; not for ever, for there may be no
-        sweep.
-        """
-        self.claim(store)
-        advance(self.lease_ms + self.keep_ms / 2)
-        assert store.get(KEY) is not None
-        advance(self.keep_ms / 2 + 1)
-        assert store.get(KEY) is None
-        assert (record := self.claim(store)).crashes == 0
-        assert record.attempts == 1
 
     def test_of_many_at_once_one_wins(self, store: Store) -> None:
         """The reason for all of this: look and write are one step, or two workers find the key free at once."""

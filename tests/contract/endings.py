@@ -12,7 +12,6 @@ from tests.contract.base import (
     END_STATES,
     FINGERPRINT,
     KEY,
-    MESSAGE,
     NAMES,
     TASK_ID,
     VALUE,
@@ -29,29 +28,6 @@ ANOTHER_VALUE = Stored(
 class EndingContract(ContractBase):
     """Settling, and who may do so."""
 
-    @pytest.mark.parametrize("state", END_STATES)
-    @pytest.mark.parametrize("task_id", [TASK_ID, TASK_ID.upper(), "charge 17", ""])
-    def test_a_settled_record_keeps_what_matters(
-        self, store: Store, advance: Advance, state: EndState, task_id: str
-    ) -> None:
-        """Identity, fingerprint, task id, token, times and counts stay: duplicates are compared and answered with them.
-        The task id comes back letter by letter, also where a store packs UUIDs.
-        """
-        record = self.claim(store, task_id=task_id)
-        advance(10)
-        assert self.settle(store, record, state)
-        found = store.get(KEY)
-        assert found is not None
-        assert found.updated_ms > record.updated_ms
-        assert found == dataclasses.replace(
-            record,
-            state=state,
-            value=VALUE,
-            worker="",
-            deadline_ms=None,
-            updated_ms=found.updated_ms,
-        )
-
     @pytest.mark.parametrize("fingerprint", [None, FINGERPRINT])
     @pytest.mark.parametrize("value", [None, VALUE])
     def test_a_value_need_not_be_kept(
@@ -65,54 +41,6 @@ class EndingContract(ContractBase):
         assert isinstance(answer, Settled)
         assert (answer.record.value, answer.record.fingerprint) == (value, fingerprint)
 
-    @pytest.mark.parametrize("replaced", [True, False])
-    def test_a_record_says_whether_its_task_was_replaced(
-        self, store: Store, replaced: bool
-    ) -> None:
-        """A duplicate then has to look at the task that carries on, under the same task id, and not at this record's
-        value.
-        """
-        assert self.settle(store, self.claim(store), value=None, replaced=replaced)
-        found = store.get(KEY)
-        assert found is not None
-        assert found.replaced is replaced
-
-    @pytest.mark.parametrize("state", END_STATES)
-    def test_a_settled_record_is_kept_for_its_retention(
-        self, store: Store, advance: Advance, state: EndState
-    ) -> None:
-        assert self.settle(store, self.claim(store), state)
-        advance(self.keep_ms / 2)
-        assert store.get(KEY) is not None
-        advance(self.keep_ms / 2 + 1)
-        assert store.get(KEY) is None
-        assert self.claim(store).attempts == 1
-
-    @pytest.mark.parametrize("state", END_STATES)
-    def test_the_retention_counts_from_the_settle(
-        self, store: Store, advance: Advance, state: EndState
-    ) -> None:
-        """Not from the claim: the result of a long run would be gone sooner than that of a short one."""
-        record = self.claim(store)
-        advance(self.lease_ms + self.keep_ms / 2)
-        assert self.settle(store, record, state)
-        advance(self.keep_ms * 0.75)
-        assert store.get(KEY) is not None
-
-    @pytest.mark.parametrize("state", END_STATES)
-    def test_a_settle_whose_answer_was_lost_is_accepted_again_and_the_first_value_stays(
-        self, store: Store, state: EndState
-    ) -> None:
-        """The worker asks again, and "yes" is the truth: its end is written. Duplicates may have got the first value by
-        now.
-        """
-        record = self.claim(store)
-        assert self.settle(store, record, state)
-        found = store.get(KEY)
-        assert self.settle(store, record, state)
-        assert self.settle(store, record, state, value=ANOTHER_VALUE)
-        assert store.get(KEY) == found
-
     def test_a_settle_is_accepted_after_the_lease_ran_out(
         self, store: Store, advance: Advance
     ) -> None:
@@ -120,17 +48,6 @@ class EndingContract(ContractBase):
         record = self.claim(store)
         advance(self.lease_ms + 1)
         assert self.settle(store, record)
-
-    def test_a_settle_is_accepted_after_an_interruption_whose_crash_stays(
-        self, store: Store
-    ) -> None:
-        """The sweep took the worker for dead, and it was only slow. Its result counts, and so does the crash."""
-        record = self.claim(store)
-        store.interrupt(KEY, token=record.token)
-        assert self.settle(store, record)
-        found = store.get(KEY)
-        assert found is not None
-        assert (found.state, found.crashes) == (State.COMPLETED, 1)
 
     @pytest.mark.parametrize("state", END_STATES)
     def test_a_settle_is_accepted_when_the_record_is_gone(
@@ -155,61 +72,6 @@ class EndingContract(ContractBase):
         assert isinstance(self.try_claim(store), Settled)
 
     @pytest.mark.parametrize("state", END_STATES)
-    def test_who_did_not_run_it_does_not_bring_it_back(self, store: Store, state: EndState) -> None:
-        """An operator or a sweep (``restore=False``) has seen no effect. Without a record there is nothing that they
-        could end.
-        """
-        reserved = self.reserve(store)
-        claimed = self.claim(store)
-        assert self.settle(store, reserved, state, restore=False) is False
-        assert self.found(store) == claimed
-        store.release(KEY, token=claimed.token)
-        for record in (reserved, claimed):
-            assert self.settle(store, record, state, restore=False) is False
-            assert store.get(KEY) is None
-
-    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "STALE", "INTERRUPTED"])
-    def test_but_may_settle_what_is_there(self, store: Store, advance: Advance, state: str) -> None:
-        """An operator fails or completes an unfinished record; the first of two such ends stays."""
-        record = self.bring_to(store, advance, state)
-        assert self.settle(store, record, State.FAILED, restore=False) is True
-        found = self.found(store)
-        assert (found.state, found.value, found.token) == (State.FAILED, VALUE, record.token)
-        assert self.settle(store, record, value=ANOTHER_VALUE, restore=False) is True
-        assert self.found(store) == found
-
-    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "STALE", "INTERRUPTED", "FAILED"])
-    def test_a_record_that_was_settled_meanwhile_is_not_forgotten(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """An operator decides on what a page showed. If the run has completed since, forgetting it would let it run
-        again.
-        """
-        record = self.bring_to(store, advance, state)
-        self.settle(store, record)
-        found = self.found(store)
-        assert store.forget(KEY, token=record.token, state=record.state) is (
-            record.state is State.FAILED
-        )
-        assert store.get(KEY) == (None if record.state is State.FAILED else found)
-        assert store.forget(KEY, token=found.token, state=found.state) is (
-            record.state is not State.FAILED
-        )
-        assert store.get(KEY) is None
-        assert store.forget(KEY, state=State.COMPLETED) is False
-
-    @pytest.mark.parametrize("state", END_STATES)
-    def test_an_end_keeps_nothing_of_the_run(self, store: Store, state: EndState) -> None:
-        """Message and steps may be large, and have a customer's data: once there is a result, nobody needs them."""
-        self.reserve(store)
-        record = self.claim(store, on_stale="requeue", message=MESSAGE)
-        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
-        assert self.settle(store, record, state)
-        found = self.found(store)
-        assert (found.on_stale, found.message, found.steps) == ("interrupt", None, ())
-        assert (found.reserved, found.delivered, found.attempts) == (False, False, 1)
-
-    @pytest.mark.parametrize("state", END_STATES)
     @pytest.mark.parametrize("replaced", [True, False])
     def test_a_settled_record_is_marked_as_delivered(
         self, store: Store, state: EndState, replaced: bool
@@ -225,15 +87,6 @@ class EndingContract(ContractBase):
         assert self.settle(store, record, state)
         assert self.found(store).delivered is True
 
-    def test_a_mark_does_not_prolong_a_record(self, store: Store, advance: Advance) -> None:
-        """In some stores a write without an expiry makes a record permanent, or starts its retention anew."""
-        record = self.claim(store)
-        self.settle(store, record)
-        advance(self.keep_ms / 2)
-        assert store.mark_delivered(KEY, token=record.token)
-        advance(self.keep_ms / 2 + 1)
-        assert store.get(KEY) is None
-
     @pytest.mark.parametrize("state", END_STATES)
     def test_a_record_past_its_retention_is_not_marked(
         self, store: Store, advance: Advance, state: EndState
@@ -244,20 +97,6 @@ class EndingContract(ContractBase):
         advance(self.keep_ms + 1)
         assert store.mark_delivered(KEY, token=record.token) is False
         assert store.get(KEY) is None
-
-    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "INTERRUPTED"])
-    def test_only_a_settled_record_with_this_token_is_marked(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """A mark that arrives late must not count for the next run, whose callbacks are not sent yet."""
-        record = self.bring_to(store, advance, state)
-        assert store.mark_delivered(KEY, token=record.token) is False
-        assert store.get(KEY) == record
-        store.forget(KEY)
-        assert store.mark_delivered(KEY, token=record.token) is False
-        assert self.settle(store, self.claim(store))
-        assert store.mark_delivered(KEY, token=record.token) is False
-        assert self.found(store).delivered is False
 
     def test_a_settled_key_is_not_swept(self, store: Store, advance: Advance) -> None:
         """Its lease is past, too. An index of leases must lose a key when its claim is settled."""

@@ -10,7 +10,6 @@ from tests.contract.base import (
     KEY,
     MESSAGE,
     TASK_ID,
-    VALUE,
     Advance,
     ContractBase,
 )
@@ -18,22 +17,6 @@ from tests.contract.base import (
 
 class MessageContract(ContractBase):
     """A reservation with a message, and one without."""
-
-    def test_a_reservation_without_a_message_is_left_to_the_next_one(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """A sweep has nothing to send. The next publisher takes it over, under the task id of the first."""
-        record = self.reserve(store)
-        advance(self.lease_ms + 1)
-        for _ in range(2):
-            report = store.sweep(limit=10)
-            assert (report.interrupted, report.requeued, report.more) == ((), (), False)
-        assert store.get(KEY) == record
-        again = self.reserve(store, task_id="another")
-        assert again.task_id == record.task_id
-        advance(self.lease_ms + 1)
-        assert store.sweep(limit=10).requeued == ()
-        assert self.claim(store).attempts == 1
 
     def test_the_message_of_a_reservation_is_requeued_past_its_deadline_until_it_is_claimed(
         self, store: Store, advance: Advance
@@ -65,22 +48,6 @@ class MessageContract(ContractBase):
         assert (claimed.message, claimed.crashes, claimed.reserved) == (None, 0, True)
         advance(self.lease_ms + 1)
         assert store.sweep(limit=10).requeued == ()
-
-    def test_who_reserves_again_may_bring_a_message_and_else_leaves_the_first(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """The second call may be the one after the COMMIT, which brings the message of a reservation that had none."""
-        first = self.claim(store)
-        assert store.checkpoint(KEY, token=first.token, name="pay", value=VALUE)
-        store.interrupt(KEY, token=first.token)
-        assert self.reserve(store).message is None
-        for given, kept in ((MESSAGE, MESSAGE), (None, MESSAGE), (b"longer " * 9, b"longer " * 9)):
-            record = self.reserve(store, message=given)
-            assert (record.message, record.steps) == (kept, (("pay", VALUE),))
-            assert store.get(KEY) == record
-        advance(self.lease_ms + 1)
-        (swept,) = store.sweep(limit=10).requeued
-        assert (swept.message, swept.steps) == (b"longer " * 9, (("pay", VALUE),))
 
     def test_who_takes_a_reservation_over_brings_its_message_under_the_first_task_id(
         self, store: Store, advance: Advance

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from celery_idempotent.records import Held, Renewal
 from celery_idempotent.stores.base import Store
 from tests.contract.base import KEY, Advance, ContractBase
@@ -26,14 +24,6 @@ class RenewalContract(ContractBase):
         assert found.deadline_ms > record.deadline_ms + self.lease_ms
         assert dataclasses.replace(found, deadline_ms=record.deadline_ms) == record
         assert isinstance(self.try_claim(store), Held)
-
-    def test_a_renewed_record_lives_longer(self, store: Store, advance: Advance) -> None:
-        """Not only the lease: else a long run would lose its record though it renews its lease in time."""
-        record = self.claim(store)
-        advance(self.lease_ms / 2)
-        assert self.renew(store, record)
-        advance(self.lease_ms * 0.75 + self.keep_ms)
-        assert store.get(KEY) is not None
 
     def test_a_lease_that_ran_out_is_renewed_while_nobody_took_the_key(
         self, store: Store, advance: Advance
@@ -62,15 +52,6 @@ class RenewalContract(ContractBase):
 
     def test_nothing_is_renewed_by_no_leases(self, store: Store) -> None:
         assert store.renew([]) == []
-
-    @pytest.mark.parametrize("state", ["QUEUED", "INTERRUPTED", "COMPLETED", "FAILED"])
-    def test_only_a_processing_record_is_renewed(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """A renewal that finds a settled record must not bring its lease back, nor prolong its retention."""
-        record = self.bring_to(store, advance, state)
-        assert not self.renew(store, record)
-        assert store.get(KEY) == record
 
     def test_what_is_gone_is_not_renewed(self, store: Store, advance: Advance) -> None:
         """A renewal must not create a record: the key is free, and another worker may be about to claim it."""

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from celery_idempotent.records import Held, State
+from celery_idempotent.records import State
 from celery_idempotent.stores.base import Store
 from tests.contract.base import (
     KEY,
@@ -64,42 +64,6 @@ class RequeueContract(ContractBase):
         assert (swept.state, swept.crashes) == (State.INTERRUPTED, 1)
         assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
 
-    def test_who_did_not_run_it_settles_no_state_but_the_one_that_they_saw(
-        self, store: Store
-    ) -> None:
-        """A requeue leaves the token as it is. So the token alone does not show an operator that the record has
-        changed.
-        """
-        record = self.claim(store, message=MESSAGE)
-        seen = store.interrupt(KEY, token=record.token)
-        assert seen is not None
-        queued = store.requeue(KEY, deadline_ms=60_000)
-        assert not self.settle(store, seen, State.FAILED, restore=False)
-        assert store.get(KEY) == queued
-
-    def test_what_was_requeued_is_claimed_with_its_crash(
-        self, store: Store, advance: Advance
-    ) -> None:
-        zombie = self.requeueable(store, advance)
-        store.sweep(limit=10)
-        record = self.claim(store)
-        assert not self.renew(store, zombie)
-        assert record.token > zombie.token
-        assert (record.crashes, record.attempts) == (1, 2)
-        assert self.settle(store, zombie) is False
-
-    def test_a_late_result_is_accepted_before_the_next_claim(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """The message that was published again then finds the result, and nothing runs twice."""
-        zombie = self.requeueable(store, advance)
-        store.sweep(limit=10, requeue_ms=self.lease_ms)
-        assert self.settle(store, zombie)
-        found = self.found(store)
-        assert (found.state, found.crashes) == (State.COMPLETED, 1)
-        advance(self.lease_ms + 1)
-        assert store.sweep(limit=10).requeued == ()
-
     def test_a_message_that_nobody_sent_is_requeued_for_twice_as_long(
         self, store: Store, advance: Advance
     ) -> None:
@@ -131,27 +95,6 @@ class RequeueContract(ContractBase):
             assert record.deadline_ms == record.updated_ms + 1000 * 2**doubled
             assert record.crashes == doubled + 1
 
-    def test_a_requeued_record_lives_as_much_longer(self, store: Store, advance: Advance) -> None:
-        self.requeueable(store, advance)
-        store.sweep(limit=10, requeue_ms=10 * self.keep_ms)
-        advance(10 * self.keep_ms + self.keep_ms / 2)
-        assert store.get(KEY) is not None
-        advance(self.keep_ms / 2 + 1)
-        assert store.get(KEY) is None
-
-    def test_a_retry_whose_sender_died_is_requeued(self, store: Store, advance: Advance) -> None:
-        """Between the release and the publishing of a retry the record alone knows that a retry is due."""
-        self.reserve(store)
-        record = self.claim(store, message=MESSAGE)
-        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
-        store.release(KEY, token=record.token, requeue_ms=self.lease_ms)
-        assert store.sweep(limit=10).requeued == ()
-        advance(self.lease_ms + 1)
-        (swept,) = store.sweep(limit=10).requeued
-        assert (swept.message, swept.crashes, swept.task_id) == (MESSAGE, 0, record.task_id)
-        assert swept.steps == (("pay", VALUE),)
-        assert self.claim(store).steps == swept.steps
-
     def test_a_claim_with_a_message_keeps_it_until_its_retry_is_out(
         self, store: Store, advance: Advance
     ) -> None:
@@ -174,35 +117,6 @@ class RequeueContract(ContractBase):
         again = self.claim(store, message=b"the retry")
         assert (again.attempts, again.crashes, again.message) == (2, 0, b"the retry")
         assert again.reserved is False
-
-    def test_a_claim_with_a_message_whose_retry_never_went_out_is_requeued(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """Its worker died after the release, before the publishing. No crash is counted: the run itself had ended."""
-        record = self.claim(store, on_stale="requeue", message=MESSAGE)
-        store.release(KEY, token=record.token, requeue_ms=10 * self.keep_ms)
-        advance(10 * self.keep_ms + 1)
-        (swept,) = store.sweep(limit=10, requeue_ms=self.lease_ms).requeued
-        assert (swept.message, swept.task_id, swept.crashes) == (MESSAGE, record.task_id, 0)
-
-    def test_without_a_retry_a_claim_with_a_message_is_free_again(self, store: Store) -> None:
-        record = self.claim(store, on_stale="requeue", message=MESSAGE)
-        assert store.release(KEY, token=record.token) is True
-        assert store.get(KEY) is None
-
-    def test_what_was_requeued_is_held_for_other_publishers_until_its_deadline(
-        self, store: Store, advance: Advance
-    ) -> None:
-        """The message is on its way again, so a second one is not needed; after the deadline it counts as lost once
-        more.
-        """
-        record = self.requeueable(store, advance)
-        store.sweep(limit=10, requeue_ms=self.lease_ms)
-        assert isinstance(self.try_reserve(store, task_id="another"), Held)
-        advance(self.lease_ms + 1)
-        again = self.reserve(store, task_id="another")
-        assert (again.task_id, again.message) == (record.task_id, MESSAGE)
-        assert (again.crashes, again.reserved, again.on_stale) == (1, True, "requeue")
 
     def test_sweeps_at_once_requeue_each_record_once(self, store: Store, advance: Advance) -> None:
         """Sweeps may overlap, and several machines may run one. Two copies of one message would do no harm; thousands
@@ -234,40 +148,3 @@ class RequeueContract(ContractBase):
             if not report.more:
                 break
         assert swept == Counter(NAMES)
-
-    @pytest.mark.parametrize("state", ["PROCESSING", "STALE", "INTERRUPTED"])
-    def test_an_operator_who_names_the_token_requeues_that_very_claim(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """With its token the operator has said which run is meant, and may take the key from a live owner. Without one,
-        a record is only requeued once its lease is over.
-        """
-        record = self.bring_to(store, advance, state, message=MESSAGE)
-        assert store.requeue(KEY, deadline_ms=1000, token=record.token + 1) is None
-        assert store.get(KEY) == record
-        queued = store.requeue(KEY, deadline_ms=self.lease_ms, token=record.token)
-        assert queued is not None
-        assert (queued.state, queued.crashes, queued.message) == (State.QUEUED, 1, MESSAGE)
-        assert self.found(store) == queued
-        assert not self.renew(store, record)
-        assert store.requeue(KEY, deadline_ms=1000, token=record.token) is None
-        # It was not published: a sweep does so.
-        advance(self.lease_ms + 1)
-        assert len(store.sweep(limit=10).requeued) == 1
-
-    @pytest.mark.parametrize("state", ["QUEUED", "PROCESSING", "COMPLETED", "FAILED"])
-    def test_nothing_else_is_requeued(self, store: Store, advance: Advance, state: str) -> None:
-        """What is done must not run again, and what is queued or at work has a message on its way."""
-        record = self.bring_to(store, advance, state, message=MESSAGE)
-        assert store.requeue(KEY, deadline_ms=1000) is None
-        assert store.get(KEY) == record
-
-    @pytest.mark.parametrize("state", ["STALE", "INTERRUPTED"])
-    def test_nothing_without_a_message_is_requeued(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        record = self.bring_to(store, advance, state)
-        assert store.requeue(KEY, deadline_ms=1000) is None
-        assert store.get(KEY) == record
-        store.forget(KEY)
-        assert store.requeue(KEY, deadline_ms=1000) is None

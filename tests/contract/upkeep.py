@@ -74,36 +74,6 @@ class UpkeepContract(ContractBase):
         report = store.sweep(limit=10, requeue_ms=self.lease_ms)
         assert [record.identity for record in report.requeued] == ([NAMES[2]] if over else [])
 
-    def test_a_second_sweep_finds_nothing(self, store: Store, advance: Advance) -> None:
-        """An interruption is reported once, and the crash is counted once, however often sweeps run."""
-        self.claim(store)
-        advance(self.lease_ms + 1)
-        store.sweep(limit=10)
-        assert store.sweep(limit=10).interrupted == ()
-        assert self.claim(store).crashes == 1
-
-    def test_a_sweep_leaves_what_is_alive(self, store: Store, advance: Advance) -> None:
-        record = self.claim(store)
-        assert store.sweep(limit=10).interrupted == ()
-        advance(self.lease_ms * 0.75)
-        assert self.renew(store, record)
-        advance(self.lease_ms * 0.75)
-        report = store.sweep(limit=10)
-        assert (report.interrupted, report.more) == ((), False)
-        found = store.get(KEY)
-        assert found is not None
-        assert found.state is State.PROCESSING
-
-    def test_a_swept_record_lives_as_long_as_it_would_have(
-        self, store: Store, advance: Advance
-    ) -> None:
-        self.claim(store)
-        advance(self.lease_ms + self.keep_ms / 2)
-        store.sweep(limit=10)
-        assert store.get(KEY) is not None
-        advance(self.keep_ms / 2 + 1)
-        assert store.get(KEY) is None
-
     def test_a_sweep_leaves_what_expired_or_was_forgotten(
         self, store: Store, advance: Advance
     ) -> None:
@@ -201,22 +171,6 @@ class UpkeepContract(ContractBase):
         record = self.claim(store)
         assert record.token > token
         assert (record.crashes, record.attempts) == (0, 1)
-
-    @pytest.mark.parametrize("state", STATES)
-    def test_a_record_may_be_forgotten_by_its_token_alone(
-        self, store: Store, advance: Advance, state: str
-    ) -> None:
-        """What an operator forgets is what a page showed: after another claim the token is another one, and nothing is
-        deleted.
-        """
-        record = self.bring_to(store, advance, state)
-        assert store.forget(KEY, token=record.token - 1) is False
-        assert store.forget(KEY, token=record.token + 1) is False
-        assert store.get(KEY) == record
-        assert store.forget(KEY, token=record.token) is True
-        assert store.get(KEY) is None
-        assert store.forget(KEY, token=record.token) is False
-        assert self.claim(store).token > record.token
 
     def test_an_unknown_key_has_no_record(self, store: Store) -> None:
         assert store.get(KEY) is None
