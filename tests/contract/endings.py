@@ -72,6 +72,20 @@ class EndingContract(ContractBase):
         assert isinstance(self.try_claim(store), Settled)
 
     @pytest.mark.parametrize("state", END_STATES)
+    def test_who_did_not_run_it_does_not_bring_it_back(self, store: Store, state: EndState) -> None:
+        """An operator or a sweep (``restore=False``) has seen no effect. Without a record there is nothing that they
+        could end.
+        """
+        reserved = self.reserve(store)
+        claimed = self.claim(store)
+        assert self.settle(store, reserved, state, restore=False) is False
+        assert self.found(store) == claimed
+        store.release(KEY, token=claimed.token)
+        for record in (reserved, claimed):
+            assert self.settle(store, record, state, restore=False) is False
+            assert store.get(KEY) is None
+
+    @pytest.mark.parametrize("state", END_STATES)
     @pytest.mark.parametrize("replaced", [True, False])
     def test_a_settled_record_is_marked_as_delivered(
         self, store: Store, state: EndState, replaced: bool

@@ -64,6 +64,19 @@ class RequeueContract(ContractBase):
         assert (swept.state, swept.crashes) == (State.INTERRUPTED, 1)
         assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
 
+    def test_who_did_not_run_it_settles_no_state_but_the_one_that_they_saw(
+        self, store: Store
+    ) -> None:
+        """A requeue leaves the token as it is. So the token alone does not show an operator that the record has
+        changed.
+        """
+        record = self.claim(store, message=MESSAGE)
+        seen = store.interrupt(KEY, token=record.token)
+        assert seen is not None
+        queued = store.requeue(KEY, deadline_ms=60_000)
+        assert not self.settle(store, seen, State.FAILED, restore=False)
+        assert store.get(KEY) == queued
+
     def test_a_message_that_nobody_sent_is_requeued_for_twice_as_long(
         self, store: Store, advance: Advance
     ) -> None:

@@ -17,6 +17,7 @@ from tests.contract.base import (
     FINGERPRINT,
     KEY,
     NAMES,
+    OTHER_FINGERPRINT,
     STATES,
     TASK_ID,
     Advance,
@@ -64,6 +65,17 @@ class ReservationContract(ContractBase):
         """
         record = self.bring_to(store, advance, "STALE")
         assert self.try_reserve(store, task_id="another") == Held(record, left_ms=0)
+        assert store.get(KEY) == record
+
+    @pytest.mark.parametrize("state", STATES)
+    def test_another_fingerprint_is_a_mismatch_before_all_else(
+        self, store: Store, advance: Advance, state: str
+    ) -> None:
+        """Also before "held": otherwise the caller would get the ``AsyncResult`` of a call with other arguments."""
+        record = self.bring_to(store, advance, state)
+        for task_id in (TASK_ID, "another"):
+            answer = self.try_reserve(store, task_id=task_id, fingerprint=OTHER_FINGERPRINT)
+            assert answer == Mismatched(record)
         assert store.get(KEY) == record
 
     @pytest.mark.parametrize("state", STATES)
