@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from celery import chain, group, signature
-from celery.result import AsyncResult
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
@@ -114,17 +113,6 @@ def errbacks(s: Stage) -> None:
     assert len(s.wait_seen(result.id, "errback", 2)) == 2
 
 
-@scenario("an errback is called for a task sent by name", wide=True)
-def errback_by_name(s: Stage) -> None:
-    result = s.app.send_task("tests.fail", link_error=s.old.s())
-    s.error(result)
-
-
-@scenario("no errback runs when the task succeeds", wide=True)
-def errback_unused(s: Stage) -> None:
-    assert s.get(s.add.apply_async((1, 1), link_error=[s.new.s(), s.old.s()])) == 2
-
-
 @scenario("a signature takes links by link() and on_error()")
 def on_error(s: Stage) -> None:
     sig = s.add.s(2, 2)
@@ -136,35 +124,10 @@ def on_error(s: Stage) -> None:
     s.wait_seen(result.id, "errback")
 
 
-@scenario("on_message tells the caller of every state", wide=True)
-def on_message(s: Stage) -> None:
-    told: list[Any] = []
-
-    def tell(message: Any) -> None:
-        told.append(message)
-        gate.touch()  # the task ends once somebody listens: of one that has ended nothing is told
-
-    with s.gate() as gate:
-        result = s.progress.delay(2, str(gate))
-        value = result.get(timeout=PATIENCE, propagate=False, on_message=tell)
-    assert s.note("value", value) == "finished"
-    assert told[-1]["status"] == "SUCCESS"
-    s.note("last", sorted(told[-1]))
-
-
 @scenario("a countdown delays a task", slow=True)
 def countdown(s: Stage) -> None:
     start = s.elapsed()
     assert s.get(s.add.apply_async((2, 2), countdown=1)) == 4
-    assert s.elapsed() - start >= 0.9
-
-
-@scenario("an eta delays a task, and one in the past does not", slow=True, wide=True)
-def eta(s: Stage) -> None:
-    start = s.elapsed()
-    now = datetime.now(timezone.utc)
-    assert s.get(s.add.apply_async((2, 2), eta=now - timedelta(hours=1))) == 4
-    assert s.get(s.add.apply_async((2, 3), eta=now + timedelta(seconds=1))) == 5
     assert s.elapsed() - start >= 0.9
 
 
@@ -175,19 +138,6 @@ def expires(s: Stage) -> None:
         result = s.add.apply_async((1, 1), link=s.quiet.s(), link_error=s.new.s(), **options)
         assert type(s.error(result)).__name__ == "TaskRevokedError"
         assert result.state == "REVOKED"
-
-
-@scenario("a task that expires while it waits for its countdown is revoked", slow=True, wide=True)
-def expires_waiting(s: Stage) -> None:
-    result = s.add.apply_async((1, 1), countdown=4, expires=2)
-    assert type(s.error(result)).__name__ == "TaskRevokedError"
-
-
-@scenario("a task that expires later runs, and knows when", wide=True)
-def expires_later(s: Stage) -> None:
-    assert s.get(s.add.apply_async((1, 1), expires=60)) == 2
-    tomorrow = datetime.now(timezone.utc) + timedelta(days=1)
-    assert s.get(s.add.apply_async((1, 1), expires=tomorrow)) == 2
 
 
 @scenario(
@@ -209,24 +159,6 @@ def unreachable(s: Stage) -> None:
             assert caught.type is s.add.OperationalError
 
 
-@scenario("a call may use a connection or a producer of its own", wide=True)
-def connections(s: Stage) -> None:
-    with s.app.connection_for_write() as connection:
-        assert s.get(s.add.apply_async((1, 1), connection=connection)) == 2
-        with s.app.amqp.Producer(connection) as producer:
-            results = [s.add.apply_async((n, n), producer=producer) for n in range(3)]
-    assert [s.get(result) for result in results] == [0, 2, 4]
-
-
-@scenario("a result that was forgotten is unknown again", wide=True)
-def forget(s: Stage) -> None:
-    result = s.add.delay(1, 1)
-    assert s.get(result) == 2
-    result.forget()
-    s.see(s.app.AsyncResult(result.id))
-    assert s.app.AsyncResult(result.id).state == "PENDING"
-
-
 @scenario("get(propagate=False) returns the exception, and a successful child's parent is known")
 def propagate(s: Stage) -> None:
     result = s.fail.delay("x")
@@ -236,16 +168,3 @@ def propagate(s: Stage) -> None:
     assert isinstance(result.maybe_throw(propagate=False), ValueError)
     with pytest.raises(ValueError, match="no luck"):
         result.maybe_throw()
-
-
-@scenario("a result travels as a tuple, and comes back with its parents", wide=True)
-def as_tuple(s: Stage) -> None:
-    from celery.result import result_from_tuple
-
-    result = chain(s.add.s(1, 1), s.add.s(2)).apply_async()
-    assert (s.get(result), s.get(result.parent)) == (4, 2)
-    again = result_from_tuple(result.as_tuple(), app=s.app)
-    assert isinstance(again, AsyncResult)
-    assert again.parent.id == result.parent.id
-    s.see(again)
-    s.note("graph", len(list(result.parent.iterdeps(intermediate=True))))

@@ -36,19 +36,6 @@ def unserializable(s: Stage) -> None:
     s.note("raised", caught.type)
 
 
-@scenario("every compression carries a message", wide=True)
-def compressions(s: Stage) -> None:
-    for name in ("zlib", "gzip", "bzip2"):
-        assert s.get(s.echo.apply_async(("x" * 1000,), compression=name))[0] == ["x" * 1000]
-
-
-@scenario("a task's own serializer and compression are those of its messages", wide=True)
-def task_transport(s: Stage) -> None:
-    for name in ("works_yaml", "works_zipped"):
-        assert s.get(getattr(s, name).delay("shows"))[0] is True
-    assert s.get(s.works_yaml.apply_async(("shows",), serializer="json", priority=7))[1] == 7
-
-
 @scenario("a message goes to the queue, the exchange and the routing key that the call names")
 def routing(s: Stage) -> None:
     queue = Queue(s.side.queue, Exchange(s.side.queue), routing_key=s.side.queue)
@@ -60,21 +47,6 @@ def routing(s: Stage) -> None:
     ]
     for each in options:
         assert s.get(s.show.apply_async(**each))["queue"] == s.side.queue
-
-
-@scenario("a message goes where the app's routes send its task", absent=2, wide=True)
-def routes(s: Stage) -> None:
-    s.elsewhere.delay()
-    s.add.apply_async((1, 1), queue=f"{s.side.name}.elsewhere")
-    with s.app.connection_for_read() as connection, connection.channel() as channel:
-        count = channel.queue_declare(f"{s.side.name}.elsewhere", passive=True).message_count
-        assert s.note("waiting", count) == 2
-        channel.queue_delete(f"{s.side.name}.elsewhere")
-
-
-@scenario("priorities reach the task", wide=True)
-def priority(s: Stage) -> None:
-    assert [s.get(s.show.apply_async(priority=n))["priority"] for n in (0, 5, 9)] == [0, 5, 9]
 
 
 @scenario("a result may be ignored by the call or by the task", since=(5, 7))
@@ -89,37 +61,11 @@ def ignore_result(s: Stage) -> None:
     assert by_task.state == "PENDING"
 
 
-@scenario("a failure of an ignored result is kept only where the task says so", wide=True)
-def ignored_errors(s: Stage) -> None:
-    kept = s.works_ignored_but_errors.delay("value error")
-    s.state(kept, "FAILURE")
-    lost = s.works_ignored.delay("value error")
-    s.wait(lambda: "postrun" in s.kinds(lost.id))
-    assert s.note("state", lost.state) == "PENDING"
-
-
 @scenario("headers of one's own reach the task")
 def headers(s: Stage) -> None:
     shown = s.get(s.show.apply_async(headers={"tenant": "a", "trace": {"id": 1}}))
     assert shown["headers"] == {"tenant": "a", "trace": {"id": 1}}
     assert s.get(s.show.apply_async())["headers"] is None
-
-
-@scenario("a shadow name stands in for the task's in events and logs", wide=True)
-def shadow(s: Stage) -> None:
-    assert s.get(s.show.apply_async(shadow="disguise"))["shadow"] == "disguise"
-
-
-@scenario("argsrepr and kwargsrepr hide arguments in events and logs", wide=True)
-def hiding(s: Stage) -> None:
-    hidden = s.echo.apply_async(
-        ("secret",), {"card": "1234"}, argsrepr="(<a>)", kwargsrepr="{'card': '****'}"
-    )
-    s.get(hidden)
-    sig = s.echo.s(card="1234").set(kwargsrepr=repr({"card": "*"}))
-    s.get(sig.delay())
-    sent = [e for e in s.side.events[hidden.id] if e["type"] == "task-received"]
-    assert (sent[0]["args"], sent[0]["kwargs"]) == ("(<a>)", "{'card': '****'}")
 
 
 @scenario("time limits of the call reach the task")
@@ -154,28 +100,3 @@ def spawned(s: Stage) -> None:
         assert s.get(child) == 2
         assert len(result.children or []) == children
         s.see(result)
-
-
-@scenario("a task must not wait for another's result, unless it is allowed to", wide=True)
-def joining(s: Stage) -> None:
-    assert s.get(s.joins.delay(True)) == 2
-    error = s.error(s.joins.delay(False))
-    assert isinstance(error, RuntimeError)
-
-
-@scenario("reply_to, correlation_id and origin are what documents say", wide=True)
-def correlation(s: Stage) -> None:
-    result = s.show.apply_async()
-    s.get(result)
-    s.wait(lambda: "prerun" in s.kinds(result.id))
-    line = next(each for each in s.side.lines[result.id] if each["kind"] == "prerun")
-    assert line["context"]["correlation_id"] == result.id
-    assert line["context"]["root_id"] == result.id
-    assert line["context"]["hostname"] == s.side.node
-
-
-@scenario("a task that does not know itself is refused by the worker", wide=True)
-def unknown(s: Stage) -> None:
-    result = s.app.send_task("tests.unknown", (1,))
-    error = s.error(result)
-    assert type(error).__name__ == "NotRegistered"

@@ -25,20 +25,6 @@ def signatures(s: Stage) -> None:
     assert s.get(again.apply_async(countdown=0)) == [[2, 2], {"debug": True}]
 
 
-@scenario(
-    "partial arguments go before those of the signature, keywords and options over them", wide=True
-)
-def partials(s: Stage) -> None:
-    assert s.get(s.sub.s(10).delay(30)) == 20
-    assert s.get(s.sub.s(10).apply_async((30,))) == 20
-    assert s.get(s.echo.s(1, a=1, b=1).delay(2, b=2)) == [[2, 1], {"a": 1, "b": 2}]
-    sig = s.echo.s(1).set(priority=3)
-    assert s.get(sig.apply_async(kwargs={"c": 3}, priority=5)) == [[1], {"c": 3}]
-    clone = s.echo.s(2).clone(args=(4,), kwargs={"debug": True})
-    s.note("clone", (clone.args, clone.kwargs))
-    assert s.get(clone.delay()) == [[4, 2], {"debug": True}]
-
-
 @scenario("an immutable signature takes no more arguments")
 def immutable(s: Stage) -> None:
     assert s.get(s.echo.si(1).delay(2, a=3)) == [[1], {}]
@@ -55,14 +41,6 @@ def chains(s: Stage) -> None:
     piped = (s.add.s(2, 2) | s.mul.s(8) | s.mul.s(10)).apply_async()
     assert s.get(piped) == 320
     s.note("graph", len(list(result.parent.parent.collect(intermediate=True))))
-
-
-@scenario("chains are partial, and may be parts of chains", wide=True)
-def chain_partials(s: Stage) -> None:
-    inner = s.add.s(4) | s.mul.s(8)
-    assert s.get(inner(16)) == 160
-    assert s.get(inner.delay(16)) == 160
-    assert s.get((s.add.s(4, 16) | s.mul.s(2) | (s.add.s(4) | s.mul.s(8)))()) == 352
 
 
 @scenario("a chain takes the id of its last task, and options of the call for its first")
@@ -139,28 +117,6 @@ def group_links(s: Stage) -> None:
         s.wait_seen(member.id, "errback")
 
 
-@scenario("a group takes partial arguments and options for all its members", wide=True)
-def group_partials(s: Stage) -> None:
-    members = group([s.sub.s(1), s.sub.s(2)], app=s.app)
-    assert s.get(members.delay(10)) == [9, 8]
-    shown = group([s.show.s(), s.show.s()], app=s.app).apply_async(headers={"all": 1}, priority=2)
-    assert [each["headers"] for each in s.get(shown)] == [{"all": 1}] * 2
-    assert s.get(group([], app=s.app).apply_async()) == []
-
-
-@scenario("groups of groups are one flat group", wide=True)
-def nested_groups(s: Stage) -> None:
-    inner = [group([s.add.s(n, 1), s.add.s(n, 2)], app=s.app) for n in range(2)]
-    assert s.get(group(inner, app=s.app).apply_async()) in ([[1, 2], [2, 3]], [1, 2, 2, 3])
-
-
-@scenario("a group of one is unrolled in a chain", wide=True)
-def unrolled(s: Stage) -> None:
-    one = chain(s.add.s(2, 2), group([s.add.s(1)], app=s.app), s.add.s(1))
-    s.note("shape", str(one))
-    assert s.get(one.apply_async()) == 6
-
-
 @scenario("a group in the middle of a chain forwards arguments, and one before a task is a chord")
 def upgraded(s: Stage) -> None:
     sums = group([s.add.s(n, n) for n in range(4)], app=s.app) | s.tsum.s()
@@ -170,13 +126,6 @@ def upgraded(s: Stage) -> None:
     ends = (s.add.s(4, 4) | group([s.add.si(n, n) for n in range(3)], app=s.app))()
     assert s.get(ends) == [0, 2, 4]
     assert s.get(ends.parent) == 8
-
-
-@scenario("two groups in a row: the second's members get the first's results", wide=True)
-def group_after_group(s: Stage) -> None:
-    first = group([s.add.s(1, 1), s.add.s(1, 1)], app=s.app)
-    second = group([s.tsum.s(), s.tsum.s()], app=s.app)
-    assert s.get(chain(first, second).apply_async()) == [4, 4]
 
 
 @scenario("a chord's body gets the results of its header, in their order")

@@ -26,11 +26,6 @@ def maps(s: Stage) -> None:
     assert s.get(together.apply_async()) == [[2], [2]]
 
 
-@scenario("an item that fails fails its map", wide=True)
-def map_fails(s: Stage) -> None:
-    assert isinstance(s.error(s.fail_if.map(["a", "bad", "b"]).apply_async()), KeyError)
-
-
 @scenario("chunks are messages of several items each, sent from here or by a task")
 def chunks(s: Stage) -> None:
     parts = s.add.chunks(zip(range(4), range(4), strict=True), 2)
@@ -156,15 +151,6 @@ def stamps(s: Stage) -> None:
     again = retried.apply_async()
     assert s.get(again) == [1, None]
     s.note("meta", again._get_task_meta().get("tenant"))
-
-
-@scenario("a visitor stamps every part of a canvas", wide=True)
-def visitors(s: Stage) -> None:
-    for visitor in (MonitoringId, InGroup):
-        middle = group([s.add.s(1), s.add.s(1)], app=s.app)
-        sig = chain(s.add.s(1, 1), middle, s.tsum.s())
-        sig.stamp(visitor=visitor())
-        assert s.get(sig.apply_async()) == 6
 
 
 @scenario("a visitor stamps callbacks and errbacks, whose tasks see it")

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from billiard.exceptions import TimeLimitExceeded
-from celery import Celery
 
-from tests.documented.app import OURS, PLAIN
 from tests.documented.scenario import scenario
 from tests.documented.sides import Stage
-from tests.documented.tasks_options import Order, Receipt
-
-
-@scenario("names come from the module and the function, unless they are given or made", wide=True)
-def names(s: Stage) -> None:
-    class Mine(Celery):
-        def gen_task_name(self, name: str, module: str) -> str:
-            return f"mine.{name}"
-
-    for app in (Celery, Mine):
-        made: Any = app("names", set_as_current=False, task_cls=OURS if s.ours else PLAIN)
-        made.conf.idempotency_store = "memory://"
-
-        @made.task(shared=False)
-        def some() -> None: ...
-
-        @made.task(name="given", shared=False)
-        def other() -> None: ...
-
-        s.note("names", (some.name, other.name))
-        assert made.tasks[some.name] == some
-        s.note("repr", str(some))
-        made.close()
-
-
-@scenario("a decorated function is decorated as a task", wide=True)
-def decorated(s: Stage) -> None:
-    assert s.get(s.decorated.delay(1, 2)) == 6
-    assert s.decorated.__wrapped__(1, 2) == 6
-    assert s.note("called", s.decorated(2, 2)) == 8
+from tests.documented.tasks_options import Receipt
 
 
 @scenario("a task class is made once in each process, and keeps its state")
 def instantiation(s: Stage) -> None:
     assert s.get(s.counting.delay("george", "password")) == [True, 1]
     assert s.get(s.counting.delay("george", "wrong")) == [False, 1]
-
-
-@scenario("a base class brings a property that is opened once", wide=True)
-def database(s: Stage) -> None:
-    assert [s.get(s.rows.delay()) for _ in range(2)] == [["A", "B"], ["A", "B"]]
 
 
 @scenario("a class may override what happens when a task is called")
@@ -68,11 +30,6 @@ def renaming(s: Stage) -> None:
     shadow, headers = result.get(timeout=30)
     s.note("shadow", shadow)
     assert headers["by"] == "apply_async"
-
-
-@scenario("annotations of the app change a task's attributes", wide=True)
-def task_annotations(s: Stage) -> None:
-    assert s.get(s.annotated.delay()) == ["10/s", "yes"]
 
 
 @scenario("handlers run in their order around a run")
@@ -118,13 +75,6 @@ def models(s: Stage) -> None:
         "Exception",
     }
     assert s.note("directly", s.takes({"number": 1})) == Receipt(text="number 1").model_dump()
-
-
-@scenario("a model itself may be an argument", since=(5, 7), wide=True)
-def model_argument(s: Stage) -> None:
-    assert s.get(s.takes.delay(Order(number=9, note="n"))) == {"text": "number 9"}
-    assert s.get(s.takes.s(Order(number=9)).apply_async()) == {"text": "number 9"}
-    assert s.get(s.takes_strictly.delay(Order(number=3))) == {"text": "number 3"}
 
 
 @scenario("signature_from_request makes a signature of the running task")

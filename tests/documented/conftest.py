@@ -71,7 +71,6 @@ _CONF: dict[str, Any] = {
     "result_extended": True,
     "task_send_sent_event": True,
     "worker_prefetch_multiplier": 8,
-    "task_annotations": {"tests.annotated": {"rate_limit": "10/s", "fine": "yes"}},
 }
 
 

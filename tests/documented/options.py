@@ -11,14 +11,6 @@ from tests.documented.scenario import scenario
 from tests.documented.sides import PATIENCE, Stage
 
 
-@scenario("a rate limit spreads runs over time", slow=True, wide=True)
-def rate_limit(s: Stage) -> None:
-    start = s.elapsed()
-    results = [s.works_slowly.delay("x") for _ in range(4)]
-    assert [s.get(result) for result in results] == ["x"] * 4
-    assert s.elapsed() - start >= 0.6
-
-
 @scenario("a soft time limit fails the task, which may catch it", slow=True)
 def soft_limit(s: Stage) -> None:
     failed = s.works_softly.apply_async(("sleeps",), link_error=s.new.s())
@@ -78,12 +70,6 @@ def _errbacks(s: Stage) -> list[str]:
     """Return the ids under which errbacks ran."""
     found = [each for each in s.side.ids(s.scenario) if s.seen(each, "errback")]
     return [each for each in found if "success" in s.kinds(each)]
-
-
-@scenario("a time limit of the call goes before the task's", slow=True, wide=True)
-def call_limit(s: Stage) -> None:
-    result = s.works.apply_async(("sleeps",), soft_time_limit=1)
-    assert isinstance(s.error(result), SoftTimeLimitExceeded)
 
 
 @scenario("a task acknowledges late where it says so", slow=True)
@@ -146,30 +132,6 @@ def acks_on_failure(s: Stage) -> None:
     assert isinstance(s.error(s.works_late.delay("value error")), ValueError)
 
 
-@scenario("track_started shows STARTED with the worker's name", wide=True)
-def track_started(s: Stage) -> None:
-    with s.gate() as gate:
-        result = s.works_started.delay("waits", str(gate))
-        info: Any = s.wait(lambda: result.state == "STARTED" and result.info)
-    assert info["hostname"] == s.side.node
-    s.note("started", sorted(info))
-    assert s.get(result) == "waits"
-
-
-@scenario("a task sets states of its own, of itself or of another", wide=True)
-def custom_states(s: Stage) -> None:
-    with s.gate() as gate:
-        result = s.progress.delay(20, str(gate))
-        info = s.wait(lambda: result.state == "PROGRESS" and result.info)
-    s.note("progress", info["total"])
-    assert s.get(result) == "finished"
-    s.sets.update_state(task_id="of-another", state="HALTED", meta={"by": "me"})
-    other = s.app.AsyncResult("of-another")
-    s.note("halted", (other.state, other.info))
-    other.forget()
-    assert s.get(s.sets.delay("HALTED")) is None
-
-
 @scenario("an exception that keeps its arguments comes back as itself, another by its text")
 def exceptions(s: Stage) -> None:
     error = s.error(s.works.delay("http error"))
@@ -182,25 +144,6 @@ def unserializable(s: Stage) -> None:
     s.error(s.works_early.delay("unserializable"))
 
 
-@scenario("exceptions that a task expects are no errors in the log", wide=True)
-def throws(s: Stage) -> None:
-    for how in ("key error", "http error", "value error"):
-        s.error(s.works_expecting.delay(how))
-
-
-@scenario("loggers of tasks name the task, and what is printed is logged", wide=True)
-def logging(s: Stage) -> None:
-    result = s.logs.delay("hello")
-    assert s.get(result) is None
-    s.wait(lambda: s.kinds(result.id) and len(s.side.log[result.id]) >= 4)
-
-
-@scenario("a task may have an expiry of its own", slow=True, wide=True)
-def task_expires(s: Stage) -> None:
-    assert s.get(s.works_expiring.apply_async(("x",), expires=60)) == "x"
-    assert isinstance(s.error(s.works_expiring.apply_async(countdown=4)), TaskRevokedError)
-
-
 @scenario("a revoked task does not run", slow=True)
 def revoke(s: Stage) -> None:
     result = s.quiet.apply_async(("x",), countdown=3, link=s.old.s(), link_error=s.new.s())
@@ -210,47 +153,9 @@ def revoke(s: Stage) -> None:
     assert s.state(result, "REVOKED")
 
 
-@scenario("a task is revoked by a header that it was stamped with", slow=True, wide=True)
-def revoke_by_stamp(s: Stage) -> None:
-    sig = s.quiet.s("x").set(countdown=3)
-    sig.stamp(batch=f"batch-{s.side.name}")
-    result = sig.apply_async()
-    s.wait(lambda: "received" in s.kinds(result.id))
-    s.app.control.revoke_by_stamped_headers({"batch": [f"batch-{s.side.name}"]})
-    assert isinstance(s.error(result), TaskRevokedError)
-
-
 @scenario("a running task is terminated", slow=True)
 def terminate(s: Stage) -> None:
     result = s.works_early.delay("sleeps")
     s.wait_seen(result.id, "how")
     result.revoke(terminate=True)
     assert isinstance(s.error(result), TaskRevokedError)
-
-
-@scenario(
-    "a worker tells its tasks, its queues, its settings, and what it knows of a task", wide=True
-)
-def inspect(s: Stage) -> None:
-    node = s.app.control.inspect([s.side.node], timeout=PATIENCE, limit=1)
-    registered = node.registered()[s.side.node]
-    # The limit of tests.mul, which is part of its name here, is changed by another scenario meanwhile.
-    own = [name for name in registered if not name.startswith(("celery_idempotent.", "tests.mul"))]
-    s.note("registered", own)
-    s.note("queues", [queue["name"] for queue in node.active_queues()[s.side.node]])
-    result = s.add.delay(1, 1)
-    assert s.get(result) == 2
-    s.wait(lambda: "postrun" in s.kinds(result.id))
-    stats = node.stats()[s.side.node]
-    s.note("stats", sorted(stats))
-    assert stats["total"]["tests.add"] >= 1
-    s.note("unknown", node.query_task("nobody"))
-
-
-@scenario("limits are changed at run time", wide=True)
-def remote_limits(s: Stage) -> None:
-    options: dict[str, Any] = {"destination": [s.side.node], "reply": True, "limit": 1}
-    s.note("rate", s.app.control.rate_limit("tests.mul", "100/s", **options))
-    s.note("time", s.app.control.time_limit("tests.mul", soft=50, hard=60, **options))
-    assert s.get(s.mul.delay(2, 3)) == 6
-    s.note("rate", s.app.control.rate_limit("tests.mul", 0, **options))

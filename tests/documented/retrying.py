@@ -25,11 +25,6 @@ def max_retries(s: Stage) -> None:
     assert len(s.seen(result.id, "retries")) == 4
 
 
-@scenario("the exception in progress is raised again when retries are over", wide=True)
-def retry_exc(s: Stage) -> None:
-    assert isinstance(s.error(s.retries.delay(9, "exc")), KeyError)
-
-
 @scenario("the exception that was given is raised when retries are over")
 def retry_given(s: Stage) -> None:
     error = s.error(s.retries.delay(9, "given exc"))
@@ -47,15 +42,6 @@ def retry_when(s: Stage) -> None:
 def retry_changes(s: Stage) -> None:
     assert s.get(s.retries.delay(1, "args", "x")) == [1, "changed"]
     assert s.get(s.retries.delay(1, "options")) == [1, None]
-
-
-@scenario(
-    "a retry that does not throw leaves the task running, and is sent all the same", wide=True
-)
-def retry_no_throw(s: Stage) -> None:
-    result = s.retries.delay(1, "returned")
-    s.wait_seen(result.id, "retries", 2)
-    s.wait(lambda: s.kinds(result.id).count("postrun") == 2)
 
 
 @scenario("a retry keeps callbacks, headers, priority, limits, and whether its result counts")
@@ -107,15 +93,6 @@ def autoretry(s: Stage) -> None:
     other = s.autoretries.delay("value")
     assert isinstance(s.error(other), ValueError)
     assert len(s.seen(other.id, "run")) == 1
-
-
-@scenario("dont_autoretry_for excludes some of autoretry_for's exceptions", wide=True)
-def dont_autoretry(s: Stage) -> None:
-    tried = s.autoretries_most.delay("value")
-    assert isinstance(s.error(tried), ValueError)
-    excluded = s.autoretries_most.delay("index")
-    assert isinstance(s.error(excluded), IndexError)
-    assert (len(s.seen(tried.id, "run")), len(s.seen(excluded.id, "run"))) == (2, 1)
 
 
 @scenario(

@@ -21,8 +21,7 @@ class Scenario:
 
     ``absent`` messages stay where no worker takes them, or end untold. ``since`` is the first Celery that does so.
     What is ``slow`` begins first; what is ``alone`` (it touches Celery's global state) is played when all else is over.
-    ``differs`` names the announced differences that it shows: then the two sides are *not* equal. What Celery does
-    beside a task's class, and what others show already, is ``wide``.
+    ``differs`` names the announced differences that it shows: then the two sides are *not* equal.
     """
 
     sentence: str
@@ -32,7 +31,6 @@ class Scenario:
     differs: tuple[str, ...]
     slow: bool
     alone: bool
-    wide: bool
 
     def __str__(self) -> str:
         return self.sentence
@@ -49,14 +47,13 @@ def scenario(
     differs: tuple[str, ...] | str = (),
     slow: bool = False,
     alone: bool = False,
-    wide: bool = False,
 ) -> Callable[[Callable[[Stage], None]], Callable[[Stage], None]]:
     """Register a scenario under its sentence."""
 
     def register(function: Callable[[Stage], None]) -> Callable[[Stage], None]:
         assert all(sentence != each.sentence for each in _all), f"twice: {sentence}"
         named = (differs,) if isinstance(differs, str) else differs
-        _all.append(Scenario(sentence, function, absent, since, named, slow, alone, wide))
+        _all.append(Scenario(sentence, function, absent, since, named, slow, alone))
         return function
 
     return register

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from celery import Celery, chain, group, signature
-from celery.result import allow_join_result
 from celery.utils.log import get_task_logger
 
 from tests.documented.recorder import note
@@ -20,12 +18,11 @@ logger = get_task_logger(__name__)
 def register(app: Celery) -> None:
     """Define them on an app."""
     task = partial(app.task, shared=False)
-    for function in (add, mul, sub, tsum, echo, fail, fail_if, nothing, quiet, nap, logs, old):
+    for function in (add, mul, tsum, echo, fail, fail_if, nothing, quiet, old):
         task(name=f"tests.{function.__name__}")(function)
-    for bound in (show, spawns, joins, progress, replaced, extends, bound_old, sets, from_request):
+    for bound in (show, spawns, replaced, extends, bound_old, from_request):
         task(name=f"tests.{bound.__name__}", bind=True)(bound)
     task(name="tests.new")(new)
-    task(name="tests.decorated")(doubling(add))
     task(name="tests.fence", ignore_result=True)(nothing)
     task(name="tests.untyped", typing=False)(add)
     task(name="tests.elsewhere")(nothing)
@@ -37,10 +34,6 @@ def add(x: Any, y: Any = 0) -> Any:
 
 def mul(x: Any, y: Any) -> Any:
     return x * y
-
-
-def sub(x: Any, y: Any) -> Any:
-    return x - y
 
 
 def tsum(numbers: Any) -> Any:
@@ -68,18 +61,6 @@ def nothing(*args: Any) -> None:
 def quiet(x: Any) -> Any:
     note("ran", x)
     return x
-
-
-def nap(seconds: float) -> float:
-    note("napping")
-    time.sleep(seconds)
-    return seconds
-
-
-def logs(text: str) -> None:
-    logger.info("info %s", text)
-    logger.warning("warning %s", text)
-    print(f"printed {text}")  # noqa: T201  a worker sends it to its log
 
 
 def old(task_id: str) -> str:
@@ -129,31 +110,11 @@ def spawns(self: Any, add_to_parent: bool) -> str:
     return str(result.id)
 
 
-def joins(self: Any, allowed: bool) -> Any:
-    """Wait for another task inside of one, which documents advise against."""
-    result = self.app.tasks["tests.add"].delay(1, 1)
-    if not allowed:
-        return result.get(timeout=30)
-    with allow_join_result():
-        return result.get(timeout=30)
-
-
 def wait_at(gate: str) -> None:
     """Wait until the scenario opens its gate."""
     give_up = time.monotonic() + 60
     while not Path(gate).exists() and time.monotonic() < give_up:
         time.sleep(0.01)
-
-
-def progress(self: Any, steps: int, gate: str) -> str:
-    for step in range(steps):
-        self.update_state(state="PROGRESS", meta={"current": step, "total": steps})
-    wait_at(gate)
-    return "finished"
-
-
-def sets(self: Any, state: str) -> None:
-    self.update_state(state=state, meta={"by": "hand"})
 
 
 def replaced(self: Any, how: str, x: Any) -> Any:
@@ -181,11 +142,3 @@ def extends(self: Any, x: int, more: bool = True) -> int:
 def from_request(self: Any, x: Any) -> Any:
     sig = self.signature_from_request(self.request, args=(x,), retries=2)
     return {k: v for k, v in sig.options.items() if isinstance(v, (int, str)) and k != "task_id"}
-
-
-def doubling(function: Any) -> Any:
-    @functools.wraps(function)
-    def doubled(*args: Any) -> Any:
-        return 2 * function(*args)
-
-    return doubled

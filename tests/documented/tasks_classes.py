@@ -72,18 +72,6 @@ def register(app: Celery) -> None:
         def run(self, user: str, password: str) -> list[Any]:
             return [self.users.get(user) == password, self.made]
 
-    class Database(base):
-        """A resource that is opened when it is first needed."""
-
-        abstract = True
-        _db: list[str] | None = None
-
-        @property
-        def db(self) -> list[str]:
-            if self._db is None:
-                self._db = ["a", "b"]
-            return self._db
-
     class Calling(base):
         """Its own ``__call__``."""
 
@@ -115,7 +103,6 @@ def register(app: Celery) -> None:
 
     app.register_task(Counting())
     task(name="tests.handled", base=Handled, bind=True, acks_late=True, **_SOON)(handled)
-    task(name="tests.rows", base=Database, bind=True)(rows)
     task(name="tests.calling", base=Calling)(plain)
     task(name="tests.renamed", base=Renaming, bind=True)(renamed)
     task(name="tests.broken", base=Broken)(plain)
@@ -126,7 +113,6 @@ def register(app: Celery) -> None:
         time_limit=1,
         acks_late=False,
     )(requested)
-    task(name="tests.annotated", bind=True)(annotated)
 
 
 def handled(self: Any, how: str) -> str:
@@ -142,20 +128,12 @@ def handled(self: Any, how: str) -> str:
     return how
 
 
-def rows(self: Any) -> list[str]:
-    return [row.upper() for row in self.db]
-
-
 def plain(x: Any) -> Any:
     return x
 
 
 def renamed(self: Any, x: Any) -> Any:
     return [self.request.shadow, self.request.headers]
-
-
-def annotated(self: Any) -> Any:
-    return [self.rate_limit, self.fine]
 
 
 def requested(self: Any, how: str) -> str:

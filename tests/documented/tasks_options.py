@@ -79,7 +79,6 @@ def register(app: Celery) -> None:
     task(name="tests.everything", bind=True, idempotency_key=_every(app))(everything)
     task(name="tests.errs")(errs)
     task(name="tests.takes", pydantic=True)(takes)
-    task(name="tests.takes_strictly", pydantic=True, pydantic_strict=True)(takes)
     task(name="tests.maybe_takes", pydantic=True)(maybe_takes)
 
 
@@ -94,11 +93,6 @@ _AUTORETRYING: dict[str, dict[str, Any]] = {
     "autoretries": {
         "autoretry_for": (KeyError,),
         "retry_kwargs": {"max_retries": 2, "countdown": 0.3},
-    },
-    "autoretries_most": {
-        "autoretry_for": (Exception,),
-        "dont_autoretry_for": (LookupError,),
-        "retry_kwargs": {"max_retries": 1, "countdown": 0.3},
     },
     "backs_off": {
         "autoretry_for": (KeyError,),
@@ -122,17 +116,10 @@ _WORKING: dict[str, dict[str, Any]] = {
     "works_lost_late": {"acks_late": True, "reject_on_worker_lost": False},
     "works_unacked": {"acks_late": True, "acks_on_failure_or_timeout": False},
     "works_ignored": {"ignore_result": True},
-    "works_ignored_but_errors": {"ignore_result": True, "store_errors_even_if_ignored": True},
-    "works_started": {"track_started": True},
-    "works_slowly": {"rate_limit": "4/s"},
     "works_softly": {"soft_time_limit": 1},
     "works_hard": {"time_limit": 1, "acks_late": False},
     "works_hard_late": {"time_limit": 1},
     "works_off": {"idempotency_mode": "off"},
-    "works_yaml": {"serializer": "yaml"},
-    "works_zipped": {"compression": "gzip"},
-    "works_expecting": {"throws": (KeyError, HttpError)},
-    "works_expiring": {"expires": 2},
 }
 
 
@@ -191,8 +178,6 @@ def works(self: Any, how: str = "", *args: Any) -> Any:
             time.sleep(30)
         case "exits":
             raise SystemExit(3)
-        case "key error":
-            raise KeyError("expected")
         case "http error":
             raise HttpError(404, "gone")
         case "unpickleable":

@@ -31,11 +31,7 @@ CANVAS = [*scenarios(canvas), *scenarios(canvas_more)]
 
 
 def each(scenarios: list[Scenario]) -> pytest.MarkDecorator:
-    params = [
-        pytest.param(each, id=str(each), marks=pytest.mark.wide if each.wide else ())
-        for each in scenarios
-    ]
-    return pytest.mark.parametrize("scenario", params)
+    return pytest.mark.parametrize("scenario", scenarios, ids=str)
 
 
 def compare(theatre: Any, scenario: Scenario) -> None:
