@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
+from celery_idempotent import get_store
+from celery_idempotent.celery.reaper import sweep
 from celery_idempotent.records import Record, State
 from tests.faults.conftest import Stage
 from tests.support.proxy import Proxy
@@ -99,6 +101,38 @@ class TestOfTheStoreDuringARun:
             stage.ran_once(key, result)
             after = the_record(stage, key)
             assert (after.token, after.attempts, after.crashes) == (before[key].token, 1, 0)
+
+    def test_one_restarted_and_swept_before_the_heartbeats_takes_no_claim_away(
+        self, set_stage: SetStage, persistent_redis: EmbeddedRedis
+    ):
+        with Proxy("127.0.0.1", persistent_redis.port) as proxy:
+            stage = set_stage(store=proxy.url(), direct=persistent_redis.url(), idempotency_lease=2)
+            stage.worker(concurrency=4)
+            # Two end while their store is away, two outlive it.
+            gates = {"a": "now", "b": "now", "c": "later", "d": "later"}
+            sent = {key: stage.send("work", key, "", gate) for key, gate in gates.items()}
+            before = {}
+            for key in sent:
+                stage.started(key)
+                before[key] = the_record(stage, key)
+            proxy.refuse()
+            persistent_redis.kill()
+            persistent_redis.start()
+            store = get_store(stage.client)
+            wait_for(lambda: store.stats().stale == len(sent), what="the ends of the leases")
+            sweep(stage.client)
+            assert {stage.state(key) for key in sent} == {State.INTERRUPTED}
+            stage.open("now")
+            wait_for(lambda: stage.effects("a") and stage.effects("b"), what="two runs to end")
+            proxy.heal()
+            for key in ("c", "d"):
+                wait_for(lambda key=key: stage.state(key) is State.PROCESSING, what="a renewal")
+            stage.open("later")
+            for key, result in sent.items():
+                stage.ran_once(key, result)
+                after = the_record(stage, key)
+                assert (after.token, after.attempts, after.crashes) == (before[key].token, 1, 1)
+                assert stage.told("lease_lost", key) == 0
 
     def test_one_frozen_when_a_child_is_lost_does_not_hold_up_the_worker(
         self, set_stage: SetStage, private_redis: EmbeddedRedis
