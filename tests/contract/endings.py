@@ -49,6 +49,25 @@ class EndingContract(ContractBase):
         advance(self.lease_ms + 1)
         assert self.settle(store, record)
 
+    def test_a_settle_is_accepted_after_an_interruption_whose_crash_stays(
+        self, store: Store
+    ) -> None:
+        """The sweep took the worker for dead, and it was only slow. Its result counts, and so does the crash."""
+        record = self.claim(store)
+        store.interrupt(KEY, token=record.token)
+        assert self.settle(store, record)
+        found = self.found(store)
+        assert (found.state, found.crashes) == (State.COMPLETED, 1)
+
+    def test_an_operator_completes_what_failed(self, store: Store) -> None:
+        """With that it leaves the list of failures, which is an index in some stores."""
+        assert self.settle(store, self.claim(store), State.FAILED)
+        failed = self.found(store)
+        assert self.settle(store, failed, restore=False)
+        found = self.found(store)
+        assert (found.state, found.token > failed.token) == (State.COMPLETED, True)
+        assert store.stats().failed == 0
+
     @pytest.mark.parametrize("state", END_STATES)
     def test_a_settle_is_accepted_when_the_record_is_gone(
         self, store: Store, state: EndState

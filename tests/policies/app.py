@@ -115,8 +115,6 @@ def _define(app: Celery) -> None:
     for colour in ("red", "blue"):
         keyed(name=colour, idempotency_namespace="colours")(work)
     keyed(name="by_name", idempotency_fingerprint=("values",))(echo_key)
-    keyed(name="by_function", idempotency_fingerprint=_amount)(echo_key)
-    keyed(name="by_nothing", idempotency_fingerprint=None)(echo_key)
     idempotent(name="by_number", idempotency_key="key.number")(work)
     keyed(name="exclusive", idempotency_retention=0)(work)
     keyed(name="forgetful", idempotency_retention=1, idempotency_lease=0.5)(work)
@@ -202,10 +200,6 @@ def tenant(self: Any, key: str, tenant: str) -> dict[str, Any]:
     """Work for one tenant."""
     _note("start", key)
     return {"tenant": tenant, "run": uuid.uuid4().hex}
-
-
-def _amount(key: str, *values: Any, amount: int = 0, **_: Any) -> int:
-    return amount
 
 
 def fence() -> None:

@@ -138,21 +138,6 @@ class TestOff:
         for receipt in on_redis.receipts(key):
             assert not [name for name in receipt["headers"] if name.startswith("idempotency")]
 
-    def test_its_acks_are_those_of_celery(self, on_redis):
-        plain, off = on_redis.app.tasks["plain_say"], on_redis.app.tasks["off"]
-        assert (off.acks_late, off.reject_on_worker_lost) == (
-            plain.acks_late,
-            plain.reject_on_worker_lost,
-        )
-        assert on_redis.app.tasks["work"].acks_late is True
-
-    def test_a_redelivery_runs_again(self, on_redis, key):
-        first = on_redis.publish("off", key)
-        first.get(timeout=PATIENCE)
-        on_redis.deliver_again(on_redis.receipt(first.id))
-        on_redis.idle(key)
-        assert on_redis.ledger.count("end", key) == 2
-
     def test_a_whole_app_is_switched_off_by_its_setting(self, on_redis, key):
         app = app_module.make_app({**on_redis.settings, "idempotency_mode": "off"})
         result = app.tasks["work"].apply_async((key,))

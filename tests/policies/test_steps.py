@@ -86,14 +86,6 @@ class TestKilled:
 
 
 class TestOtherwise:
-    def test_an_undisturbed_payment_calls_each_provider_once(self, on_redis, key):
-        value = on_redis.publish("purchase", key).get(timeout=PATIENCE)
-        check(on_redis, key, value)
-        # Results come back as the serializer makes them, the first time, too.
-        assert value[0]["parts"] == [1, 2]
-        assert on_redis.publish("purchase", key).get(timeout=PATIENCE) == value
-        check(on_redis, key, value)
-
     def test_a_retry_goes_on_where_its_predecessor_stopped(self, shared, key):
         value = shared.publish("purchase_retrying", key).get(timeout=PATIENCE)
         assert shared.ledger.count("between", key) == 2
@@ -113,19 +105,6 @@ class TestOtherwise:
         value = on_redis.publish("purchase_failing", key).get(timeout=PATIENCE)
         assert on_redis.ledger.count("between", key) == 2
         check(on_redis, key, value)
-
-    def test_two_payments_have_keys_of_their_own(self, on_redis, key):
-        first, second = (on_redis.publish("purchase", f"{key}.{n}") for n in (1, 2))
-        first.get(timeout=PATIENCE)
-        second.get(timeout=PATIENCE)
-        keys = [set(calls(on_redis, f"{key}.{n}")["charge"]) for n in (1, 2)]
-        assert keys[0].isdisjoint(keys[1])
-
-    def test_steps_are_gone_once_the_payment_is_settled(self, on_redis, key):
-        on_redis.publish("purchase", key).get(timeout=PATIENCE)
-        record = on_redis.record("purchase", key)
-        assert record is not None
-        assert (record.state, record.steps) == (State.COMPLETED, ())
 
 
 class TestUnguarded:

@@ -21,7 +21,6 @@ from celery_idempotent.errors import InvalidOption, StoreMisconfigured, StoreUna
 from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
-    Held,
     Identity,
     Mismatched,
     ReserveRequest,
@@ -252,13 +251,6 @@ class TestAnswers:
         with nobody_asks(truth):
             assert ask(store).record.delivered is True
 
-    def test_a_mark_is_not_taken_back_by_a_reading_of_before_it(self, store, truth):
-        record = complete(store)
-        ticket, before = store.cache.ticket(KEY), store.truth.retained(KEY)
-        assert store.mark_delivered(KEY, token=record.token)
-        assert store.cache.fill(KEY, ticket, before) is False
-        assert store.cache.look(KEY).record.delivered is True
-
     def test_only_the_run_that_settled_it_marks_an_entry(self, store):
         record = complete(store)
         store.cache.mark(KEY, record.token - 1)
@@ -272,14 +264,6 @@ class TestAnswers:
         _, name = store.cache._keys.locate(KEY)
         assert 0 < redis_client.pttl(name) <= KEEP_MS
 
-    def test_an_unfinished_key_is_never_answered_by_the_cache(self, store, truth):
-        record = ask(store, task_id="first").record
-        with somebody_asks(truth, "claim"):
-            assert isinstance(ask(store), Held)
-        assert store.release(KEY, token=record.token)
-        with somebody_asks(truth, "claim"):
-            assert isinstance(ask(store), Claimed)
-
     def test_of_a_settle_that_is_repeated_the_first_value_is_cached(self, store):
         record = complete(store)
         another = dataclasses.replace(VALUE, body=b"18")
@@ -289,18 +273,6 @@ class TestAnswers:
         )
         assert store.cache.look(KEY).record == store.get(KEY)
         assert store.get(KEY).value == VALUE
-
-    def test_a_zombie_s_settle_caches_nothing_of_its_own(self, store, clock):
-        zombie = ask(store, task_id="first").record
-        clock.advance(LEASE_MS + 1)
-        assert isinstance(ask(store), Claimed)
-        assert (
-            store.settle(
-                SettleRequest(record=zombie, state=State.COMPLETED, value=VALUE, keep_ms=KEEP_MS)
-            )
-            is False
-        )
-        assert isinstance(store.cache.look(KEY), Ticket)
 
     def test_what_redis_keeps_ends_before_the_record_does(self, store, clock, redis_client):
         complete(store, keep_ms=5_000)
@@ -345,22 +317,6 @@ class TestAnswers:
         redis_client.set(name, content)
         assert ask(store).record == store.get(KEY)
 
-    def test_a_newer_record_takes_the_place_of_an_older_one(self, store, clock, redis_client):
-        complete(store)
-        (name,) = redis_client.scan_iter(match=f"{store.cache.prefix}:*:*")
-        old = redis_client.get(name)
-        ticket = store.cache.ticket(KEY)
-        before = store.truth.retained(KEY)
-        assert store.forget(KEY)
-        second = complete(store, value=None)
-        assert store.cache.look(KEY).record.token == second.token
-        assert redis_client.get(name) != old
-        # Nor would the old one take its place, were its ticket still good.
-        good = store.cache.ticket(KEY)
-        assert store.cache.fill(KEY, ticket, before) is False
-        assert store.cache.fill(KEY, good, before) is False
-        assert store.cache.look(KEY).record.token == second.token
-
     def test_an_entry_that_disagrees_is_replaced_when_the_truth_is_asked(self, store, truth):
         complete(store)
         wrong = dataclasses.replace(store.truth.retained(KEY).record, task_id="nobody", value=None)
@@ -372,16 +328,6 @@ class TestAnswers:
 
 
 class TestForget:
-    def test_a_forgotten_key_is_free_and_can_be_cached_again(self, store, truth):
-        complete(store)
-        assert store.forget(KEY) is True
-        assert isinstance(store.cache.look(KEY), Ticket)
-        complete(store)
-        with nobody_asks(truth):
-            assert isinstance(ask(store), Settled)
-        assert store.forget(KEY) is True
-        assert store.forget(KEY) is False
-
     @pytest.mark.parametrize("mode", ["away", "frozen", "deaf"])
     def test_a_forget_fails_and_deletes_nothing_if_the_cache_does_not_take_the_tombstone(
         self, store, truth, link, mode
@@ -564,12 +510,6 @@ class TestForget:
         assert isinstance(ask(full), Claimed)
         full.close()
 
-    def test_a_forget_by_another_token_leaves_the_record(self, store):
-        token = complete(store).token
-        assert store.forget(KEY, token=token + 1) is False
-        assert isinstance(ask(store), Settled)
-        assert isinstance(store.cache.look(KEY), Cached)
-
     def test_a_tombstone_stays_until_its_own_forget_lifts_it(self, store, truth):
         complete(store)
         one, two = store.cache.bury(KEY), store.cache.bury(KEY)
@@ -586,53 +526,6 @@ class TestForget:
         store.cache.bury(KEY)
         (name,) = redis_client.scan_iter(match=f"{store.cache.prefix}:*:*")
         assert cache.TOMBSTONE_MS - 5_000 < redis_client.pttl(name) <= cache.TOMBSTONE_MS
-
-    @pytest.mark.parametrize("when", ["before", "while", "after"])
-    def test_a_forget_is_not_undone_by_a_fill_that_was_under_way(self, store, when):
-        complete(store)
-        store.cache.drop(KEY)
-        ticket, retained = store.cache.ticket(KEY), store.truth.retained(KEY)
-        if when == "before":
-            assert store.cache.fill(KEY, ticket, retained)
-        tombstone = store.cache.bury(KEY)
-        if when == "while":
-            assert store.cache.fill(KEY, ticket, retained) is False
-        assert store.truth.forget(KEY)
-        store.cache.lift(KEY, tombstone)
-        if when == "after":
-            assert store.cache.fill(KEY, ticket, retained) is False
-        assert isinstance(ask(store), Claimed)
-
-    def test_nor_by_one_that_began_when_the_tombstone_was_lost(self, store, redis_client):
-        complete(store)
-        tombstone = store.cache.bury(KEY)
-        redis_client.delete(*redis_client.scan_iter(match=f"{store.cache.prefix}:*"))
-        ticket, retained = store.cache.ticket(KEY), store.truth.retained(KEY)
-        assert store.truth.forget(KEY)
-        assert store.cache.fill(KEY, ticket, retained)
-        store.cache.lift(KEY, tombstone)
-        assert store.cache.fill(KEY, ticket, retained) is False
-        assert isinstance(ask(store), Claimed)
-
-    def test_nor_by_one_whose_tombstone_ended_because_its_forgetter_died(self, store, redis_client):
-        complete(store)
-        store.cache.drop(KEY)
-        ticket, retained = store.cache.ticket(KEY), store.truth.retained(KEY)
-        store.cache.bury(KEY)
-        assert store.truth.forget(KEY)
-        (name,) = redis_client.scan_iter(match=f"{store.cache.prefix}:*:*")
-        redis_client.delete(name)
-        assert store.cache.fill(KEY, ticket, retained) is False
-        assert isinstance(ask(store), Claimed)
-
-    def test_nor_after_a_flush(self, store, redis_client):
-        complete(store)
-        store.cache.drop(KEY)
-        ticket, retained = store.cache.ticket(KEY), store.truth.retained(KEY)
-        assert store.forget(KEY)
-        redis_client.delete(*redis_client.scan_iter(match=f"{store.cache.prefix}:*"))
-        assert store.cache.fill(KEY, ticket, retained) is False
-        assert isinstance(ask(store), Claimed)
 
     def test_nor_by_old_data_that_come_back(self, store, redis_client):
         dated = store.cache._link = DatedLink(store.cache._link)
@@ -663,15 +556,6 @@ class TestTrouble:
         with nobody_asks(truth):
             assert isinstance(ask(store), Settled)
 
-    def test_everything_but_forget_works_without_a_cache(self, store, link):
-        link.mode = "away"
-        record = complete(store)
-        assert isinstance(ask(store), Settled)
-        assert store.mark_delivered(KEY, token=record.token)
-        assert store.get(KEY).delivered is True
-        with pytest.raises(StoreUnavailable):
-            store.forget(KEY)
-
     def test_recovery_fills_the_cache_again(self, store, truth, link, patient):
         link.mode = "away"
         complete(store)
@@ -697,17 +581,6 @@ class TestTrouble:
         complete(store)
         assert isinstance(ask(store), Settled)
         assert isinstance(store.cache.look(KEY), Ticket)
-
-    def test_a_truth_that_is_down_does_not_stop_the_cache(self, store, truth):
-        complete(store)
-
-        def fail(*_, **__):
-            raise StoreUnavailable
-
-        truth._truth.claim = fail
-        assert isinstance(ask(store), Settled)
-        with pytest.raises(StoreUnavailable):
-            ask(store, fingerprint=OTHER)
 
     def test_nothing_is_cached_of_a_transaction_that_may_be_undone(self, store, truth):
         record = ask(store, task_id="first").record
@@ -786,19 +659,6 @@ class TestTrouble:
             assert time.monotonic() - began < 20
         finally:
             private_redis.thaw()
-            store.close()
-
-    def test_a_killed_server_is_not_waited_for(self, private_redis, truth):
-        store = HybridStore(RedisCache(private_redis.url()), truth)
-        complete(store)
-        private_redis.kill()
-        try:
-            began = time.monotonic()
-            for _ in range(200):
-                assert isinstance(ask(store), Settled)
-            assert time.monotonic() - began < 20
-        finally:
-            private_redis.start()
             store.close()
 
     def test_a_restarted_server_s_data_are_not_believed(self, persistent_redis, truth):

@@ -185,14 +185,6 @@ def test_the_newest_come_first_also_where_they_share_a_bucket_and_a_millisecond(
     assert sorted(found[10:]) == sorted(each.key for each in wanted[:10])
 
 
-def test_a_prefix_with_a_star_lists_only_its_own(redis_url, prefix):
-    stores = [RedisStore(redis_url, prefix=f"{prefix}{end}") for end in ("*", "x")]
-    claim(stores[1], Identity(namespace="charge", key="theirs"), complete=True)
-    assert [all_keys(store, COMPLETED) for store in stores] == [[], ["theirs"]]
-    for store in stores:
-        store.close()
-
-
 def test_a_cursor_is_of_its_own_kind_of_list(redis_store):
     for key in ("a", "b"):
         interrupt(redis_store, Identity(namespace="charge", key=key))

@@ -13,7 +13,6 @@ from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import (
     Claimed,
     ClaimRequest,
-    Held,
     Identity,
     Record,
     Renewal,
@@ -211,19 +210,6 @@ def test_only_the_high_water_mark_of_a_bucket_stays_for_ever(
     assert all(name.endswith(b"!token") for name in redis_client.scan_iter(match=f"{prefix}*"))
 
 
-def test_a_real_lease_runs_out_by_the_servers_clock(redis_store):
-    record = claim(redis_store, lease_ms=30)
-    assert isinstance(
-        redis_store.claim(
-            ClaimRequest(identity=KEY, attempt=os.urandom(8), lease_ms=30, keep_ms=KEEP_MS)
-        ),
-        Held,
-    )
-    (swept,) = wait_for(lambda: redis_store.sweep(limit=10).interrupted, 30, "the lease's end")
-    assert swept.token == record.token
-    assert swept.updated_ms >= record.deadline_ms
-
-
 def test_a_clock_that_was_set_back_makes_no_smaller_token(redis_store, advance):
     advance(3_600_000)
     first = claim(redis_store)
@@ -341,13 +327,3 @@ def test_what_would_not_fit_the_record_is_refused(redis_store):
         asked = {"attempt": bytes(8), "lease_ms": LEASE_MS, "keep_ms": KEEP_MS, **wrong}
         with pytest.raises(ValueError, match="bytes"):
             redis_store.claim(ClaimRequest(identity=KEY, **asked))
-
-
-def test_stores_with_different_prefixes_share_nothing(redis_url, redis_store, prefix):
-    other = RedisStore(redis_url, prefix=f"{prefix}-other")
-    claim(redis_store)
-    assert other.get(KEY) is None
-    claim(other)
-    assert other.forget(KEY)
-    assert redis_store.get(KEY) is not None
-    other.close()

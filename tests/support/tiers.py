@@ -85,7 +85,6 @@ SMOKE = frozenset(
         "test_counters_add_up",
         "test_counts",
         "test_each_state_lists_its_own",
-        "test_it_has_every_verb_of_a_store",
         "test_prunes_end",
         "test_steps_survive_a_crash",
         "test_the_end_of_the_last_sweep_is_known",

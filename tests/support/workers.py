@@ -141,12 +141,6 @@ class Worker:
         if self._process is not None:
             self._process.wait(timeout=10)
 
-    def kill_main(self) -> None:
-        """End the main process alone with SIGKILL."""
-        os.kill(self.pid, signal.SIGKILL)
-        assert self._process is not None
-        self._process.wait(timeout=10)
-
     def kill_child(self, pid: int) -> None:
         """End one process of the pool with SIGKILL, as the kernel does when memory runs out."""
         assert pid in self.children(), f"{pid} is no child of {self.name}: {self.children()}"

@@ -66,7 +66,6 @@ def _define(app: Celery) -> None:
     idempotent(name="killing", idempotency_key="key")(killing)
 
     idempotent(name="retrying", idempotency_key="key", max_retries=None)(retrying)
-    idempotent(name="changing", idempotency_key=("key", "step"), max_retries=None)(changing)
     automatic: dict[str, Any] = {"autoretry_for": (ZeroDivisionError,), "default_retry_delay": 0.2}
     idempotent(name="autoretrying", idempotency_key="key", max_retries=3, **automatic)(dividing)
 
@@ -165,15 +164,6 @@ def retrying(self: Any, key: str, times: int, countdown: float, limit: int) -> d
             time.sleep(0.02)  # the retry is published by now, and may well be running
     ledger.append("end", key, self.request.id)
     return _answer(self)
-
-
-def changing(self: Any, key: str, step: int, last: int) -> dict[str, Any]:
-    """Retry with other arguments, of which the key would be another."""
-    ledger = Ledger.from_env()
-    ledger.append("start", f"{key}.{step}", self.request.id)
-    if step < last:
-        raise self.retry(args=(key, step + 1, last), kwargs={}, countdown=0)
-    return {**_answer(self), "step": step, "key": self.idempotency.key}
 
 
 def dividing(self: Any, key: str, good: int) -> dict[str, Any]:
