@@ -65,15 +65,13 @@ class RequeueContract(ContractBase):
         assert (swept.on_stale, swept.message) == (record.on_stale, record.message)
 
     def test_who_did_not_run_it_settles_no_state_but_the_one_that_they_saw(
-        self, store: Store
+        self, store: Store, advance: Advance
     ) -> None:
-        """A requeue leaves the token as it is. So the token alone does not show an operator that the record has
+        """A sweep leaves the token as it is. So the token alone does not show an operator that the record has
         changed.
         """
-        record = self.claim(store, message=MESSAGE)
-        seen = store.interrupt(KEY, token=record.token)
-        assert seen is not None
-        queued = store.requeue(KEY, deadline_ms=60_000)
+        seen = self.requeueable(store, advance)
+        (queued,) = store.sweep(limit=10, requeue_ms=self.lease_ms).requeued
         assert not self.settle(store, seen, State.FAILED, restore=False)
         assert store.get(KEY) == queued
 
@@ -130,6 +128,19 @@ class RequeueContract(ContractBase):
         again = self.claim(store, message=b"the retry")
         assert (again.attempts, again.crashes, again.message) == (2, 0, b"the retry")
         assert again.reserved is False
+
+    def test_a_retry_whose_sender_died_is_requeued(self, store: Store, advance: Advance) -> None:
+        """Between the release and the publishing of a retry the record alone knows that a retry is due."""
+        self.reserve(store)
+        record = self.claim(store, message=MESSAGE)
+        assert store.checkpoint(KEY, token=record.token, name="pay", value=VALUE)
+        store.release(KEY, token=record.token, requeue_ms=self.lease_ms)
+        assert store.sweep(limit=10).requeued == ()
+        advance(self.lease_ms + 1)
+        (swept,) = store.sweep(limit=10).requeued
+        assert (swept.message, swept.crashes, swept.task_id) == (MESSAGE, 0, record.task_id)
+        assert swept.steps == (("pay", VALUE),)
+        assert self.claim(store).steps == swept.steps
 
     def test_sweeps_at_once_requeue_each_record_once(self, store: Store, advance: Advance) -> None:
         """Sweeps may overlap, and several machines may run one. Two copies of one message would do no harm; thousands

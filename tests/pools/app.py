@@ -42,8 +42,6 @@ def make_app(settings: dict[str, Any]) -> Celery:
     )
     keyed(name="work")(work)
     keyed(name="waiting", idempotency_on_conflict="wait", idempotency_wait=30)(work)
-    keyed(name="ignoring", idempotency_on_conflict="ignore")(work)
-    keyed(name="raising", idempotency_on_conflict="raise")(work)
     keyed(name="looking")(looking)
     keyed(name="purchase")(purchase)
     return app

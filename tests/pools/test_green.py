@@ -9,7 +9,7 @@ from collections.abc import Callable
 import celery
 import pytest
 
-from celery_idempotent import InProgress, State
+from celery_idempotent import State
 from tests.pools.conftest import Site
 from tests.support.servers import need
 from tests.support.waiting import wait_for
@@ -80,27 +80,6 @@ class TestConflicts:
         assert [site.value(each) for each in others] == [site.value(first)] * 10
         assert (site.count("effect", key), site.count("signal replayed", key)) == (1, 10)
         assert site.count("signal conflicted", key) == 0
-
-    def test_those_that_retry_come_back(self, site: Site, key: str, gate: str):
-        first = site.send("work", key, gate)
-        site.noted("start", key)
-        other = site.send("work", key, gate)
-        site.end(other, "RETRY")
-        site.open(gate)
-        assert site.value(other) == site.value(first)
-        assert site.count("effect", key) == 1
-
-    def test_those_that_are_dropped_or_fail_do_so_at_once(self, site: Site, key: str, gate: str):
-        sent = {task: site.send(task, f"{key}-{task}", gate) for task in ("ignoring", "raising")}
-        for task in sent:
-            site.noted("start", f"{key}-{task}")
-        site.end(site.send("ignoring", f"{key}-ignoring", gate), "IGNORED")
-        error = site.end(site.send("raising", f"{key}-raising", gate), "FAILURE")
-        assert isinstance(error, InProgress)
-        site.open(gate)
-        for task, result in sent.items():
-            site.value(result)
-            assert site.count("effect", f"{key}-{task}") == 1
 
 
 class TestEnds:

@@ -18,7 +18,7 @@ from redis.credentials import UsernamePasswordCredentialProvider
 
 from celery_idempotent import stores
 from celery_idempotent.errors import InvalidOption, StoreMisconfigured
-from celery_idempotent.records import Claimed, ClaimRequest, Identity
+from celery_idempotent.records import Identity
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.stores.redis.store import RedisStore
 
@@ -272,11 +272,6 @@ class TestApps:
             thread.join()
         assert {id(store) for store in found} == {id(get_store(app))}
 
-    def test_two_apps_never_share_a_store(self):
-        one = new_app(idempotency_store="memory://")
-        other = new_app(idempotency_store="memory://")
-        assert get_store(one) is not get_store(other)
-
     def test_a_proxy_stands_for_its_app(self):
         app = new_app(idempotency_store="memory://")
         app.set_current()
@@ -289,20 +284,3 @@ class TestApps:
         del app
         gc.collect()
         assert gone() is None
-
-    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-    def test_a_forked_child_has_its_parents_store(self, private_redis):
-        app = new_app(idempotency_store=private_redis.url())
-        store = get_store(app)
-        answer = store.claim(
-            ClaimRequest(identity=KEY, attempt=b"12345678", lease_ms=60_000, keep_ms=1)
-        )
-        assert isinstance(answer, Claimed)
-        pid = os.fork()
-        if not pid:
-            same = False
-            try:
-                same = get_store(app) is store and store.get(KEY) == answer.record
-            finally:
-                os._exit(0 if same else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -17,7 +17,6 @@ from celery_idempotent import FingerprintMismatch, InProgress, State
 from tests.support.sites import IMPATIENT
 from tests.support.waiting import wait_for
 from tests.support.workers import child_environment
-from tests.worker.app import Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,14 +100,6 @@ class TestOneKey:
         first.forget()
         assert first.state == "PENDING"
         assert shared.publish("keyed", key).get(timeout=20) == answer
-        assert shared.ledger.count("start", key) == 1
-
-    def test_is_found_in_positional_and_keyword_arguments_alike(self, shared, key):
-        answers = [
-            shared.app.tasks["keyed"].apply_async((key,)).get(timeout=20),
-            shared.app.tasks["keyed"].apply_async((), {"key": key, "seconds": 0.0}).get(timeout=20),
-        ]
-        assert answers[0] == answers[1]
         assert shared.ledger.count("start", key) == 1
 
     def test_with_other_arguments_is_refused_without_a_run(self, shared, key):
@@ -223,21 +214,6 @@ class TestAMessageOfAnOldPublisher:
         assert shared.publish("keyed", key).get(timeout=20) == by_hand
         wait_for_phase(shared, 2, "replayed", key=key)
         assert shared.ledger.count("start", key) == 1
-
-
-class TestAPermanentError:
-    def test_is_the_answer_to_every_duplicate_without_a_run(self, shared, key):
-        published = [shared.publish("refused", key) for _ in range(2)]
-        published.append(shared.publish("refused", key))
-        errors = [each.get(timeout=20, propagate=False) for each in published]
-        assert {(type(error), error.args) for error in errors} == {
-            (Refused, (f"the card of {key} expired", 4))
-        }
-        assert [each.state for each in published] == ["FAILURE"] * 3
-        assert shared.ledger.count("start", key) == 1
-        record = shared.record("refused", key)
-        assert record is not None
-        assert record.state is State.FAILED
 
 
 class TestAReplacement:
