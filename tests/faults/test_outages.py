@@ -125,8 +125,8 @@ class TestOfTheStoreDuringARun:
             stage.open("now")
             wait_for(lambda: stage.effects("a") and stage.effects("b"), what="two runs to end")
             proxy.heal()
-            for key in ("c", "d"):
-                wait_for(lambda key=key: stage.state(key) is State.PROCESSING, what="a renewal")
+            processing = {State.PROCESSING}
+            wait_for(lambda: {stage.state("c"), stage.state("d")} == processing, what="renewals")
             stage.open("later")
             for key, result in sent.items():
                 stage.ran_once(key, result)
