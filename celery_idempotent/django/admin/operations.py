@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from django.contrib import messages
@@ -35,6 +35,20 @@ from celery_idempotent.operations.acting import (
 from celery_idempotent.operations.values import value_from_json
 from celery_idempotent.records import Identity, Record, State
 from celery_idempotent.stores import Store, get_store
+
+#: The level and the text of each outcome; ``{done}`` stands for the operation, ``{identity}`` for its key.
+ENDINGS: Mapping[Outcome, tuple[int, str]] = {
+    Outcome.DONE: (messages.SUCCESS, "{done}: {identity}."),
+    Outcome.UNSENT: (
+        messages.WARNING,
+        "{identity} is queued, but its message could not be published: the next sweep after its deadline does.",
+    ),
+    Outcome.CHANGED: (
+        messages.ERROR,
+        "Nothing was done: {identity} has changed since its page was shown. This is how it is now.",
+    ),
+    Outcome.LIVE: (messages.ERROR, "Nothing was done: a live owner took {identity} meanwhile."),
+}
 
 #: In which order a question shows verdicts.
 _ORDER: tuple[Verdict, ...] = ("do", "live", "left")

@@ -19,7 +19,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponseBase
@@ -62,9 +62,6 @@ from celery_idempotent.records import Record, Stored
 from celery_idempotent.serializers import NotStored, Serializer
 from celery_idempotent.stores import Store, get_store
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 def object_permissions(request: HttpRequest, *_: object, **__: object) -> bool:
     """Ask what a view of Django REST framework about one object asks: its ``get_object()``.
@@ -86,27 +83,6 @@ def object_permissions(request: HttpRequest, *_: object, **__: object) -> bool:
         )
     view.get_object()
     return True
-
-
-def refused_replay(
-    authorize: Callable[..., object],
-    seen: HttpRequest,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    *,
-    name: str,
-) -> HttpResponseBase | None:
-    """Return the answer to a caller who may not have the replay, ``None`` for any other.
-
-    Raises:
-        PermissionDenied: if ``authorize`` says neither yes nor what to answer.
-    """
-    found = awaited(authorize(seen, *args, **kwargs), f"authorize of {name}")
-    if isinstance(found, HttpResponseBase):
-        return found
-    if not found:
-        raise PermissionDenied
-    return None
 
 
 class _NotToKeepError(Exception):
@@ -285,11 +261,21 @@ class Guard:
                 )
 
     def _refused(self, guarded: Guarded) -> HttpResponseBase | None:
-        """Return the answer to a caller who may not have the replay."""
-        authorize, name = self.options.authorize, self._name
+        """Return the answer to a caller who may not have the replay, ``None`` for any other.
+
+        Raises:
+            PermissionDenied: if ``authorize`` says neither yes nor what to answer.
+        """
+        authorize = self.options.authorize
         if authorize is None:
             return None
-        return refused_replay(authorize, guarded.seen, guarded.args, guarded.kwargs, name=name)
+        found = authorize(guarded.seen, *guarded.args, **guarded.kwargs)
+        found = awaited(found, f"authorize of {self._name}")
+        if isinstance(found, HttpResponseBase):
+            return found
+        if not found:
+            raise PermissionDenied
+        return None
 
     def _replay(self, record: Record) -> HttpResponseBase:
         if record.state.is_failure:

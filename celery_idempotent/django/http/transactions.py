@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Final, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
@@ -32,20 +32,11 @@ def atomic_aliases(without: frozenset[str]) -> list[str]:
     ]
 
 
-def atomic_requests(without: frozenset[str]) -> AbstractContextManager[object]:
-    """Return a context in the transactions that ``ATOMIC_REQUESTS`` asks for."""
-    aliases = atomic_aliases(without)
-    return _in_transactions(aliases) if aliases else _IN_NONE
-
-
-#: Asked for at each request of most projects.
-_IN_NONE: Final = nullcontext()
-
-
 @contextmanager
-def _in_transactions(aliases: list[str]) -> Iterator[None]:
+def atomic_requests(without: frozenset[str]) -> Iterator[None]:
+    """Be in the transactions that ``ATOMIC_REQUESTS`` asks for."""
     with ExitStack() as stack:
-        for alias in aliases:
+        for alias in atomic_aliases(without):
             stack.enter_context(transaction.atomic(using=alias))
         yield
 
