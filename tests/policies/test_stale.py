@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from celery_idempotent import Record, get_store
-from celery_idempotent.celery import reaper
 from celery_idempotent.celery.reaper import SWEEP, sweep
 from celery_idempotent.errors import ProcessingTimedOut
 from celery_idempotent.records import State
@@ -73,20 +72,6 @@ class TestFail:
         with pytest.raises(ProcessingTimedOut, match="did not come back"):
             first.get(timeout=PATIENCE)
         assert site.ledger.count("start", key) == 1
-
-    def test_a_sweep_that_dies_before_it_fails_what_it_found_leaves_it_to_a_later_one(
-        self, open_site, key, gate, monkeypatch
-    ):
-        site = open_site(REDIS)
-        lose(site, "timing_out", key, gate.path)
-        stale(site, "timing_out", key)
-        assert len(get_store(site.app).sweep(limit=10).interrupted) == 1
-        assert sweep(site.app)["failed"] == 0
-        monkeypatch.setattr(reaper, "REQUEUE_MS", 1)
-        assert sweep(site.app)["failed"] == 1
-        record = site.record("timing_out", key)
-        assert record is not None
-        assert (record.state, record.crashes) == (State.FAILED, 1)
 
     @REDIS_FIRST
     def test_a_message_that_comes_back_before_the_sweep_does_not_run(
