@@ -34,23 +34,15 @@ logger = logging.getLogger(__name__)
 #: The entry points of other packages: the name is the scheme, the value opens its URLs, as :func:`open_store` does.
 GROUP = "celery_idempotent.stores"
 
+_REDIS = ("redis", "redis+cluster", "rediss", "rediss+cluster", "sentinel", "unix")
+
 #: What makes a store of a URL with this scheme, and the extra that it needs; imported when first
 #: asked for.
 _SCHEMES = {
     "django": ("celery_idempotent.django.store:open_django", "django"),
-    "hybrid+redis": ("celery_idempotent.stores:_hybrid", "redis"),
-    "hybrid+redis+cluster": ("celery_idempotent.stores:_hybrid", "redis"),
-    "hybrid+rediss": ("celery_idempotent.stores:_hybrid", "redis"),
-    "hybrid+rediss+cluster": ("celery_idempotent.stores:_hybrid", "redis"),
-    "hybrid+sentinel": ("celery_idempotent.stores:_hybrid", "redis"),
-    "hybrid+unix": ("celery_idempotent.stores:_hybrid", "redis"),
-    "memory": ("celery_idempotent.stores.opening:memory", None),
-    "redis": ("celery_idempotent.stores.opening:redis", "redis"),
-    "redis+cluster": ("celery_idempotent.stores.opening:redis", "redis"),
-    "rediss": ("celery_idempotent.stores.opening:redis", "redis"),
-    "rediss+cluster": ("celery_idempotent.stores.opening:redis", "redis"),
-    "sentinel": ("celery_idempotent.stores.opening:redis", "redis"),
-    "unix": ("celery_idempotent.stores.opening:redis", "redis"),
+    "memory": ("celery_idempotent.stores:_memory", None),
+    **dict.fromkeys(_REDIS, ("celery_idempotent.stores.redis.store:RedisStore", "redis")),
+    **{f"hybrid+{scheme}": ("celery_idempotent.stores:_hybrid", "redis") for scheme in _REDIS},
 }
 
 _WHAT_TO_SET = (
@@ -89,6 +81,12 @@ def _opener(scheme: str) -> Callable[..., Store]:
         )
     opener: Callable[..., Store] = others[scheme].load()
     return opener
+
+
+def _memory(_url: str) -> Store:
+    from celery_idempotent.stores.memory import MemoryStore
+
+    return MemoryStore()
 
 
 def _hybrid(url: str) -> Store:

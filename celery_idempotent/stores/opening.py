@@ -30,20 +30,6 @@ _BACKENDS = {"redis", "rediss", "redis+socket", "socket", "sentinel"}
 _NOT_SHARED = {"decode_responses", "hosts", "max_connections", "retry_on_timeout"}
 
 
-def memory(_url: str) -> Store:
-    """Open ``memory://``."""
-    from celery_idempotent.stores.memory import MemoryStore
-
-    return MemoryStore()
-
-
-def redis(url: str) -> Store:
-    """Open any URL that :class:`~celery_idempotent.stores.redis.store.RedisStore` reads."""
-    from celery_idempotent.stores.redis.store import RedisStore
-
-    return RedisStore(url)
-
-
 def hybrid(url: str) -> tuple[RedisCache, str]:
     """Return the cache of ``hybrid+redis://…?truth=alias``, and the URL of the truth behind it.
 

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -276,10 +275,6 @@ class TestRunning:
         assert record.task_id == "t1"
         assert names(events) == ["claimed", "settled"]
 
-    def test_it_takes_two_calls_of_the_store(self, execute, store):
-        execute(lambda: None)
-        assert store.calls == ["claim", "settle"]
-
     def test_the_claim_is_known_inside_the_run_and_nowhere_else(self, execute):
         seen = []
         assert current_claim() is None
@@ -293,12 +288,6 @@ class TestRunning:
             execute(raising(ValueError()))
         assert current_claim() is None
         assert not lease.heartbeat._due
-
-    def test_context_variables_that_the_body_sets_stay_set(self, execute):
-        """As with celery.Task: logging and tracing set them in run() and read them in on_success."""
-        variable: ContextVar[str] = ContextVar("request", default="unset")
-        execute(lambda: variable.set("by the body"))
-        assert variable.get() == "by the body"
 
     def test_a_run_inside_a_run_has_a_claim_of_its_own(self, execute):
         inner = a_call(identity=Identity(namespace="shop.mail", key="1"))
@@ -317,13 +306,6 @@ class TestRunning:
 
         assert execute(body) == Ran(True)
         assert not lease.heartbeat._due
-
-    def test_the_record_is_kept_for_the_retention(self, execute, memory, clock):
-        execute(lambda: 1, retention_ms=5000)
-        clock.advance(4999)
-        assert memory.get(IDENTITY) is not None
-        clock.advance(1)
-        assert memory.get(IDENTITY) is None
 
     def test_without_retention_the_mark_is_kept_for_one_lease(self, execute, memory, clock):
         execute(lambda: 1, retention_ms=0, lease_ms=7000)
@@ -407,14 +389,6 @@ class TestEndings:
         assert names(events) == ["claimed", "settled"]
         assert execute(never) == Replay(record, 0)
 
-    def test_a_permanent_error_is_kept_for_the_retention(self, execute, memory, clock):
-        with pytest.raises(ValueError):
-            execute(raising(ValueError()), permanent_errors=(ValueError,), retention_ms=3000)
-        clock.advance(2999)
-        assert memory.get(IDENTITY) is not None
-        clock.advance(1)
-        assert memory.get(IDENTITY) is None
-
     def test_a_replaced_task_completes_the_record_as_replaced(self, execute, memory):
         def body() -> None:
             current_claim().replaced = True
@@ -446,18 +420,6 @@ class TestEndings:
         assert execute(body) == Ran("swallowed its own Retry")
         assert memory.get(IDENTITY) is None
         assert "settle" not in store.calls
-
-    def test_a_release_finds_its_own_token_only(self, execute, memory, clock):
-        theirs = []
-
-        def body() -> None:
-            clock.advance(1001)
-            theirs.append(claim(memory))
-            raise ValueError
-
-        # Nor is its failure anybody's business: the same task runs elsewhere, and its chord waits for that.
-        assert isinstance(execute(body, lease_ms=1000), Conflict)
-        assert memory.get(IDENTITY) == theirs[0]
 
     def test_an_exit_is_raised_also_when_the_key_is_somebody_elses(self, execute, memory, clock):
         def body() -> None:
@@ -494,21 +456,10 @@ class TestDuplicates:
         assert names(events) == ["claimed", "settled", "mismatched"]
         assert memory.get(IDENTITY).task_id == "t1"
 
-    @pytest.mark.parametrize("fingerprint", [b"a" * 16, None])
-    def test_an_equal_or_missing_fingerprint_is_no_mismatch(self, execute, fingerprint):
-        execute(lambda: 42, call=a_call(fingerprint=b"a" * 16))
-        assert isinstance(execute(never, call=a_call("t2", fingerprint=fingerprint)), Replay)
-
     def test_a_stale_claim_is_taken_over_and_counts_a_crash(self, execute, memory, clock):
         claim(memory, lease_ms=1000)
         clock.advance(1000)
         assert execute(lambda: current_claim().crashes) == Ran(1)
-
-    def test_an_interrupted_record_runs_again(self, execute, memory):
-        theirs = claim(memory)
-        memory.interrupt(IDENTITY, token=theirs.token)
-        assert execute(lambda: current_claim().crashes) == Ran(1)
-        assert memory.get(IDENTITY).state is State.COMPLETED
 
     def test_a_run_after_a_crash_is_told_with_its_key_and_no_other_is(
         self, execute, memory, caplog
@@ -567,10 +518,6 @@ class TestPoison:
         assert text_of(answer.record).startswith(b"TooManyCrashes(")
         assert names(events) == ["settled", "replayed"]
         assert "4 runs of shop.charge key order-17 ended in a crash" in caplog.text
-
-    def test_without_allowance_the_first_crash_is_the_last(self, execute, memory):
-        self.crash(memory, 1)
-        assert execute(never, max_crashes=0).record.state is State.FAILED
 
     def test_the_stored_error_tells_how_many(self, execute, memory):
         errors = []
@@ -729,24 +676,6 @@ class TestLostLease:
             "other",
         )
 
-    def test_a_lease_that_merely_ran_out_is_settled(self, execute, memory, clock):
-        assert execute(lambda: clock.advance(10_000), lease_ms=1000) == Ran(None)
-        assert memory.get(IDENTITY).state is State.COMPLETED
-
-    def test_a_swept_claim_is_settled_all_the_same(self, execute, memory, clock):
-        def body() -> str:
-            clock.advance(1001)
-            assert memory.sweep(limit=10).interrupted
-            return "late but alone"
-
-        assert execute(body, lease_ms=1000) == Ran("late but alone")
-        record = memory.get(IDENTITY)
-        assert (record.state, record.crashes) == (State.COMPLETED, 1)
-
-    def test_a_forgotten_record_is_settled_anew(self, execute, memory):
-        assert execute(lambda: memory.forget(IDENTITY)) == Ran(True)
-        assert memory.get(IDENTITY).state is State.COMPLETED
-
     def test_a_winner_that_failed_leaves_the_key_and_the_late_result_takes_it(
         self, execute, memory, clock
     ):
@@ -854,20 +783,6 @@ class TestStoreFailures:
         calls = len(store.calls)
         assert fake_time.now - fake_time.START <= 61, "and nothing is tried again"
         assert store.calls.count("settle") == calls - 1
-
-    def test_a_settle_backs_off(self, execute, store, fake_time):
-        store.fail_always("settle", StoreUnavailable)
-        execute(lambda: 1, lease_ms=60_000)
-        assert fake_time.sleeps[0] <= 0.05
-        assert max(fake_time.sleeps) <= 5
-        assert 10 < len(fake_time.sleeps) < 40
-
-    def test_a_settle_refused_by_the_configuration_is_repeated_as_well(
-        self, execute, store, memory, fake_time
-    ):
-        store.fail("settle", StoreMisconfigured)
-        execute(lambda: 1)
-        assert memory.get(IDENTITY).state is State.COMPLETED
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_a_soft_limit_during_the_settle_does_not_end_it(
@@ -995,17 +910,6 @@ class TestCodecFaults:
 
 
 class TestSignals:
-    def test_a_receiver_that_raises_changes_nothing(self, execute, memory):
-        def explode(name: str, event: signals.Event) -> None:
-            raise RuntimeError(name)
-
-        with listening(explode):
-            assert execute(lambda: 1) == Ran(1)
-            assert isinstance(execute(never), Replay)
-            with pytest.raises(ValueError):
-                execute(raising(ValueError()), call=a_call(identity=replace(IDENTITY, key="other")))
-        assert memory.get(IDENTITY).state is State.COMPLETED
-
     def test_an_event_tells_task_identity_and_record(self, execute, memory, events):
         execute(lambda: 1)
         (_, event), _ = events

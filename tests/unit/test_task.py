@@ -16,7 +16,6 @@ from celery import Celery, Task, chain, group, shared_task
 from celery.app.trace import build_tracer
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.result import allow_join_result
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 
@@ -213,22 +212,12 @@ class TestStamp:
         assert [message.stamp["key"] for message in published] == ["mine", "mine"]
         assert published[0].id != published[1].id
 
-    def test_a_signature_is_not_changed_by_its_publishing(self, published, charge):
-        sig = charge.s("o-1").set(idempotency_key="mine", headers={"x": 1})
-        before = repr(sorted(sig.options.items()))
-        sig.apply_async()
-        assert repr(sorted(sig.options.items())) == before
-
     def test_headers_of_the_user_are_kept_and_their_dict_is_not_changed(self, published, charge):
         mine = {"x-trace": "abc"}
         message = send(published, charge, "o-1", headers=mine)
         assert message.headers["x-trace"] == "abc"
         assert message.stamp["key"] == "o-1"
         assert mine == {"x-trace": "abc"}
-
-    def test_a_task_id_given_with_the_call_is_kept(self, published, charge):
-        message = send(published, charge, "o-1", task_id="my-id")
-        assert message.id == message.stamp["id"] == "my-id"
 
     def test_a_publisher_that_does_not_know_the_class_may_send_the_key(self, app, published):
         install(app)
@@ -256,11 +245,6 @@ class TestStamp:
         assert published[0].stamp["key"] == "one"
         deliver(app, published[0])
         assert published[1].stamp["key"] == "two"
-
-    def test_a_link_carries_its_key(self, app, published, charge):
-        message = send(published, charge, "a", link=charge.si("b").set(idempotency_key="linked"))
-        deliver(app, message)
-        assert published[-1].stamp["key"] == "linked"
 
     def test_the_options_of_a_beat_entry_are_stamped(self, app, published, charge):
         from celery.beat import ScheduleEntry, Scheduler
@@ -521,14 +505,6 @@ class TestDelivery:
         assert runs == ["o-1"]
         assert app.AsyncResult(message.id).result == "receipt o-1"
 
-    def test_a_duplicate_under_another_id_gets_the_same_result(self, app, published, charge, runs):
-        first, second = (send(published, charge, "o-1") for _ in range(2))
-        deliver(app, first)
-        deliver(app, second)
-        assert runs == ["o-1"]
-        assert app.AsyncResult(second.id).state == "SUCCESS"
-        assert app.AsyncResult(second.id).result == "receipt o-1"
-
     def test_a_message_without_our_headers_is_identified_by_its_arguments(
         self, app, store, published, charge, runs
     ):
@@ -538,24 +514,6 @@ class TestDelivery:
         deliver(app, message)
         assert runs == ["o-1"]
         assert record(store, "o-1").state is State.COMPLETED
-
-    def test_a_task_without_a_key_is_guarded_by_its_task_id(self, app, store, published, runs):
-        @app.task(name="plain", base=IdempotentTask, shared=False)
-        def plain() -> None:
-            runs.append(1)
-
-        first, second = (send(published, plain) for _ in range(2))
-        for message in (first, first, second):
-            deliver(app, message)
-        assert runs == [1, 1]
-        assert record(store, f"@{first.id}", "plain").state is State.COMPLETED
-
-    def test_other_arguments_under_the_same_key_fail(self, app, published, charge, runs):
-        first, second = (send(published, charge, "o-1", amount) for amount in (1, 2))
-        deliver(app, first)
-        deliver(app, second)
-        assert runs == ["o-1"]
-        assert isinstance(app.AsyncResult(second.id).result, FingerprintMismatch)
 
     def test_a_body_learns_its_claim(self, app, published, store):
         seen = []
@@ -570,18 +528,6 @@ class TestDelivery:
         seen.clear()
         task("k")  # called as a function: a claim that holds nothing
         assert seen == [("k", 0, True)]
-
-    def test_the_records_worker_is_this_process(self, app, published, store, charge):
-        seen = []
-
-        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
-        def task(key: str) -> None:
-            seen.append(record(store, key, "t"))
-
-        message = send(published, task, "k")
-        deliver(app, message)
-        assert seen[0].worker == worker_name(os.getpid())
-        assert seen[0].task_id == message.id
 
     def test_a_record_can_be_asked_for_and_forgotten(self, app, published, charge, runs):
         message = send(published, charge, "o-1")
@@ -787,32 +733,6 @@ class TestResults:
 
 
 class TestConflicts:
-    def test_another_id_goes_round_again_and_shows_retry(self, app, store, published, charge, runs):
-        theirs = hold(store, "o-1")
-        message = send(published, charge, "o-1", headers={"x": 1}, priority=3)
-        deliver(app, message)
-        (again,) = published[1:]
-        assert runs == []
-        assert app.AsyncResult(message.id).state == "RETRY"
-        assert (again.id, again.args, again.retries) == (message.id, message.args, 0)
-        assert again.stamp == {**message.stamp, "conflicts": 1, "holder": theirs.token}
-        assert again.headers["x"] == 1
-        assert again.properties.get("priority") == 3
-        assert eta_in(again) <= 1
-
-    def test_the_holders_own_id_goes_round_and_its_state_is_left_alone(
-        self, app, store, published, charge
-    ):
-        message = send(published, charge, "o-1", expires=3600)
-        hold(store, "o-1", task_id=message.id)
-        app.backend.store_result(message.id, None, "STARTED")
-        deliver(app, message, redelivered=True)
-        (again,) = published[1:]
-        assert again.id == message.id
-        assert app.AsyncResult(message.id).state == "STARTED"
-        # It must not be dropped while its holder may still die.
-        assert again.headers["expires"] is None
-
     def test_the_next_rounds_wait_longer_but_never_longer_than_allowed(
         self, app, store, published, runs
     ):
@@ -866,18 +786,6 @@ class TestConflicts:
         (line,) = [each for each in caplog.records if "raised expected" in each.getMessage()]
         assert line.levelname == "INFO"
         assert not line.exc_info
-
-    def test_raise_fails_another_id(self, app, store, published, runs):
-        task = self.raising(app)
-        theirs = hold(store, "k", "t")
-        message = send(published, task, "k")
-        deliver(app, message)
-        error = app.AsyncResult(message.id).result
-        assert isinstance(error, InProgress)
-        assert error.task_id == "o"
-        assert 0 < error.expires_in <= 30
-        assert theirs.owner in str(error)
-        assert len(published) == 1
 
     def test_ignore_never_drops_the_holders_own_id(self, app, store, published):
         """It may be the only copy that the broker has of the holder's message."""
@@ -940,25 +848,6 @@ class TestStoreFailures:
             raise StoreUnavailable("away")
 
         monkeypatch.setattr(MemoryStore, "claim", away)
-
-    def test_nothing_runs_and_the_message_goes_round(
-        self, app, published, charge, runs, monkeypatch
-    ):
-        message = send(published, charge, "o-1", expires=3600)
-        with monkeypatch.context() as patch:
-            self.break_store(patch)
-            deliver(app, message)
-            deliver(app, published[-1])
-        assert runs == []
-        assert app.AsyncResult(message.id).state == "PENDING"
-        again = published[-1]
-        assert (again.id, again.retries) == (message.id, 0)
-        said = {**message.stamp, "store_failures": 2}
-        assert again.stamp == said
-        # What did not begin may still expire.
-        assert again.headers["expires"] is not None
-        deliver(app, again)
-        assert runs == ["o-1"]
 
     def test_what_a_person_is_to_look_at_does_not_run_without_protection(
         self, app, store, published, runs, monkeypatch
@@ -1381,42 +1270,6 @@ class TestObserving:
             assert record(store, runs[n].identity.key, policy) is None
 
 
-class TestPublishOnce:
-    def test_a_call_whose_worker_never_came_back_is_published_under_its_id(self, published):
-        clock = FakeClock()
-        store = MemoryStore(clock)
-        app = make_app(store)
-
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            idempotency_publish_once=True,
-            idempotency_key="key",
-        )
-        def task(key: str) -> None: ...
-
-        first = task.delay("k")
-        reserved = record(store, "k", "t")
-        lost = store.claim(
-            ClaimRequest(
-                identity=reserved.identity,
-                attempt=os.urandom(8),
-                lease_ms=1000,
-                keep_ms=10_000,
-                fingerprint=reserved.fingerprint,
-                task_id=first.id,
-            )
-        )
-        assert isinstance(lost, Claimed)
-        assert task.delay("k").id == first.id
-        assert len(published) == 1
-        clock.advance(1001)
-        assert task.delay("k").id == first.id
-        assert [each.id for each in published] == [first.id] * 2
-        assert published[1].stamp == published[0].stamp
-
-
 class TestFunctionCalls:
     def test_a_direct_call_is_a_function_call(self, charge, store, runs):
         assert charge("o-1") == charge("o-1") == "receipt o-1"
@@ -1505,14 +1358,6 @@ class TestBases:
         with pytest.raises(InvalidOption, match="no_such_argument"):
             app.register_task(Wrong())
 
-    def test_a_task_of_an_abstract_base_with_options(self, app, published):
-        class Keyed(IdempotentTask):
-            abstract = True
-            idempotency_key = ALL_ARGUMENTS
-
-        task = app.task(name="t", base=Keyed, shared=False)(nothing)
-        assert send(published, task).stamp["key"].startswith("*")
-
     def test_hooks_of_the_user_are_called_for_runs_and_replays(self, app, published):
         calls = []
 
@@ -1546,43 +1391,8 @@ class TestBases:
         assert record(store, "k", "test_task.shared").state is State.COMPLETED
         assert shared.name == "test_task.shared"
 
-    def test_two_apps_in_one_process_keep_to_their_own(self, runs):
-        stores = MemoryStore(), MemoryStore()
-        apps = [
-            make_app(stores[0], idempotency_lease=10),
-            make_app(stores[1], idempotency_lease=20, task_acks_late=False),
-        ]
-        tasks = []
-        for n, app in enumerate(apps):
-
-            @app.task(name="work", base=IdempotentTask, shared=False, idempotency_key="key")
-            def work(key: str, n: int = n) -> int:
-                runs.append(n)
-                return n
-
-            tasks.append(work)
-        assert [task.idempotency_policy.lease_ms for task in tasks] == [10_000, 20_000]
-        assert [task.acks_late for task in tasks] == [True, False]
-        assert [task.apply(("k",)).get() for task in tasks] == [0, 1]
-        assert [task.apply(("k",)).get() for task in tasks] == [0, 1]
-        assert runs == [0, 1]
-        assert all(record(store, "k", "work") for store in stores)
-        assert IdempotentTask._definition is None, "one app's task defined the base class"
-        assert IdempotentTask.acks_late is None
-
-    def test_the_class_of_a_whole_app_may_be_given_by_name(self, store):
-        app = whole_app(store)
-        task = app.task(name="t", shared=False)(nothing)
-        assert isinstance(app.tasks["t"], IdempotentTask)
-        assert task.acks_late
-
 
 class TestEager:
-    def test_apply_runs_once_for_a_key(self, charge, runs):
-        assert charge.apply(("o-1",)).get() == "receipt o-1"
-        assert charge.apply(("o-1",)).get() == "receipt o-1"
-        assert runs == ["o-1"]
-
     def test_always_eager_as_well(self, app, charge, runs, store):
         app.conf.task_always_eager = True
         assert charge.delay("o-1").get() == "receipt o-1"
@@ -1595,15 +1405,6 @@ class TestEager:
         charge.apply(("o-1",), idempotency_key="mine", idempotency_scope="s").get()
         assert runs == ["o-1"]
         assert store.get(Identity(namespace="shop.charge", scope="s", key="mine")) is not None
-
-    def test_without_a_key_every_call_runs(self, app, runs):
-        @app.task(name="plain", base=IdempotentTask, shared=False)
-        def plain() -> None:
-            runs.append(1)
-
-        plain.apply()
-        plain.apply()
-        assert runs == [1, 1]
 
     def test_a_conflict_raises_in_progress(self, charge, store, runs):
         hold(store, "o-1")
@@ -1620,17 +1421,6 @@ class TestEager:
             return type(inner.result).__name__
 
         assert task.apply(("k",)).get() == "InProgress"
-
-    def test_a_failure_gives_the_key_back(self, app, store, runs):
-        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
-        def task(key: str) -> str:
-            runs.append(key)
-            if len(runs) == 1:
-                raise ValueError("once")
-            return "done"
-
-        assert isinstance(task.apply(("k",)).result, ValueError)
-        assert task.apply(("k",)).get() == "done"
 
     def test_a_retry_runs_on_with_the_same_key(self, app, store, runs):
         @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
@@ -1711,28 +1501,6 @@ class TestWholeApp:
                 with pytest.raises(IdempotencyError):
                     task.idempotency_policy  # noqa: B018
                 assert task._definition is None
-
-    def test_a_chain_of_equal_steps(self, app, add, runs):
-        assert chain(add.si(1, 2), add.si(1, 2)).apply_async().get() == 3
-        assert runs == [(1, 2), (1, 2)]
-
-    def test_map_starmap_and_chunks(self, app, add, total, runs):
-        assert add.starmap([(1, 2), (1, 2)]).apply_async().get() == [3, 3]
-        assert total.map([[1, 2], [3]]).apply_async().get() == [3, 3]
-        assert add.chunks([(1, 1), (2, 2), (3, 3)], 2).apply_async().get() == [[2, 4], [6]]
-        assert runs.count((1, 2)) == 2
-
-    def test_a_replacement(self, app, add):
-        @app.task(name="replaced", bind=True, shared=False)
-        def replaced(self: Any) -> Any:
-            with allow_join_result():  # Celery's eager replace needs it
-                return self.replace(add.s(20, 22))
-
-        assert replaced.delay().get() == 42
-
-    def test_backend_cleanup_is_not_touched(self, app, add, store):
-        app.tasks["celery.backend_cleanup"].apply().get()
-        assert repr(store) == "<MemoryStore: 0 records>"
 
     def test_an_app_that_does_not_accept_what_it_writes_is_served_all_the_same(self):
         app = make_app(
@@ -1982,19 +1750,6 @@ def test_the_package_root_has_no_other_surprises():
 
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         celery_idempotent.Nonsense  # noqa: B018
-
-
-def test_a_task_survives_pickling_as_celerys_do(charge):
-    import pickle
-
-    assert charge.name == "shop.charge"
-    sig = charge.s("o-1").set(idempotency_key="mine")
-    assert pickle.loads(pickle.dumps(dict(sig)))["options"]["idempotency_key"] == "mine"
-
-
-def test_eta_and_countdown_are_celerys(published, charge):
-    message = send(published, charge, "o-1", countdown=100)
-    assert timedelta(seconds=90) < timedelta(seconds=eta_in(message)) <= timedelta(seconds=100)
 
 
 def test_retry_exceptions_made_by_hand_give_the_key_back(app, store, published):
