@@ -14,20 +14,17 @@ class IdempotencyConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the checks, the sweep of the outbox, and the admin's log as where operations are written down.
+        """Register the checks, and the admin's log as where operations are written down.
 
         Raises:
             ImproperlyConfigured: if tenants of django-tenants would have tables of their own.
         """
         from celery_idempotent.celery.operations import audit_logs
-        from celery_idempotent.django import checks, store  # noqa: F401
-        from celery_idempotent.django.outbox import sending
+        from celery_idempotent.django import checks  # noqa: F401
         from celery_idempotent.django.tenants import refuse_tenant_tables
 
         if apps.is_installed("django_tenants"):
             refuse_tenant_tables()
-        if sending.upkeep not in store.upkeeps:
-            store.upkeeps.append(sending.upkeep)
         if apps.is_installed("django.contrib.admin"):
             from celery_idempotent.django.admin.audit import open_entry
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -47,18 +47,6 @@ if TYPE_CHECKING:
     from celery import Celery
 
 T = TypeVar("T")
-
-
-class UpkeepHook(Protocol):
-    """Does a table's part of the beat task, in one database, and returns the counts for its report."""
-
-    def __call__(self, app: Celery, *, using: str, limit: int) -> dict[str, int]:
-        """Look after it."""
-        ...
-
-
-#: Those of the other tables, the outbox: :mod:`celery_idempotent.django.apps` has them.
-upkeeps: list[UpkeepHook] = []
 
 
 class DjangoStore(cas.DecidingStore):
@@ -258,11 +246,10 @@ class DjangoStore(cas.DecidingStore):
         atomic.abandon(self.lines, record)
 
     def upkeep(self, app: Celery, *, limit: int) -> dict[str, int]:
-        """Look after the other tables of this database: the beat task calls this after sweep and prune."""
-        counts: dict[str, int] = {}
-        for look_after in upkeeps:
-            counts |= look_after(app, using=self.alias, limit=limit)
-        return counts
+        """Send what waits in the outbox: the beat task calls this after sweep and prune."""
+        from celery_idempotent.django.outbox import sending  # models are made once the apps are
+
+        return sending.upkeep(app, using=self.alias, limit=limit)
 
     def close(self) -> None:
         """Close the store's own connections; the threads' are Django's."""

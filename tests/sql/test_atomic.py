@@ -145,13 +145,6 @@ def test_writes_and_record_are_committed_together(
     assert rows(store.alias, "SELECT token FROM celery_idempotent_lease") == []
 
 
-def test_it_is_what_an_atomic_task_asks_for(store: DjangoStore):
-    assert store.supports_transactions
-    with store.transaction(None):
-        act(store)
-    assert effects(store) == 1
-
-
 def test_a_failure_rolls_both_back(store: DjangoStore):
     record = claimed(store)
     with pytest.raises(ZeroDivisionError), store.transaction(record) as run:
@@ -420,17 +413,6 @@ def test_an_error_in_an_inner_block_does_no_harm(store: DjangoStore):
             execute(store.alias, "SELECT * FROM no_such_table")
         assert settle(run)
     assert effects(store) == 1
-
-
-def test_a_durable_block_inside_says_so(store: DjangoStore):
-    record = claimed(store)
-    with (
-        pytest.raises(RuntimeError, match="durable"),
-        store.transaction(record),
-        transaction.atomic(using=store.alias, durable=True),
-    ):
-        act(store)
-    assert effects(store) == 0
 
 
 def test_it_does_not_run_inside_another_transaction(store: DjangoStore):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import redis
 
 pytest.importorskip("django")
 
@@ -22,7 +21,6 @@ from celery_idempotent.records import (
     ClaimRequest,
     Held,
     Identity,
-    Mismatched,
     ReserveRequest,
     Settled,
     SettleRequest,
@@ -113,10 +111,6 @@ def settled(**changes: Any) -> Any:
     return {"state": State.COMPLETED, "value": VALUE, "keep_ms": KEEP_MS, **changes}
 
 
-def flush(store: Any, client: redis.Redis) -> None:
-    client.delete(*client.scan_iter(match=f"{store.cache.prefix}:*"))
-
-
 @pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
 def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
     assert store.settle(SettleRequest(record=claim(store), **settled(state=state)))
@@ -134,35 +128,6 @@ def test_a_duplicate_of_a_settled_key_takes_no_query(store, queries, state):
         )
     assert isinstance(answer, Settled)
     assert answer.record == store.get(KEY)
-
-
-def test_a_mismatch_is_refused_as_the_database_would(store, queries):
-    assert store.settle(SettleRequest(record=claim(store), **settled()))
-    queries.clear()
-    assert ask(store, fingerprint=bytes(range(16))) == Mismatched(store.get(KEY))
-    assert queries
-
-
-def test_after_a_flush_the_first_duplicate_fills_the_cache_for_the_others(
-    store, queries, redis_client
-):
-    assert store.settle(SettleRequest(record=claim(store), **settled(keep_ms=50_000)))
-    flush(store, redis_client)
-    assert isinstance(ask(store), Settled)
-    with no_query(queries):
-        assert isinstance(ask(store), Settled)
-    (name,) = redis_client.scan_iter(match=f"{store.cache.prefix}:*:*")
-    assert 40_000 < redis_client.pttl(name) <= 50_000
-
-
-def test_a_forgotten_key_is_claimed_anew_with_a_larger_token(store):
-    first = claim(store)
-    assert store.settle(SettleRequest(record=first, **settled()))
-    assert store.forget(KEY) is True
-    second = claim(store)
-    assert second.token > first.token
-    assert store.settle(SettleRequest(record=first, **settled())) is False
-    assert isinstance(ask(store), Held)
 
 
 def test_in_an_atomic_task_the_cache_learns_what_was_committed_and_not_before(store, queries):
@@ -237,13 +202,6 @@ def test_it_counts_as_the_database_does(store):
     store.count({("charge", "claimed"): 2})
     (counted,) = store.counts(hours=1)
     assert counted.count == 2
-
-
-def test_without_a_cache_the_database_answers(alias, queries):
-    store = HybridStore(RedisCache("redis://127.0.0.1:1/0"), DjangoStore(alias))
-    assert store.settle(SettleRequest(record=claim(store), **settled()))
-    assert isinstance(ask(store), Settled)
-    store.close()
 
 
 def test_what_is_not_committed_is_no_result_even_where_dirty_reads_are_allowed(

@@ -118,21 +118,6 @@ def test_a_verb_is_no_part_of_a_transaction_that_django_does_not_know_of(
     assert server_store.get(KEY) is not None
 
 
-def test_a_verb_is_no_part_of_a_transaction_without_autocommit(server_store: DjangoStore):
-    alias = server_store.alias
-    transaction.set_autocommit(False, using=alias)
-    try:
-        execute(alias, "SELECT 1")
-        record = claimed(server_store)
-        transaction.rollback(using=alias)
-        assert settle(server_store, record)
-    finally:
-        transaction.set_autocommit(True, using=alias)
-    found = server_store.get(KEY)
-    assert found is not None
-    assert found.state is State.COMPLETED
-
-
 def test_on_sqlite_a_verb_is_part_of_the_callers_transaction(
     open_store: Callable[..., DjangoStore],
 ):
