@@ -111,7 +111,8 @@ class TaskCodec:
 
     def dump_message(self, signature: Sig) -> bytes | None:
         """Serialize what a sweep publishes again, or ``None`` if that cannot be."""
-        stored = self._dump_call(signature)
+        content = dict(with_dumped_models(self._app, signature))
+        stored = self._messages.dump(content, max_bytes=None)
         if isinstance(stored, NotStored):
             logger.warning(
                 "idempotency: the message of %s cannot be stored (%s), so it is not requeued after a crash",
@@ -121,21 +122,6 @@ class TaskCodec:
             return None
         return to_bytes(stored)
 
-    def dump_replacement(self, signature: Sig) -> Stored | None:
-        """Serialize the task that replaces this one, or return ``None`` if that cannot be."""
-        stored = self._dump_call(signature)
-        return None if isinstance(stored, NotStored) else stored
-
-    def load_replacement(self, stored: Stored) -> Sig:
-        """Return what :meth:`dump_replacement` stored.
-
-        Raises:
-            StoreMisconfigured: if the app does not accept its format.
-            ResultUnavailable: if it cannot be read.
-        """
-        content = cast("dict[str, object]", self._messages.load(stored))
-        return Signature.from_dict(content, app=self._app)
-
     def load_message(self, message: bytes) -> Sig:
         """Return what :meth:`dump_message` stored.
 
@@ -143,7 +129,8 @@ class TaskCodec:
             StoreMisconfigured: if the app does not accept its format.
             ResultUnavailable: if it cannot be read.
         """
-        return self.load_replacement(from_bytes(message))
+        content = cast("dict[str, object]", self._messages.load(from_bytes(message)))
+        return Signature.from_dict(content, app=self._app)
 
     def dump_error(self, error: BaseException) -> Stored | None:
         """Serialize an exception as the result backend would."""
@@ -196,10 +183,6 @@ class TaskCodec:
         if isinstance(arguments, (list, tuple)):
             arguments = arguments[0] if len(arguments) == 1 else tuple(arguments)
         return found, arguments
-
-    def _dump_call(self, signature: Sig) -> Stored | NotStored:
-        content = dict(with_dumped_models(self._app, signature))
-        return self._messages.dump(content, max_bytes=None)
 
     def _dump(self, value: object, what: str) -> Stored | None:
         stored = self._serializer.dump(value, max_bytes=self._policy.max_result_bytes)

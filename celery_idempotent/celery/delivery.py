@@ -1,30 +1,30 @@
-"""What a finished task has to send (links, the next step of a chain, its part of a chord), and whether it was sent.
+"""The callbacks of a finished task (links, chain, chord part, errbacks), and the mark that they were sent.
 
-A worker may die between the settle and the sending, or between the sending and the ack. The message then comes back,
-finds its own record settled, and must send in the first case and be silent in the second. So the record is marked as
-*delivered* once everything was sent, in a third round trip that only requests with something to send pay for::
+Celery sends all of them after the run. A worker may die before that, and then the message comes back and finds its own
+record settled. So the record is marked as *delivered* when Celery reports the end of the task, its last step::
 
-    run ─ settle ─┬─ ✗ ······················· redelivered: answered in full, sent
-                  └─ links, chain, result, chord part ─ mark ─┬─ ✗ ···· redelivered: answered silently
-                                                              └─ ack
-    between the sending and the mark: sent twice, under the same ids, so that an IdempotentTask downstream runs once
+    run ─ settle ─┬─ ✗ ······················ redelivered: answered in full, Celery sends
+                  └─ Celery: links, chain, result, chord part, task_success ─ mark ─┬─ ✗ ── redelivered: silent
+                                                                                    └─ ack
+    between the sending and the mark: sent twice, under ids made from the parent's, so it takes effect once
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery.canvas import maybe_signature
-from celery.exceptions import Ignore
 from celery.utils.functional import maybe_list
 
+from celery_idempotent.celery import republish
 from celery_idempotent.celery.typed import Sig
-from celery_idempotent.errors import IdempotencyError
-from celery_idempotent.identity.stamp import as_mapping, read_stamp
 from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
 from celery_idempotent.records import Identity, State
 
@@ -32,61 +32,36 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
+    from celery_idempotent.celery.task import IdempotentTask
     from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
-#: In a stamp: how often its message came back because something could not be sent; what was sent is no longer in it.
-UNDELIVERED = "undelivered"
-
-#: The attribute of a request that holds its :class:`Due`.
-_DUE = "idempotency_due"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Due:
-    """A record was settled ``age_ms`` ago, and what this request sends is still to be sent; then ``mark`` notes it."""
+    """The record of a delivery is settled as ``state``, and Celery has still to send its callbacks.
 
+    ``mark`` notes that it did. ``publish_again`` has the message come back with a countdown, until ``give_up``
+    (monotonic): for so long its record will surely be there to answer it.
+    """
+
+    task: IdempotentTask
+    task_id: str
+    state: State
     mark: Callable[[], None]
-    age_ms: int = 0
+    publish_again: Callable[[], bool]
+    acks_late: bool
+    give_up: float
 
 
-def forget_function(store: Store, identity: Identity, token: int) -> Callable[[], None]:
-    """Return the function that forgets a task's record, for when its replacement can never be published."""
-
-    def forget() -> None:
-        try:
-            store.forget(identity, token=token, state=State.COMPLETED)
-        except IdempotencyError as error:
-            logger.warning("idempotency: could not free %s: %s", identity, error)
-
-    return forget
-
-
-class Replaced(Ignore):
-    """The task is replaced: to publish ``signature``, under its task id, is due. ``free`` gives the key back."""
-
-    def __init__(self, signature: Sig, due: Due, free: Callable[[], None]) -> None:
-        super().__init__("Replaced by new task")
-        self.signature = signature
-        self.due = due
-        self.free = free
+#: Of the delivery that was settled last.
+_due: ContextVar[Due | None] = ContextVar("idempotency_due", default=None)
 
 
 def brings_callbacks(request: Context) -> bool:
-    """Does this request have callbacks: links, errbacks, a chain or a chord?"""
+    """Does this request have links, errbacks, a chain or a chord?"""
     return bool(request.callbacks or request.errbacks or request.chain or request.chord)
-
-
-def has_to_send(request: Context, said: Mapping[str, object] | None = None) -> bool:
-    """Does this request have anything to send when it is done?
-
-    Its callbacks; or it had some, sent a part of them, and came back for the mark (:data:`UNDELIVERED` in its stamp).
-    ``said`` is its stamp, where that is read already.
-    """
-    if said is None:
-        said = read_stamp(as_mapping(request.headers), request.id)
-    return brings_callbacks(request) or UNDELIVERED in said
 
 
 def drop_callbacks(request: Context) -> None:
@@ -94,32 +69,73 @@ def drop_callbacks(request: Context) -> None:
     request.callbacks = request.errbacks = request.chain = request.chord = None
 
 
-def note_due(request: Context, due: Due) -> None:
-    """Remember that something is to be sent."""
-    setattr(request, _DUE, due)
+def note_due(
+    task: IdempotentTask,
+    task_id: str,
+    mark: Callable[[int], None],
+    token: int,
+    state: State,
+    age_ms: int = 0,
+) -> None:
+    """Remember that the record of this token is to be marked when Celery is done with this delivery."""
+    request = task.request
+    # An eager call has no message.
+    left_ms = 0 if request.is_eager else task.idempotency_policy.settled_keep_ms // 2 - age_ms
+    chain = list(request.chain or ())  # the tracer of Celery < 5.7 takes its last step out
+    due = Due(
+        task=task,
+        task_id=task_id,
+        state=state,
+        mark=partial(mark, token),
+        publish_again=partial(republish.come_back, task, request, chain),
+        acks_late=bool(task.acks_late),
+        give_up=time.monotonic() + left_ms / 1000,
+    )
+    _due.set(due)
 
 
-def take_due(request: Context) -> Due | None:
-    """Return what is due, once."""
-    due: Due | None = vars(request).pop(_DUE, None)
-    return due
+def current_due() -> Due | None:
+    """Return the callbacks that are due of the delivery that was settled last."""
+    return _due.get()
 
 
-def mark_function(store: Store, identity: Identity, token: int) -> Callable[[], None]:
-    """Return the function that marks this record as delivered: its callbacks are sent."""
+def forget_due() -> None:
+    """Forget it: a new delivery begins, or this one comes back."""
+    _due.set(None)
 
-    def mark() -> None:
-        try:
-            store.mark_delivered(identity, token=token)
-        except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
-            logger.warning(
-                "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
-                "come back, they are sent again, under the same ids: %s",
-                identity,
-                error,
-            )
 
-    return mark
+def mark_success(sender: IdempotentTask, **_: object) -> None:
+    """Mark the record of a task whose callbacks Celery has sent (``task_success``)."""
+    _mark_ended(sender, State.COMPLETED)
+
+
+def mark_failure(sender: IdempotentTask, **_: object) -> None:
+    """Mark the record of a task whose errbacks Celery has sent (``task_failure``).
+
+    Celery sends this signal also if a body returned and its callbacks could not be sent: the record is COMPLETED then,
+    and stays undelivered.
+    """
+    _mark_ended(sender, State.FAILED)
+
+
+def _mark_ended(task: IdempotentTask, state: State) -> None:
+    due = _due.get()
+    if due is not None and due.task_id == task.request.id and due.state is state:
+        forget_due()
+        due.mark()
+
+
+def mark(store: Store, identity: Identity, token: int) -> None:
+    """Mark a record as delivered; if that fails, its callbacks may be sent once more."""
+    try:
+        store.mark_delivered(identity, token=token)
+    except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
+        logger.warning(
+            "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "
+            "come back, they are sent again, under the same ids: %s",
+            identity,
+            error,
+        )
 
 
 def derive_ids(app: Celery, links: Sig | Sequence[Sig], parent_id: str, kind: str) -> object:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from celery import signals
 from celery.app.base import Celery as CeleryApp
 
-from celery_idempotent.celery import canvas, messages, reaper, receivers, registry, sending
+from celery_idempotent.celery import canvas, delivery, messages, reaper, receivers, registry
 from celery_idempotent.celery.typed import Result
 from celery_idempotent.settings import real_app
 
@@ -70,7 +70,8 @@ def _connect_receivers() -> None:
         (signals.worker_ready, receivers.watch_children),
         (signals.worker_process_shutdown, receivers.write_counters),
         (signals.worker_shutdown, receivers.end_heartbeat),
-        (signals.after_task_publish, sending.note_published),
+        (signals.task_success, delivery.mark_success),
+        (signals.task_failure, delivery.mark_failure),
     ):
         uid = f"celery_idempotent.{receiver.__name__}"
         signal.connect(receiver, weak=False, dispatch_uid=uid)

@@ -9,7 +9,7 @@ Who sends the callbacks of a message depends on which message settled the record
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery.backends.base import DisabledBackend
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
+
+#: For so long, at most, a chord is claimed by the process that is to publish its body (with defaults: 21 s).
+_CHORD_CLAIM_MS = 25_000
 
 
 def replay(
@@ -43,11 +46,7 @@ def replay(
         _expect(task, request, record, age_ms)
         raise error
     if record.replaced and own:
-        if record.delivered or record.value is None:
-            raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
-        signature = definition.codec.load_replacement(record.value)
-        free = delivery.forget_function(get_store(task.app), record.identity, record.token)
-        raise delivery.Replaced(signature, _due(task, record, age_ms), free)
+        raise Ignore(f"{record.identity} is carried on by the task that replaced this one")
     if record.value is not None and not record.replaced:
         value = definition.codec.load_value(record.value)
     elif own and not record.replaced and _is_unused(task, request):
@@ -61,26 +60,30 @@ def replay(
 def _is_unused(task: IdempotentTask, request: Context) -> bool:
     """Is the result of this message neither stored nor handed on?"""
     unstored = request.ignore_result or isinstance(task.backend, DisabledBackend)
-    return bool(unstored) and not delivery.has_to_send(request)
+    return bool(unstored) and not delivery.brings_callbacks(request)
 
 
 def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> None:
-    """Have sent what this message sends. A duplicate under another id marks nothing: it did not settle the record."""
-    if not delivery.has_to_send(request) or (record.delivered and record.task_id == request.id):
+    """Have the record marked when Celery has sent the callbacks of this message.
+
+    A complete chord may have lost the process that was to publish its body. Celery >= 5.7 lets no other process do so
+    while the claim of the first lasts, and the part would be returned in vain::
+
+        process A   the last part ─ claims the chord ─ ✗ SIGKILL
+        process B                        the same part ─ not its claim ─ waits until the claim is over
+    """
+    own = record.task_id == request.id
+    if not delivery.brings_callbacks(request) or (own and record.delivered):
         return
-    due = _due(task, record, age_ms)
-    if record.task_id != request.id:
-        due = replace(due, mark=_nothing)
-    delivery.note_due(request, due)
+    left_ms = _CHORD_CLAIM_MS - age_ms
+    if own and request.chord and left_ms > 0 and not request.is_eager:
+        republish.after_chord_claim(task, request, left_ms)
+    mark = partial(delivery.mark, get_store(task.app), record.identity) if own else _mark_nothing
+    delivery.note_due(task, str(request.id), mark, record.token, record.state, age_ms)
 
 
-def _due(task: IdempotentTask, record: Record, age_ms: int) -> delivery.Due:
-    mark = delivery.mark_function(get_store(task.app), record.identity, record.token)
-    return delivery.Due(mark=mark, age_ms=age_ms)
-
-
-def _nothing() -> None:
-    pass
+def _mark_nothing(token: int) -> None:
+    """A duplicate under another task id did not settle the record."""
 
 
 def _from_backend(task: IdempotentTask, request: Context, record: Record, age_ms: int) -> object:

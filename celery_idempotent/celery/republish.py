@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -14,7 +15,6 @@ from kombu.serialization import registry  # type: ignore[attr-defined]  # kombu 
 
 from celery_idempotent import backoff
 from celery_idempotent.celery import exchanges
-from celery_idempotent.celery.delivery import UNDELIVERED
 from celery_idempotent.celery.redelivery import redelivery_timeout
 from celery_idempotent.celery.typed import Options, Sig
 from celery_idempotent.errors import InProgress
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: In a stamp: how often a message was republished, and why, so that the user's ``max_retries`` is not consumed.
-CONFLICTS, STORE_FAILURES = "conflicts", "store_failures"
+CONFLICTS, STORE_FAILURES, UNDELIVERED = "conflicts", "store_failures", "undelivered"
 #: In a stamp: the token of the holder that it met, whose conflicts are counted.
 HOLDER = "holder"
 
@@ -132,29 +132,34 @@ def after_store_failure(task: IdempotentTask, request: Context, failed: StoreFai
     raise Ignore(str(error))
 
 
-def undelivered(
-    task: IdempotentTask, request: Context, trouble: BaseException | None, left_ms: int
-) -> NoReturn:
-    """The callbacks of a task could not all be sent: republish its message, whose next delivery sends the rest.
-
-    This is repeated for as long as the record surely answers that delivery, also past the message's expiry: the
-    operation is done. While the broker is away, the message stays with this worker: given back to the broker, it would
-    wait for the visibility timeout.
-    """
-    left = max(left_ms / 1000, 1.0)
-    count, delay, again = _again(task, request, UNDELIVERED, left, {"expires": None})
-    logger.log(
-        logging.ERROR if trouble else logging.INFO,
-        "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s, %d so far), and it comes back "
-        "in %.1f s",
+def after_chord_claim(task: IdempotentTask, request: Context, left_ms: int) -> NoReturn:
+    """The chord of a finished task may be claimed by a lost process: republish the message until that claim ends."""
+    _count, delay, again = _again(task, request, UNDELIVERED, left_ms / 1000, {"expires": None})
+    logger.info(
+        "idempotency: %s[%s] is done, and returns its part of a chord again in %.1f s",
         task.name,
         request.id,
-        type(trouble).__name__ if trouble else "another process sends it",
-        count,
         delay,
     )
-    _publish_again(task, request, again, delay, stay=True)
-    raise Ignore(f"what follows {task.name} is not sent yet")
+    _publish_again(task, request, again, delay)
+    raise Ignore(f"the chord of {task.name} may be claimed by a lost process")
+
+
+def come_back(task: IdempotentTask, request: Context, chain: Sequence[object]) -> bool:
+    """Publish the message of a finished task again, whose next delivery sends what follows.
+
+    ``chain`` is the one that it came with. Its expiry no longer applies: the operation is done.
+
+    Returns:
+        Whether the broker took it.
+    """
+    request.chain = list(chain) or None  # type: ignore[assignment]  # its stub takes it for a text
+    _count, _delay, again = _again(task, request, UNDELIVERED, None, {"expires": None})
+    try:
+        again.apply_async()
+    except Exception:  # noqa: BLE001  brokers fail in their own ways
+        return False
+    return True
 
 
 def _again(
@@ -236,15 +241,13 @@ def _unacknowledged(task: IdempotentTask) -> float:
     return broker.seconds / 4
 
 
-def _publish_again(
-    task: IdempotentTask, request: Context, again: Sig, delay: float, *, stay: bool = False
-) -> None:
+def _publish_again(task: IdempotentTask, request: Context, again: Sig, delay: float) -> None:
     """Publish; a message that cannot be published must not be lost.
 
     With late acks the broker still has the delivery. In an outage of the broker it is rejected after a pause, and the
     broker requeues it; once only, for some queues drop a message that was requeued too often (RabbitMQ's quorum queues:
-    20 times). In all other cases, and with ``stay``, this worker holds the message and asks the protocol again. But if
-    a soft time limit ends the pause, a message with late acks is requeued in any case.
+    20 times). In all other cases this worker holds the message and asks the protocol again. But if a soft time limit
+    ends the pause, a message with late acks is requeued in any case.
 
     Raises:
         Reject: if the broker gives it out again.
@@ -262,7 +265,7 @@ def _publish_again(
         reason = type(error).__name__
     late: bool | None = task.acks_late
     given_once = as_mapping(request.delivery_info).get("redelivered")
-    back = outage and late and not stay and not given_once
+    back = outage and late and not given_once
     pause = 1.0 if back else min(max(delay, 1.0), _LONGEST_STAY)
     logger.error(
         "idempotency: %s[%s] cannot be published, pausing %.0f s: %s",
@@ -276,7 +279,7 @@ def _publish_again(
     except SoftTimeLimitExceeded:
         # It would be failed for what it has not even begun, or has done.
         back = back or bool(late)
-        if not back and not stay:
+        if not back:
             raise
     if back:
         raise Reject(reason, requeue=True)

@@ -23,8 +23,9 @@ from celery.worker.request import Request as CeleryRequest
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.celery import exchanges, running
-from celery_idempotent.celery.delivery import has_to_send
+from celery_idempotent.celery.delivery import brings_callbacks
 from celery_idempotent.celery.republish import Dropped
+from celery_idempotent.celery.undelivered import outcome_of
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.protocol.counters import counters
@@ -168,6 +169,8 @@ class Request(CeleryRequest):
             error = error.exc
         if isinstance(error, (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit)):
             self._child_lost()
+        if (outcome := outcome_of(error)) is not None:
+            exc_info.exception = outcome
         if isinstance(error, Dropped):
             # Celery says nothing about what is ignored: in Flower it would look active for ever.
             self.send_event("task-ignored", exception=str(error))
@@ -189,7 +192,7 @@ class Request(CeleryRequest):
         comes_back = task.acks_late and task.reject_on_worker_lost
         # A task that is only observed would run again.
         guarded = definition is not None and definition.policy.mode == "enforce"
-        if comes_back and guarded and has_to_send(self._context):  # type: ignore[attr-defined]
+        if comes_back and guarded and brings_callbacks(self._context):  # type: ignore[attr-defined]
             return False
         return super()._success_was_stored()  # type: ignore[misc]
 

@@ -31,7 +31,6 @@ from celery_idempotent.identity import stamp
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
-from celery_idempotent.records import Identity
 from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
@@ -119,8 +118,9 @@ def call_of(
         # published again, its key does not depend on what the body made of the arguments.
         request.headers = stamp.with_stamp(headers, task_id, identified)
     on_settled = make_result = None
-    if policy.mode == "enforce" and delivery.has_to_send(request, said):
-        on_settled = partial(_note_due, task, request, identity)
+    if policy.mode == "enforce" and delivery.brings_callbacks(request):
+        mark = partial(delivery.mark, get_store(task.app), identity)
+        on_settled = partial(delivery.note_due, task, task_id, mark)
     elif definition.fuses:
         make_result = partial(RequestResult, task, request, task_id)
     waits = policy.on_conflict == "wait"
@@ -217,12 +217,6 @@ def late_outcome(task: IdempotentTask, error: Exception) -> Exception:
     except Exception as found:  # noqa: BLE001  whatever it is
         return found
     raise AssertionError
-
-
-def _note_due(task: IdempotentTask, request: Context, identity: Identity, token: int) -> None:
-    """Note that callbacks are due, once the record is settled with this token."""
-    mark = delivery.mark_function(get_store(task.app), identity, token)
-    delivery.note_due(request, delivery.Due(mark=mark))
 
 
 def _message(task: IdempotentTask, definition: Definition, request: Context) -> bytes | None:

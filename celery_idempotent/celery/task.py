@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.functional import maybe_list
 
 from celery_idempotent.celery import (
+    delivery,
     installation,
     publishing,
     replacing,
     republish,
     running,
-    sending,
     storing,
+    undelivered,
 )
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
@@ -198,6 +199,7 @@ class IdempotentTask(RecordMethods):
         definition = self.idempotency_definition()
         if definition is None or request.called_directly or entry_of(request):
             return (way or super().__call__)(*args, **kwargs)
+        delivery.forget_due()
         with Entry(request, overridden=definition.overridden) as entry:
             way = way or self._last_step(entry)
             if definition.policy.atomic:
@@ -207,8 +209,7 @@ class IdempotentTask(RecordMethods):
             while True:
                 try:
                     call = running.call_of(self, definition, request, args, kwargs)
-                    run = partial(running.run_once, self, definition, request, call, body)
-                    return sending.send_after(self, request, run)
+                    return running.run_once(self, definition, request, call, body)
                 except republish.StaysError:  # noqa: PERF203  after a pause; what ran is recorded
                     continue
 
@@ -224,7 +225,8 @@ class IdempotentTask(RecordMethods):
     @property
     def backend(self) -> Any:
         """The result backend, as with any task; Celery finds no more to do there where the settle stored the result."""
-        return storing.backend_for_tracer(super().backend, self.request_stack)
+        backend = storing.backend_for_tracer(super().backend, self.request_stack)
+        return undelivered.backend_after_settle(backend)
 
     @backend.setter
     def backend(self, backend: object) -> None:
@@ -245,10 +247,8 @@ class IdempotentTask(RecordMethods):
         return replacing.replace(self, definition, sig, super().replace)
 
     def on_replace(self, sig: Sig) -> Any:
-        """Let the replacement be published once the record has it: it is never lost, and run() is not repeated."""
-        definition = self._defined()
-        if definition is not None:
-            replacing.publish_after_settle(self, definition, sig, current_claim())
+        """Publish the replacement, unless a transaction is open that may still be rolled back."""
+        replacing.refuse_in_transaction(self)
         return super().on_replace(sig)
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:

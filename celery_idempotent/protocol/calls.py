@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from celery_idempotent.errors import IdempotencyError, StoreMisconfigured, StoreUnavailable
 from celery_idempotent.protocol.claim import StepCodec
-from celery_idempotent.records import Identity, Record, ResultWrite, Stored
+from celery_idempotent.records import EndState, Identity, Record, ResultWrite, Stored
 
 if TYPE_CHECKING:
     from celery_idempotent.stores.base import Store
@@ -66,7 +66,7 @@ class Call:
     #: When the caller's hard time limit has ended this call (``time.monotonic``), less a margin.
     ends_at: float = float("inf")
     #: Called with the token once this call has settled its record.
-    on_settled: Callable[[int], None] | None = None
+    on_settled: Callable[[int, EndState], None] | None = None
     #: Returns, for a value, the result as the caller stores it elsewhere.
     make_result: Callable[[object], OutcomeResult] | None = None
     #: What a sweep publishes should the claim go stale.

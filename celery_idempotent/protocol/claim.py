@@ -100,8 +100,6 @@ class Claim:
     settling_since: float | None = None
     #: The body replaced its task by another one (``self.replace``), which has its task id.
     replaced = False
-    #: The message of the replacement, where it is published after this record has it.
-    replacement: Stored | None = None
     #: Does the record become QUEUED when it is released for a retry? Not without a message, unless it was reserved.
     requeues = False
     #: The transaction that the body is running in (``idempotency_atomic``).

@@ -120,7 +120,7 @@ class Endings:
         if claim.phase is Phase.RELEASED:  # for a retry or a replacement, by the body
             return End.RELEASED
         if claim.replaced:
-            return self.settle(call, claim, Settlement(State.COMPLETED, lambda: claim.replacement))
+            return self.settle(call, claim, Settlement(State.COMPLETED, lambda: None))
         # Settling FAILED deletes the steps. A client may repeat a request that failed, and the new run would repeat
         # them: so a run with steps is released, which keeps them. After a permanent error there is no new run: FAILED.
         keep_failure = call.keep_failure and not claim.has_steps
@@ -384,7 +384,7 @@ class Endings:
         about["line"] = settlement.line
         self._report(signals.settled, call, claim, **about)
         if call.on_settled is not None:
-            call.on_settled(claim.token)
+            call.on_settled(claim.token, settlement.state)
 
     def report_store_failed(self, call: Call, claim: Claim, error: BaseException) -> None:
         """Report that the store failed, and that the run left nothing behind."""

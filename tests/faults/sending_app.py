@@ -132,6 +132,7 @@ def crash(point: str) -> None:
 
 
 def _watch(app: Celery) -> None:
+    app.finalize()  # receivers of the library come before those of the tests
     worker_ready.connect(hurry, weak=False)
     task_prerun.connect(_turn_to, weak=False)
     signals.settled.connect(lambda **_: crash("settled"), weak=False)

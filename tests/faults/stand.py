@@ -176,13 +176,17 @@ class Stand:
 
     def record(self, result: AsyncResult[Any]) -> Record:
         """Return the record of a step that ran, late or early."""
-        for name in ("step", "step_early"):
-            task: Any = self.app.tasks[name]
-            identity = identify_delivery(task._definition, {}, (), {}, task_id=result.id).identity
-            record = get_store(self.app).get(identity)
-            if record is not None:
-                return record
-        raise AssertionError(f"no record of {result.id}")
+        record = self.find("step", result) or self.find("step_early", result)
+        assert record is not None, f"no record of {result.id}"
+        return record
+
+    def find(self, name: str, result: AsyncResult[Any]) -> Record | None:
+        """Return the record of a run of this task, if it has one."""
+        task: Any = self.app.tasks[name]
+        identity = identify_delivery(
+            task._definition, {}, (), {}, task_id=result.id
+        ).identity
+        return get_store(self.app).get(identity)
 
     def failures(self, result: AsyncResult[Any]) -> int:
         return self.ledger.count("failure", task_id=result.id)

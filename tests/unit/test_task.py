@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -35,13 +36,13 @@ from celery_idempotent import (
     install,
 )
 from celery_idempotent.celery import republish
+from celery_idempotent.celery.undelivered import outcome_of
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
 from celery_idempotent.signals import forgotten
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from tests.support.apps import redefine
-from tests.support.pydantic_tasks import make_pydantic_task
 from tests.support.workers import child_environment
 
 Published = list[SimpleNamespace]
@@ -959,28 +960,37 @@ class TestAMessageThatCannotBePublishedAgain:
         deliver(app, message)
         assert (runs, len(pauses)) == (["k"], 3)
 
-    @pytest.mark.parametrize("late", [True, False])
-    def test_sends_what_is_due_though_a_soft_time_limit_strikes_while_it_waits(
-        self, app, published, runs, task, pauses, late
+    def test_comes_back_with_its_callbacks_though_a_soft_time_limit_strikes_while_it_waits(
+        self, app, published, runs, task, monkeypatch
     ):
-        task.acks_late = late
         message = send(published, task, "k", link=task.si("next"))
         self.refuse(app, OperationalError("gone"))
 
-        def meanwhile() -> None:
+        def strike(_: float) -> None:
             app.conf.task_routes = None
             amqp: Any = app.amqp
             amqp.flush_routes()
             amqp.router = amqp.Router()
             raise SoftTimeLimitExceeded
 
-        self.meanwhile = meanwhile
-        ended = deliver(app, message)
-        if late:
-            assert ended.info.state == "REJECTED"
-            deliver(app, message, redelivered=True)
+        monkeypatch.setattr(time, "sleep", strike)
+        outcome = outcome_of(deliver(app, message).retval.exception)
+        assert isinstance(outcome, Reject)
+        assert outcome.requeue
+        assert app.AsyncResult(message.id).state == "PENDING"
+        deliver(app, message, redelivered=True)
         assert app.AsyncResult(message.id).state == "SUCCESS"
         assert (runs, [each.args for each in published[1:]]) == (["k"], [("next",)])
+
+    def test_whose_broker_has_no_copy_of_it_fails_with_its_callbacks_unsent(
+        self, app, published, runs, task, pauses
+    ):
+        task.acks_late = False
+        message = send(published, task, "k", link=task.si("next"))
+        self.refuse(app, OperationalError("gone"))
+        assert outcome_of(deliver(app, message).retval.exception) is None
+        assert app.AsyncResult(message.id).state == "FAILURE"
+        assert (runs, len(published), pauses) == (["k"], 1, [])
 
     def test_is_not_taken_for_one_that_goes_in_a_circle(self, app, store, published, task):
         """RabbitMQ drops what comes back to where it was, by what it wrote into the headers itself."""
@@ -1554,24 +1564,6 @@ class TestCallbacks:
 
 
 class TestReplace:
-    def test_one_with_a_pydantic_model_is_in_the_record(self, app, store, published, runs):
-        def pay(order: Any) -> None:
-            runs.append(f"paid {order.id}")
-
-        paying, order = make_pydantic_task(app, pay, name="pay", base=IdempotentTask)
-
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
-        def task(self: Any, key: str) -> Any:
-            raise self.replace(paying.s(order(id=17)))
-
-        message = send(published, task, "k")
-        deliver(app, message)
-        found = record(store, "k", "t")
-        assert found.replaced
-        assert task.idempotency_definition().codec.load_replacement(found.value).task == "pay"
-        deliver(app, published[1])
-        assert runs == ["paid 17"]
-
     def test_the_record_is_completed_and_a_redelivery_is_acked_quietly(
         self, app, store, published, charge, runs
     ):
