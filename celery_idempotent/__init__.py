@@ -28,7 +28,6 @@ from celery_idempotent.records import Record, State
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
-    from celery_idempotent.celery.installation import install
     from celery_idempotent.celery.task import IdempotentTask
 
 __all__ = [
@@ -53,7 +52,6 @@ __all__ = [
     "TooManyCrashes",
     "current_claim",
     "get_store",
-    "install",
 ]
 
 __version__ = "0.1.0"
@@ -64,10 +62,8 @@ def __getattr__(name: str) -> object:
 
     ``IdempotentTask`` is in a Django project the class with ``delay_on_commit``, else the plain one.
     """
-    if name == "install":
-        found: object = import_module("celery_idempotent.celery.installation").install
-    elif name == "IdempotentTask":
-        found = import_module("celery_idempotent.celery.task").IdempotentTask
+    if name == "IdempotentTask":
+        found: object = import_module("celery_idempotent.celery.task").IdempotentTask
         if os.environ.get("DJANGO_SETTINGS_MODULE"):
             with suppress(ImportError):
                 found = import_module("celery_idempotent.django").IdempotentTask

@@ -27,13 +27,13 @@ from celery_idempotent.celery import republish
 from celery_idempotent.celery.typed import Sig
 from celery_idempotent.identity.trees import AnySignature, Place, with_tasks
 from celery_idempotent.records import Identity, State
+from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
-    from celery_idempotent.stores.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class Due:
     give_up: float
 
 
-#: Of the delivery that was settled last.
-_due: ContextVar[Due | None] = ContextVar("idempotency_due", default=None)
+#: The callbacks that are due, of the delivery that was settled last.
+current_due: ContextVar[Due | None] = ContextVar("idempotency_due", default=None)
 
 
 def brings_callbacks(request: Context) -> bool:
@@ -91,17 +91,7 @@ def note_due(
         acks_late=bool(task.acks_late),
         give_up=time.monotonic() + left_ms / 1000,
     )
-    _due.set(due)
-
-
-def current_due() -> Due | None:
-    """Return the callbacks that are due of the delivery that was settled last."""
-    return _due.get()
-
-
-def forget_due() -> None:
-    """Forget it: a new delivery begins, or this one comes back."""
-    _due.set(None)
+    current_due.set(due)
 
 
 def mark_success(sender: IdempotentTask, **_: object) -> None:
@@ -119,16 +109,16 @@ def mark_failure(sender: IdempotentTask, **_: object) -> None:
 
 
 def _mark_ended(task: IdempotentTask, state: State) -> None:
-    due = _due.get()
+    due = current_due.get()
     if due is not None and due.task_id == task.request.id and due.state is state:
-        forget_due()
+        current_due.set(None)
         due.mark()
 
 
-def mark(store: Store, identity: Identity, token: int) -> None:
+def mark(app: Celery, identity: Identity, token: int) -> None:
     """Mark a record as delivered; if that fails, its callbacks may be sent once more."""
     try:
-        store.mark_delivered(identity, token=token)
+        get_store(app).mark_delivered(identity, token=token)
     except Exception as error:  # noqa: BLE001  a soft time limit as well: all of it is done
         logger.warning(
             "idempotency: %s is done and its callbacks are sent, which could not be noted: should its message "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from celery.exceptions import Reject
 from celery.utils import uuid
 
-from celery_idempotent.celery import delivery
+from celery_idempotent.celery import chains, delivery
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.celery.reserving import SendCall, lost_after_ms, reserve_and_send
 from celery_idempotent.celery.typed import Options, Result
@@ -87,6 +87,9 @@ def publish(
     may_reserve = run_claim is None and _may_reserve(task, definition, options)
     identified = stamp_call(definition, args, kwargs, options, run_claim)
     give_ids_to_callbacks(task.app, options)
+    if chain := options.get("chain"):
+        run = options["task_id"] = options.get("task_id") or uuid()
+        options["chain"] = [chains.with_run(task.app, chain[0], run), *chain[1:]]
     # A key that is only the task id belongs to this message alone: there is nothing to reserve.
     reserve = may_reserve and identified is not None and not identified.identity.by_task_id
     if intercept is not None:

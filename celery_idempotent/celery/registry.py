@@ -7,16 +7,11 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from celery_idempotent.settings import real_app
-
 if TYPE_CHECKING:
     from celery import Celery
 
     from celery_idempotent.celery.definition import Definition
     from celery_idempotent.celery.task import IdempotentTask
-
-#: The apps whose ``send_task`` carries keys.
-_installed: weakref.WeakSet[Celery] = weakref.WeakSet()
 
 #: The apps whose task modules are imported, or are being imported.
 _loaded: weakref.WeakSet[Celery] = weakref.WeakSet()
@@ -76,16 +71,6 @@ def definition_of(app: Celery, namespace: str, *, load: bool = False) -> Definit
     """Return the definition of the task that :func:`find_task` finds, also if it is switched off."""
     task = find_task(app, namespace, load=load)
     return None if task is None else task._definition  # noqa: SLF001  it is found by it
-
-
-def note_installed(app: Celery) -> None:
-    """Note that the app's ``send_task`` carries keys."""
-    _installed.add(app)
-
-
-def is_installed(app: Celery) -> bool:
-    """Does the app's ``send_task`` carry keys? Then its canvases take one, too."""
-    return real_app(app) in _installed
 
 
 def load_tasks(app: Celery) -> None:

@@ -19,7 +19,6 @@ from celery_idempotent.celery import delivery, republish
 from celery_idempotent.celery.definition import Definition
 from celery_idempotent.errors import ResultUnavailable
 from celery_idempotent.records import Record
-from celery_idempotent.stores import get_store
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -78,7 +77,7 @@ def _expect(task: IdempotentTask, request: Context, record: Record, age_ms: int)
     left_ms = _CHORD_CLAIM_MS - age_ms
     if own and request.chord and left_ms > 0 and not request.is_eager:
         republish.after_chord_claim(task, request, left_ms)
-    mark = partial(delivery.mark, get_store(task.app), record.identity) if own else _mark_nothing
+    mark = partial(delivery.mark, task.app, record.identity) if own else _mark_nothing
     delivery.note_due(task, str(request.id), mark, record.token, record.state, age_ms)
 
 

@@ -119,7 +119,7 @@ def call_of(
         request.headers = stamp.with_stamp(headers, task_id, identified)
     on_settled = make_result = None
     if policy.mode == "enforce" and delivery.brings_callbacks(request):
-        mark = partial(delivery.mark, get_store(task.app), identity)
+        mark = partial(delivery.mark, task.app, identity)
         on_settled = partial(delivery.note_due, task, task_id, mark)
     elif definition.fuses:
         make_result = partial(RequestResult, task, request, task_id)

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.functional import maybe_list
 
 from celery_idempotent.celery import (
-    delivery,
     installation,
     publishing,
     replacing,
     republish,
     running,
     storing,
-    undelivered,
 )
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
+from celery_idempotent.celery.delivery import current_due
 from celery_idempotent.celery.entering import Entry, entry_of, put_claim_first, repeatable
 from celery_idempotent.celery.record_methods import RecordMethods
 from celery_idempotent.celery.typed import Result, Sig
+from celery_idempotent.celery.undelivered import BackendAfterSettle
 from celery_idempotent.errors import (
     FingerprintMismatch,
     IdempotencyError,
@@ -199,7 +199,7 @@ class IdempotentTask(RecordMethods):
         definition = self.idempotency_definition()
         if definition is None or request.called_directly or entry_of(request):
             return (way or super().__call__)(*args, **kwargs)
-        delivery.forget_due()
+        current_due.set(None)
         with Entry(request, overridden=definition.overridden) as entry:
             way = way or self._last_step(entry)
             if definition.policy.atomic:
@@ -226,7 +226,8 @@ class IdempotentTask(RecordMethods):
     def backend(self) -> Any:
         """The result backend, as with any task; Celery finds no more to do there where the settle stored the result."""
         backend = storing.backend_for_tracer(super().backend, self.request_stack)
-        return undelivered.backend_after_settle(backend)
+        due = current_due.get()
+        return backend if due is None else BackendAfterSettle(backend, due)
 
     @backend.setter
     def backend(self, backend: object) -> None:

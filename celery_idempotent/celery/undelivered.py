@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from kombu.exceptions import SerializationError, SerializerNotInstalled
 
-from celery_idempotent.celery import delivery
+from celery_idempotent.celery.delivery import current_due
 from celery_idempotent.errors import IdempotencyError, StoreUnavailable
 from celery_idempotent.records import State
 
@@ -84,7 +84,7 @@ class BackendAfterSettle:
                 reason,
             )
             return False
-        delivery.forget_due()
+        current_due.set(None)
         logger.error(
             "idempotency: %s[%s] is done, its callbacks are not all sent yet (%s), and its message comes back",
             due.task.name,
@@ -108,12 +108,6 @@ def is_transient(error: BaseException) -> bool:
     return not isinstance(error, _PERMANENT) and any(
         str(frame.f_globals.get("__name__")).startswith(_CLIENTS) for frame in frames
     )
-
-
-def backend_after_settle(backend: AnyBackend) -> AnyBackend:
-    """Return the backend of a task for the tracer."""
-    due = delivery.current_due()
-    return backend if due is None else BackendAfterSettle(backend, due)
 
 
 def outcome_of(error: BaseException | None) -> Ignore | Reject | None:

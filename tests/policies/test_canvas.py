@@ -304,32 +304,3 @@ class TestItems:
         on_redis.deliver_again(on_redis.receipt(result.id))
         on_redis.idle(key)
         assert on_redis.effects(key) == {f"{key}/a": 2}
-
-
-class TestKeysOfCanvases:
-    @first(
-        "chord in a chain",
-        "nested",
-        among=("chain", "immutable", "chord", "chord in a chain", "nested"),
-    )
-    def test_a_canvas_applied_twice_with_one_key_takes_effect_once_in_each_of_its_tasks(
-        self, shared, key, shape
-    ):
-        """The key of the whole: ``say`` has none, and each application has task ids of its own."""
-        for _ in range(2):
-            result = shape.build(Say(shared, key)).apply_async(idempotency_key=key)
-            finish(shared, key, shape, result)
-
-    def test_in_groups_of_groups_and_of_chains_too(self, shared, key):
-        """All members call one task, and several have the same place in their own group."""
-        say = Say(shared, key)
-
-        def build() -> Any:
-            inner = group([say("b"), chain(say("c"), say("d"))], app=say.app)
-            return group([say("a"), inner, chain(say("e"), say("f"))], app=say.app)
-
-        for _ in range(2):
-            result = build().apply_async(idempotency_key=key)
-            assert result.get(timeout=PATIENCE) == ["a", "b", "cd", "ef"]
-            shared.idle(key)
-        assert shared.effects(key) == {f"{key}/{each}": 1 for each in "abcdef"}

@@ -63,7 +63,7 @@ _PACKAGE = tuple(
     f"celery_idempotent.{name}"
     for name in (
         *("celery.task", "celery.installation", "celery.reaper"),
-        *("celery.canvas", "celery.request", "celery.undelivered"),
+        *("celery.request", "celery.undelivered"),
         "celery.checks",
         *("stores.redis.store", "stores.memory"),
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from celery import Celery, chain, chord, group
+from celery import Celery, chain
 
 from celery_idempotent import IdempotentTask, InProgress
 
@@ -72,30 +71,3 @@ def test_headers_of_any_kind_pass_through(app: Celery) -> None:
         return self.request.headers
 
     assert show.apply(headers=123).get() == 123
-
-
-@pytest.mark.parametrize("way", ["apply", "apply_async"])
-@pytest.mark.parametrize(
-    ("words", "build"),
-    [
-        ("ab", lambda say: group([say.s("a"), say.s("b")])),
-        ("abc", lambda say: group([say.s("a"), group([say.s("b"), say.s("c")])])),
-        ("abc", lambda say: chain(say.s("a"), say.s("b"), say.s("c"))),
-        ("abcd", lambda say: group([chain(say.s("a"), say.s("b")), chain(say.s("c"), say.s("d"))])),
-        ("abc", lambda say: chord([say.s("a"), say.s("b")], say.s("c"))),
-    ],
-    ids=["group", "groups", "chain", "chains", "chord"],
-)
-def test_a_canvas_with_a_key_runs_each_of_its_tasks_once(
-    app: Celery, words: str, build: Callable[[Any], Any], way: str
-) -> None:
-    runs: list[str] = []
-
-    @app.task(base=IdempotentTask, shared=False)
-    def say(*said: str) -> str:
-        runs.append(said[-1])
-        return said[-1]
-
-    first, second = (getattr(build(say), way)(idempotency_key="K").get() for _ in range(2))
-    assert first == second
-    assert sorted(runs) == list(words)

@@ -71,7 +71,6 @@ def _define(app: Celery) -> None:
 
     idempotent(name="loose", idempotency_fingerprint=None)(work)
     idempotent(name="handing_on")(handing_on)
-    app.task(name="handing_on_plainly", base=Task, bind=True, shared=False)(handing_on)
 
     idempotent(name="stepping", idempotency_key="key")(stepping)
     idempotent(name="ensuring", idempotency_key="key")(ensuring)
