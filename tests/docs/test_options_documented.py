@@ -24,7 +24,7 @@ OPTIONS = sorted(
 SHOWN_BY = {
     "atomic": "tests/policies/test_effects.py::TestAtomic",
     "fingerprint": "tests/policies/test_effects.py::TestFingerprint",
-    "key": "tests/worker/test_delivery.py::test_is_found_in_positional_and_keyword_arguments_alike",
+    "key": "tests/worker/test_delivery.py::test_delivered_again_after_its_end_is_answered_without_a_run",
     "lease": "tests/migrations/test_redis_lock.py::TestWorkThatTakesLonger",
     "max_crashes": "tests/faults/test_lost_workers.py::test_a_task_that_kills_its_process_each_time_is_failed",
     "max_result_bytes": "tests/faults/test_pools_and_results.py::"
