@@ -95,8 +95,9 @@ def _note(outcome: str, *, event: signals.Event, **_: Any) -> None:
 
 
 def _note_undelivered(line: logging.LogRecord) -> bool:
-    """Note that a message comes back to send what follows: there is no signal of it."""
-    if "are not all sent yet" in str(line.msg) and isinstance(line.args, tuple):
+    """Note that a message of a finished task comes back: there is no signal of it."""
+    again = ("are not all sent yet", "returns its part of a chord again")
+    if any(words in str(line.msg) for words in again) and isinstance(line.args, tuple):
         Ledger.from_env().append("undelivered", "", str(line.args[1]))
     return True
 
@@ -109,4 +110,6 @@ if _wanted := wanted():
         worker_ready.connect(hurry, weak=False)
         for _outcome in ("conflicted", "replayed", "interrupted", "lease_lost", "settle_failed"):
             getattr(signals, _outcome).connect(partial(_note, _outcome), weak=False)
-        logging.getLogger("celery_idempotent.celery.republish").addFilter(_note_undelivered)
+        for _module in ("republish", "undelivered"):
+            logger = logging.getLogger(f"celery_idempotent.celery.{_module}")
+            logger.addFilter(_note_undelivered)
