@@ -27,7 +27,7 @@ from tests.support.pages import block, load
 from tests.support.paths import ROOT
 from tests.support.servers import embedded_redis
 from tests.support.waiting import wait_for
-from tests.support.workers import Worker
+from tests.support.workers import Worker, freeze
 
 PATIENCE = 60
 LEASE = 2
@@ -108,7 +108,7 @@ class TestFencedWrite:
         late = world.app.tasks[name].delay("alice")
         wait_for(lambda: world.ledger.count("asked", "alice"), PATIENCE, "the bank to be asked")
         (entry,) = world.ledger.entries("asked", "alice")
-        os.kill(entry.pid, signal.SIGSTOP)
+        freeze(entry.pid)
         try:
             balance.write_text("250")
             newer = world.app.tasks[name].delay("alice")

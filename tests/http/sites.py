@@ -22,7 +22,7 @@ from tests.support.preloaded import Process, spawn
 from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
-from tests.support.workers import Worker, child_environment
+from tests.support.workers import Worker, child_environment, freeze_group
 
 __all__ = [
     "ORDER",
@@ -100,7 +100,7 @@ class Web:
             self._process.wait()
 
     def freeze(self) -> None:
-        os.killpg(self.pid, signal.SIGSTOP)
+        freeze_group(self.pid)
 
     def thaw(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)

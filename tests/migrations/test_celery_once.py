@@ -10,6 +10,7 @@ import pytest
 
 from tests.migrations.conftest import LEASE, PATIENCE, Shop
 from tests.support.waiting import wait_for
+from tests.support.workers import freeze
 
 BEFORE, AFTER = "celery_once_before.report", "celery_once_after.report"
 BOTH = pytest.mark.parametrize("name", [BEFORE, AFTER], ids=["before", "after"])
@@ -136,7 +137,7 @@ class TestALateWorker:
         first = task.delay(key)
         shop.started(key)
         (entry,) = shop.ledger.entries("start", key)
-        os.kill(entry.pid, signal.SIGSTOP)
+        freeze(entry.pid)
         try:
             # By name: it is for the worker to say that the lease has run out.
             second = shop.app.send_task(AFTER, (key,))

@@ -39,7 +39,7 @@ from tests.sql.databases import execute, rows, shift
 from tests.sql.holder import ORDERS, SAID
 from tests.support.preloaded import spawn
 from tests.support.waiting import wait_for
-from tests.support.workers import child_environment
+from tests.support.workers import child_environment, freeze
 
 pytest.importorskip("django")
 
@@ -601,6 +601,7 @@ class Holder:
         command = [sys.executable, "-m", "tests.sql.holder"]
         with self._log.open("wb") as log:
             self._process = spawn(command, cwd=directory, env=child_environment(env), log=log)
+        self.pid = self._process.pid
         self.send_signal = self._process.send_signal
         assert self.says() == "ready"
 
@@ -651,7 +652,7 @@ def test_a_frozen_run_is_ended_by_the_next_claim(
     if moment == "before the commit":
         holder.tell("settle")
         assert holder.says() == "settled"
-    holder.send_signal(signal.SIGSTOP)
+    freeze(holder.pid)
     shift(store, 60_001)
     if moment == "and was swept":
         assert len(store.sweep(limit=10).interrupted) == 1

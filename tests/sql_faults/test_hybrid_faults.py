@@ -29,7 +29,7 @@ from tests.stores.servers import redis_binary, running
 from tests.support.ledger import Ledger
 from tests.support.servers import EmbeddedRedis, RabbitMQ
 from tests.support.waiting import wait_for
-from tests.support.workers import Worker
+from tests.support.workers import Worker, freeze
 
 pytestmark = [pytest.mark.worker, pytest.mark.redis, pytest.mark.rabbitmq, pytest.mark.slow]
 
@@ -194,7 +194,7 @@ def test_a_forgotten_key_stays_forgotten_when_a_replica_that_missed_it_takes_ove
         assert following.cache.breaker.open
         following.close()
 
-        replica.process.send_signal(signal.SIGSTOP)
+        freeze(replica.process.pid)
         # Or it would read what its socket holds before it obeys.
         master.client.client_kill_filter(_type="replica")
         assert store.forget(name) is True

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_for
+from tests.support.workers import freeze_group
 
 __all__ = ["HERE", "Newcomer", "Running", "clean_venv"]
 
@@ -170,7 +171,7 @@ class Running:
 
     def freeze(self) -> None:
         """Stop it and its children, so that they neither work nor die."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        freeze_group(self._process.pid)
 
     def kill(self) -> None:
         """End it and its children with SIGKILL, as the loss of the machine would."""

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.preloaded import Process, spawn
 from tests.support.waiting import wait_for
 
-__all__ = ["Worker", "alive", "child_environment"]
+__all__ = ["Worker", "alive", "child_environment", "freeze", "freeze_group"]
 
 _READY = " ready."
 
@@ -149,9 +149,10 @@ class Worker:
     def freeze(self, pid: int | None = None) -> None:
         """Stop one process, or the worker with all its children, so that it neither works nor dies."""
         if pid is None:
-            self._signal_group(signal.SIGSTOP)
+            if self._process is not None:
+                freeze_group(self._process.pid)
         else:
-            os.kill(pid, signal.SIGSTOP)
+            freeze(pid)
 
     def thaw(self, pid: int | None = None) -> None:
         """End :meth:`freeze`."""
@@ -203,9 +204,42 @@ def alive(pid: int) -> bool:
         return False
 
 
-def _group_lives(group: int) -> bool:
+def freeze(pid: int) -> None:
+    """Stop a process, and return once each of its threads stands still.
+
+    A loaded machine runs other threads on until one of them has handled the signal.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    _wait_until_stopped(pid)
+
+
+def freeze_group(group: int) -> None:
+    """Stop every process of a group, as :func:`freeze` does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGSTOP)
+    for pid in _members(group):
+        _wait_until_stopped(pid)
+
+
+def _wait_until_stopped(pid: int) -> None:
+    def stopped() -> bool:
+        states = []
+        for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                states.append(path.read_text().rpartition(")")[2].split()[0])
+        return all(state in "TtZX" for state in states)
+
+    wait_for(stopped, 30, f"the threads of process {pid} to stop", interval=0.001)
+
+
+def _members(group: int) -> list[int]:
+    found = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) == group and alive(pid):
-                return True
-    return False
+            if os.getpgid(pid) == group:
+                found.append(pid)
+    return found
+
+
+def _group_lives(group: int) -> bool:
+    return any(alive(pid) for pid in _members(group))

@@ -30,6 +30,7 @@ from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
 from celery_idempotent.stores.memory import MemoryStore
 from tests.support.waiting import wait_for
+from tests.support.workers import freeze
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ class TestGone:
         assert not gone(os.getpid())
 
     def test_a_stopped_child_is_not(self, child):
-        os.kill(child.pid, signal.SIGSTOP)
+        freeze(child.pid)
         assert not gone(child.pid)
 
     def test_a_dead_child_is_before_it_was_waited_for_and_can_still_be(self, child):

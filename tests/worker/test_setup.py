@@ -18,7 +18,7 @@ from tests.stores.servers import Server, redis_binary, running
 from tests.support.admin import make_app
 from tests.support.servers import RabbitMQ
 from tests.support.waiting import wait_for
-from tests.support.workers import Worker
+from tests.support.workers import Worker, freeze
 from tests.worker import app
 
 pytestmark = [pytest.mark.redis, pytest.mark.worker]
@@ -92,7 +92,7 @@ def test_a_store_that_hangs_keeps_no_worker_from_its_start_nor_from_its_end(
     open_evicting: Callable[..., Any], tmp_path: Path
 ) -> None:
     with running(redis_binary(), tmp_path) as server:
-        server.process.send_signal(signal.SIGSTOP)
+        freeze(server.process.pid)
         try:
             site = open_evicting(server, idempotency_store=f"{server.url}?socket_timeout=2")
             worker = site.worker()
