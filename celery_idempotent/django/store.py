@@ -38,9 +38,8 @@ from celery_idempotent.records import (
     Stats,
     SweepReport,
 )
-from celery_idempotent.stores import cas
 from celery_idempotent.stores.base import ATTEMPT_BYTES
-from celery_idempotent.stores.machine import Asked
+from celery_idempotent.stores.deciding import Asked, DecidingStore, Done, Look, asked_by, report
 from celery_idempotent.stores.table import Verb
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class DjangoStore(cas.DecidingStore):
+class DjangoStore(DecidingStore):
     """Keeps the records in the database ``alias`` of Django's settings.
 
     PostgreSQL, MariaDB, MySQL and SQLite, at every isolation level. Nothing connects before the
@@ -78,7 +77,7 @@ class DjangoStore(cas.DecidingStore):
     def __repr__(self) -> str:
         return f"<DjangoStore: {self.alias}>"
 
-    def _at(self, identity: Identity, verb: Callable[[cas.Look], T]) -> T:
+    def _at(self, identity: Identity, verb: Callable[[Look], T]) -> T:
         name = digest(identity)
         return self.lines.run(lambda session: verb(read(session, name, identity)))
 
@@ -95,7 +94,7 @@ class DjangoStore(cas.DecidingStore):
 
     def claim(self, request: ClaimRequest) -> Answer:
         """Take the key if nobody holds it."""
-        asked, identity = cas.asked_by(request), request.identity
+        asked, identity = asked_by(request), request.identity
         self._check(asked)
 
         def work(session: Session) -> Record | Held | Settled | Mismatched:
@@ -108,10 +107,10 @@ class DjangoStore(cas.DecidingStore):
         answer = self.lines.run(work)
         return Claimed(answer) if isinstance(answer, Record) else answer
 
-    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> cas.Done:
+    def _ask(self, verb: Verb, identity: Identity, asked: Asked) -> Done:
         shortcut = shortcuts.SHORTCUTS.get(verb)
 
-        def work(session: Session) -> cas.Done:
+        def work(session: Session) -> Done:
             done = None if shortcut is None else shortcut(session, identity, asked)
             if done is not None:
                 return done
@@ -144,7 +143,7 @@ class DjangoStore(cas.DecidingStore):
         # Sweeps at once shall not all wait for the same row, one after another.
         random.shuffle(due)
         swept = [self._sweep_lease(name, requeue_ms) for name in due]
-        return cas.report([record for record in swept if record], more=more)
+        return report([record for record in swept if record], more=more)
 
     def _sweep_lease(self, name: bytes, requeue_ms: int) -> Record | None:
         def work(session: Session) -> Record | None:

@@ -17,8 +17,7 @@ from celery_idempotent.records import (
     Stats,
 )
 from celery_idempotent.stores.base import COUNTED_HOURS
-from celery_idempotent.stores.cas import Look
-from celery_idempotent.stores.machine import StoredRecord
+from celery_idempotent.stores.deciding import Look, StoredRecord
 from celery_idempotent.stores.scanning import ScanningStore
 
 __all__ = ["MemoryStore"]

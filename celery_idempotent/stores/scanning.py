@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from celery_idempotent.records import Page, Record, Selection, State, Stats, SweepReport
-from celery_idempotent.stores.cas import DecidingStore, report
+from celery_idempotent.stores.deciding import DecidingStore, report
 
 __all__ = ["ScanningStore"]
 

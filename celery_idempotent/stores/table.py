@@ -5,7 +5,7 @@ says what it answers and what is stored then. Example: a claim that finds a PROC
 ``"another fingerprint"`` if the fingerprints agree, and stops at ``"within its lease"`` if that has not run out:
 it answers ``held`` and writes nothing.
 
-:mod:`celery_idempotent.stores.machine` executes the table for the stores that decide in Python,
+:mod:`celery_idempotent.stores.deciding` executes the table for the stores that decide in Python,
 ``tests/contract`` asks every store about each of its cells, Redis with its scripts included.
 """
 
@@ -63,7 +63,7 @@ SAME_RESERVATION = _without(UNCHANGED, "reserved", "uncommitted")
 class Rule:
     """What a verb does with a record that is ``found`` in one of these states (``None``: there is no record).
 
-    ``when`` names a condition on what is stored and asked for; :mod:`.machine` has what each means.
+    ``when`` names a condition on what is stored and asked for; :mod:`.deciding` has what each means.
 
     ``then`` is the state of what is stored afterwards: ``"as asked"`` for a settle, ``"deleted"`` for no record, and
     ``None`` where nothing is written. ``carried`` are the fields that it has from the record before; all others

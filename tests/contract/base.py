@@ -29,7 +29,7 @@ from celery_idempotent.records import (
     Stored,
 )
 from celery_idempotent.stores.base import ATTEMPT_BYTES, Store
-from celery_idempotent.stores.machine import Fields
+from celery_idempotent.stores.deciding import Fields
 
 Advance = Callable[[float], None]
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from celery_idempotent.protocol import atomic, claiming, endings, runner
 from celery_idempotent.protocol.calls import Conflict, Ran, Replay, StoreFailed
 from celery_idempotent.protocol.policy import read_task_options
 from celery_idempotent.records import Identity, Record, SettleRequest, State
-from celery_idempotent.stores.machine import Asked, StoredRecord, decide
+from celery_idempotent.stores.deciding import Asked, StoredRecord, decide
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
 from celery_idempotent.testing.delivery import message_of, run

@@ -216,7 +216,7 @@ LATER = (
     "celery_idempotent.cli",
     "celery_idempotent.django",
     "celery_idempotent.metrics",
-    "celery_idempotent.stores.cas",
+    "celery_idempotent.stores.deciding",
     "celery_idempotent.stores.hybrid",
     "celery_idempotent.stores.memory",
     "celery_idempotent.stores.redis",

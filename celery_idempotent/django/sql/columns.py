@@ -24,7 +24,7 @@ from celery_idempotent.records import (
     State,
     Stored,
 )
-from celery_idempotent.stores.machine import StoredRecord
+from celery_idempotent.stores.deciding import StoredRecord
 from celery_idempotent.stores.values import (
     LETTERS,
     STATES,

@@ -33,8 +33,7 @@ from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.holders import end_holder
 from celery_idempotent.errors import StoreMisconfigured
 from celery_idempotent.records import Identity, State
-from celery_idempotent.stores.cas import Look
-from celery_idempotent.stores.machine import StoredRecord
+from celery_idempotent.stores.deciding import Look, StoredRecord
 
 _SET_RECORD = ", ".join(f"{column} = %s" for column in RECORD)
 _SET_LEASE = ", ".join(f"{column} = %s" for column in LEASE)

@@ -32,8 +32,7 @@ from celery_idempotent.django.sql.connections import Session
 from celery_idempotent.django.sql.dialects import LOCK_TIMEOUT_MS
 from celery_idempotent.django.sql.rows import HIGH_WATER, ROW_ID, Row, read_columns, row_of
 from celery_idempotent.records import Identity, Record, State
-from celery_idempotent.stores.cas import Done
-from celery_idempotent.stores.machine import Asked, decide
+from celery_idempotent.stores.deciding import Asked, Done, decide
 from celery_idempotent.stores.table import Verb
 from celery_idempotent.stores.values import LETTERS, pack_value
 
