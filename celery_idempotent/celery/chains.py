@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from celery.canvas import Signature
+from celery.canvas import Signature, maybe_signature
 
 from celery_idempotent.celery.registry import has_active_tasks, is_other_task
 from celery_idempotent.identity import stamp
@@ -34,4 +34,5 @@ def with_run(app: Celery, step: object, run: str) -> object:
         marked = stamp.with_stamp(headers, task_id, more={stamp.RUN: run})
         return {**task, "options": {**options, "headers": marked}}
 
-    return with_last_task(step, marked)
+    last = with_last_task(step, marked)
+    return maybe_signature(last, app=app) if isinstance(step, Signature) else last

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task, chain, chord, group
+from celery.canvas import Signature
 from celery.signals import before_task_publish
 
 from celery_idempotent import IdempotentTask
@@ -52,6 +53,14 @@ def marks(sig: Any) -> Any:
 def test_the_last_step_of_a_chain_of_ours_is_marked(app, published):
     result = chain(app.signature("ours"), app.signature("ours")).apply_async()
     assert marks(published[0][0]) == result.parent.id
+
+
+def test_the_marked_step_has_celerys_own_type(app, published):
+    app.conf.result_backend = "cache+memory://"
+    ours = app.signature("ours")
+    chain(ours, ours).apply_async()
+    chain(ours, chord([ours, ours], ours, app=app)).apply_async()
+    assert [type(steps[0]) for steps in published[:2]] == [Signature, chord]
 
 
 @pytest.mark.parametrize("head", ["ours", "theirs"])
@@ -172,6 +181,7 @@ def test_an_app_beside_one_with_idempotent_tasks_is_left_alone(app, producer):
 
 _SNAPSHOT = """
 from celery import Celery, Task, canvas, chain, chord, group, signals
+from celery.canvas import Signature
 from celery.signals import before_task_publish
 import json, re, sys
 
