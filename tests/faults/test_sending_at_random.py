@@ -204,6 +204,8 @@ def test_nothing_that_follows_is_left_behind(
     breaking = threading.Thread(target=faults.run, daemon=True)
     #: What every canvas that is not done yet has to bring about.
     wanted: dict[str, set[str]] = {}
+    #: Those that a refusal ended.
+    ended: set[str] = set()
     sent = Counter[str]()
     began = moved = time.monotonic()
     seen = -1
@@ -221,6 +223,9 @@ def test_nothing_that_follows_is_left_behind(
                 sent[make.__name__] += 1
             effects = {each.key for each in stand.ledger.entries("effect")}
             wanted = {key: labels for key, labels in wanted.items() if not labels <= effects}
+            # Else they would keep their places, until nothing more is sent.
+            ended |= {key for key in wanted if _ended_by_refusal(shapes.results[key])}
+            wanted = {key: labels for key, labels in wanted.items() if key not in ended}
             if sent.total() == RUNS:
                 faults.stop.set()
             if len(effects) != seen:
@@ -234,8 +239,7 @@ def test_nothing_that_follows_is_left_behind(
         breaking.join()
         after_task_publish.disconnect(publishing)
     counts = Counter(each.key for each in stand.ledger.entries("effect"))
-    ended = {key for key in wanted if _ended_by_refusal(shapes.results[key])}
-    missing = {key: each - counts.keys() for key, each in wanted.items() if key not in ended}
+    missing = {key: labels - counts.keys() for key, labels in wanted.items()}
     lost, left = _told_apart(stand, missing)
     report = (
         f"{stand.broker}: {sent.total()} canvases {dict(sent)} in {time.monotonic() - began:.0f} s, {len(counts)} "
