@@ -224,7 +224,8 @@ def test_nothing_that_follows_is_left_behind(
             effects = {each.key for each in stand.ledger.entries("effect")}
             wanted = {key: labels for key, labels in wanted.items() if not labels <= effects}
             # Else they would keep their places, until nothing more is sent.
-            ended |= {key for key in wanted if _ended_by_refusal(shapes.results[key])}
+            with faults.sending:  # the results are there
+                ended |= {key for key in wanted if _ended_by_refusal(shapes.results[key])}
             wanted = {key: labels for key, labels in wanted.items() if key not in ended}
             if sent.total() == RUNS:
                 faults.stop.set()
