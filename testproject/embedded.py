@@ -240,6 +240,15 @@ class EmbeddedRedis:
         """Return the address of one of the server's databases."""
         return f"redis://{_HOST}:{self.port}/{db}"
 
+    def writes(self) -> Iterator[list[bytes]]:
+        """Yield every command that changed something, oldest first, if the server is ``persistent``."""
+        assert self._directory is not None
+        for path in self._directory.rglob("appendonly*.aof"):
+            with path.open("rb") as log:
+                while count := log.readline()[1:]:
+                    sizes = (int(log.readline()[1:]) for _ in range(int(count)))
+                    yield [log.read(size + 2)[:-2] for size in sizes]
+
     def start(self, timeout: float = 10.0) -> None:
         """Start the server and wait, up to ``timeout`` seconds, until it answers."""
         if self._pid is not None:

@@ -23,7 +23,6 @@ from celery.signals import (
     before_task_publish,
     task_failure,
     task_prerun,
-    task_received,
     task_success,
     worker_ready,
 )
@@ -138,8 +137,6 @@ def _watch(app: Celery) -> None:
     signals.settled.connect(lambda **_: crash("settled"), weak=False)
     before_task_publish.connect(lambda **_: crash("sending"), weak=False)
     after_task_publish.connect(lambda **_: crash("sent"), weak=False)
-    after_task_publish.connect(_note_published, weak=False)
-    task_received.connect(_note_received, weak=False)
     task_success.connect(lambda **_: crash("marked"), weak=False)
     task_failure.connect(_failed, weak=False)
     store: Any = get_store(app)
@@ -150,15 +147,6 @@ def _watch(app: Celery) -> None:
         return mark(*args, **kwargs)
 
     store.mark_delivered = marking
-
-
-def _note_published(body: Any = None, **_: Any) -> None:
-    Ledger.from_env().append("published", label_of(body[0], body[1]))
-
-
-def _note_received(request: Any = None, **_: Any) -> None:
-    args, kwargs, _embed = request._payload
-    Ledger.from_env().append("received", label_of(args, kwargs))
 
 
 def label_of(args: Any, kwargs: Any) -> str:

@@ -45,11 +45,13 @@ RABBITMQ_TOO = pytest.param(
     "rabbitmq", id="rabbitmq", marks=[pytest.mark.rabbitmq, pytest.mark.wide]
 )
 
-#: Redis as a broker gives back what was not acknowledged for two seconds, and looks every second.
+#: Redis as a broker gives back what was not acknowledged for two seconds, and looks every second. A worker that is
+#: killed or cut off while it looks keeps the others from it for five seconds (by default: five minutes).
 IMPATIENT = {
     "visibility_timeout": 2,
     "unacked_restore_interval": 1,
     "unacked_restore_throttle": 1,
+    "unacked_mutex_expire": 5,
 }
 
 #: Workers that live longer than a test: the end of their logs is shown with a failure.
