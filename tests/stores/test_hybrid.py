@@ -251,6 +251,21 @@ class TestAnswers:
         with nobody_asks(truth):
             assert ask(store).record.delivered is True
 
+    def test_a_mark_is_not_taken_back_by_a_reading_of_before_it(self, store):
+        record = complete(store)
+        ticket, before = store.cache.ticket(KEY), store.truth.retained(KEY)
+        assert store.mark_delivered(KEY, token=record.token)
+        assert store.cache.fill(KEY, ticket, before) is False
+        assert store.cache.look(KEY).record.delivered is True
+
+    def test_an_older_record_does_not_take_the_place_of_a_newer_one(self, store):
+        complete(store)
+        before = store.truth.retained(KEY)
+        assert store.forget(KEY)
+        token = complete(store).token
+        assert store.cache.fill(KEY, store.cache.ticket(KEY), before) is False
+        assert store.cache.look(KEY).record.token == token
+
     def test_only_the_run_that_settled_it_marks_an_entry(self, store):
         record = complete(store)
         store.cache.mark(KEY, record.token - 1)
@@ -526,6 +541,24 @@ class TestForget:
         store.cache.bury(KEY)
         (name,) = redis_client.scan_iter(match=f"{store.cache.prefix}:*:*")
         assert cache.TOMBSTONE_MS - 5_000 < redis_client.pttl(name) <= cache.TOMBSTONE_MS
+
+    @pytest.mark.parametrize("lifted", [False, True])
+    def test_a_forget_is_not_undone_by_a_fill_where_its_tombstone_was_lost(
+        self, store, redis_client, lifted
+    ):
+        complete(store)
+        store.cache.drop(KEY)
+        ticket, retained = store.cache.ticket(KEY), store.truth.retained(KEY)
+        tombstone = store.cache.bury(KEY)
+        (name,) = redis_client.scan_iter(match=f"{store.cache.prefix}:*:*")
+        redis_client.delete(name)
+        if lifted:
+            ticket = store.cache.ticket(KEY)
+        assert store.truth.forget(KEY)
+        if lifted:
+            store.cache.lift(KEY, tombstone)
+        assert store.cache.fill(KEY, ticket, retained) is False
+        assert isinstance(ask(store), Claimed)
 
     def test_nor_by_old_data_that_come_back(self, store, redis_client):
         dated = store.cache._link = DatedLink(store.cache._link)
