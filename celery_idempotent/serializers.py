@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from kombu import serialization
 from kombu.exceptions import ContentDisallowed, DecodeError, EncodeError, SerializerNotInstalled
+from kombu.utils import json
 
 from celery_idempotent.errors import InvalidOption, ResultUnavailable, StoreMisconfigured
 from celery_idempotent.records import Stored
 
-_JSON = "application/json"
+#: The content type of kombu's JSON.
+JSON: Final = "application/json"
 
 #: A value that an operator gives has at most so many bytes.
 LARGEST: Final = 16 * 1024 * 1024
@@ -28,6 +30,10 @@ _registry = vars(serialization)["registry"]  # public in kombu, unknown to celer
 #: By the name of each format of kombu's registry, installed or not.
 content_types: dict[str, str] = _registry.name_to_type
 _names: dict[str, str] = _registry.type_to_name
+
+#: Writes a value as kombu's ``dumps`` does, which makes a new encoder for each value: that takes longer than to write
+#: most of them.
+encode_json: Callable[[object], str] = json.JSONEncoder().encode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +96,7 @@ class Serializer:
         Never raises for the value's sake: the work is done, with or without a stored result.
         """
         try:
-            content_type, content_encoding, text = _dumps(value, serializer=self.name)
+            content_type, content_encoding, text = _written(value, self.name)
             body = text.encode() if isinstance(text, str) else bytes(text)
         except (EncodeError, UnicodeEncodeError):
             return _not_stored("unserializable", value)
@@ -107,7 +113,7 @@ class Serializer:
         class asks for other arguments. JSON reads all it writes but a dict that looks like kombu's
         envelope of a datetime and its like.
         """
-        if content_type == _JSON and b'"__type__"' not in body:
+        if content_type == JSON and b'"__type__"' not in body:
             return True
         try:
             _loads(body, content_type, content_encoding, accept=self._accepted)
@@ -151,6 +157,26 @@ def decode(stored: Stored, accept: Collection[str] | None) -> object:
         SerializerNotInstalled: if the package of its format is missing.
     """
     return _loads(stored.body, stored.content_type, stored.content_encoding, accept=accept)
+
+
+def _written(value: object, name: str) -> tuple[str, str, str | bytes]:
+    """Return what kombu's ``dumps`` does.
+
+    Raises:
+        EncodeError: if the value cannot be written.
+    """
+    if name == "json" and is_kombus_json():
+        try:
+            return JSON, "utf-8", encode_json(value)
+        except Exception as error:
+            raise EncodeError(str(error)) from error
+    return _dumps(value, serializer=name)
+
+
+def is_kombus_json() -> bool:
+    """Is kombu's own encoder registered as ``json``? A project may register another."""
+    encoders: Any = _registry._encoders  # noqa: SLF001  the only way to know it
+    return encoders["json"].encoder is json.dumps
 
 
 def to_bytes(stored: Stored) -> bytes:

@@ -24,14 +24,15 @@ from celery.utils import uuid
 
 from celery_idempotent.celery import delivery, exchanges, republish
 from celery_idempotent.celery.definition import Definition
+from celery_idempotent.celery.fused import write_of
 from celery_idempotent.celery.replay import replay
-from celery_idempotent.celery.storing import RequestResult
 from celery_idempotent.errors import InvalidKey
 from celery_idempotent.identity import stamp
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.stamp import as_mapping
 from celery_idempotent.protocol.calls import Call, Conflict, Ran, Replay, StoreFailed, worker_name
-from celery_idempotent.stores import get_store
+from celery_idempotent.records import ResultWrite, Stored
+from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -71,8 +72,8 @@ def run_once(  # noqa: RET503  a conflict always raises
             return value
         case Replay(record, age_ms):
             value = replay(task, definition, request, record, age_ms)
-            if (result := call.result_of(value)) is not None:
-                result.write_replayed(get_store(task.app))
+            if call.result is not None:
+                _store_replayed(task, request, record.value)
             return value
         case Conflict(record, left_ms):
             republish.conflict(task, request, record, left_ms)
@@ -117,12 +118,12 @@ def call_of(
         # From here on they are this message's alone: the body may hand its headers to other calls. And should it be
         # published again, its key does not depend on what the body made of the arguments.
         request.headers = stamp.with_stamp(headers, task_id, identified)
-    on_settled = make_result = None
+    on_settled = result = None
     if policy.mode == "enforce" and delivery.brings_callbacks(request):
         mark = partial(delivery.mark, task.app, identity)
         on_settled = partial(delivery.note_due, task, task_id, mark)
     elif definition.fuses:
-        make_result = partial(RequestResult, task, request, task_id)
+        result = _RequestResult(task, request)
     waits = policy.on_conflict == "wait"
     limit = (request.timelimit or (None,))[0] or task.time_limit or pool_time_limit
     return Call(
@@ -133,13 +134,42 @@ def call_of(
         longest_wait_ms=republish.longest_wait_ms(task, request) if waits else None,
         ends_at=_ends_at(limit) if limit else float("inf"),
         on_settled=on_settled,
-        make_result=make_result,
+        result=result,
         message=_message(task, definition, request),
         on_late_error=partial(late_outcome, task),
         open_transactions=task.transactions_around if request.is_eager else None,
         control=(Ignore, Reject, Retry),
         keep_failure=stamp.KEEP_FAILURE in said,
     )
+
+
+class _RequestResult:
+    """The result of a request, which the store may write together with its record."""
+
+    def __init__(self, task: IdempotentTask, request: Context) -> None:
+        self._task, self._request = task, request
+
+    def write_for(self, store: Store, value: Stored | None) -> ResultWrite | None:
+        """Return what this store is to write; ``None`` if the result is left to Celery."""
+        return write_of(self._task, self._request, store, value)
+
+    def note_written(self) -> None:
+        """Let the tracer leave it out."""
+        self._request.ignore_result = True
+
+
+def _store_replayed(task: IdempotentTask, request: Context, value: Stored | None) -> None:
+    """Store the value of a duplicate in one trip, where that can be; else the tracer stores it, in two.
+
+    A soft time limit that strikes here is no failure either: the task has its value.
+    """
+    try:
+        store = get_store(task.app)
+        write = write_of(task, request, store, value)
+        if write is not None and store.write_result(write):
+            request.ignore_result = True
+    except Exception:  # noqa: BLE001, S110
+        pass
 
 
 def _ends_at(limit_s: float) -> float:

@@ -14,7 +14,6 @@ from celery_idempotent.celery import (
     replacing,
     republish,
     running,
-    storing,
 )
 from celery_idempotent.celery.definition import Definition, define, is_celerys_own
 from celery_idempotent.celery.delivery import current_due
@@ -224,9 +223,9 @@ class IdempotentTask(RecordMethods):
 
     @property
     def backend(self) -> Any:
-        """The result backend, as with any task; Celery finds no more to do there where the settle stored the result."""
-        backend = storing.backend_for_tracer(super().backend, self.request_stack)
+        """The result backend, as with any task; between the settle and the end of the delivery, a view of it."""
         due = current_due.get()
+        backend = super().backend
         return backend if due is None else BackendAfterSettle(backend, due)
 
     @backend.setter

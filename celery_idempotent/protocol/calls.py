@@ -38,14 +38,10 @@ def worker_name(pid: int) -> str:
 
 
 class OutcomeResult(Protocol):
-    """What a body returned, as the caller stores it elsewhere: in a result backend."""
+    """What a body returns, as the caller stores it elsewhere: in a result backend."""
 
-    def write_for(self, store: Store) -> ResultWrite | None:
+    def write_for(self, store: Store, value: Stored | None) -> ResultWrite | None:
         """Return what this store is to write together with the record; ``None``: the caller writes it, afterwards."""
-        ...
-
-    def write_replayed(self, store: Store) -> None:
-        """Have this store write the value of a duplicate, if it can."""
         ...
 
     def note_written(self) -> None:
@@ -67,8 +63,8 @@ class Call:
     ends_at: float = float("inf")
     #: Called with the token once this call has settled its record.
     on_settled: Callable[[int, EndState], None] | None = None
-    #: Returns, for a value, the result as the caller stores it elsewhere.
-    make_result: Callable[[object], OutcomeResult] | None = None
+    #: The result, as the caller stores it elsewhere.
+    result: OutcomeResult | None = None
     #: What a sweep publishes should the claim go stale.
     message: bytes | None = field(default=None, repr=False)  # has arguments
     #: Exceptions by which a body says what becomes of its message, a retry for instance: none of them settles FAILED.
@@ -85,10 +81,6 @@ class Call:
     def fails(self, error: BaseException) -> bool:
         """Is this an error of the body, rather than what becomes of its message, or the end of the process?"""
         return isinstance(error, Exception) and not isinstance(error, self.control)
-
-    def result_of(self, value: object) -> OutcomeResult | None:
-        """Return the result that the caller stores elsewhere; ``None``: it stores none."""
-        return None if self.make_result is None else self.make_result(value)
 
     def late_error(self, error: Exception) -> Exception:
         """Return what is raised for an exception that came after the body; one of ours is what it is."""

@@ -77,7 +77,7 @@ class Settlement(NamedTuple):
 
     def write(self, store: Store, request: SettleRequest) -> bool:
         """Write the end state, and the result with it where that can be; ``False``: a newer claim has the key."""
-        if self.result is None or (result := self.result.write_for(store)) is None:
+        if self.result is None or (result := self.result.write_for(store, request.value)) is None:
             return store.settle(request)
         written = store.settle_with_result(request, result)
         if written is SettledWith.RESULT:

@@ -315,7 +315,7 @@ class Runner:
         at_exit = late is not None and not isinstance(late, Exception)
         if claim.phase in (Phase.RUNNING, Phase.LOST):
             dump = partial(self._codec.dump_value, value)
-            settlement = Settlement(State.COMPLETED, dump, result=call.result_of(value))
+            settlement = Settlement(State.COMPLETED, dump, result=call.result)
             end = self._endings.settle(call, claim, settlement, at_exit=at_exit)
             if self._is_dropped(end) and not at_exit:
                 return end

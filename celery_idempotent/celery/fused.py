@@ -1,0 +1,136 @@
+"""The result of a task, stored in the same step as its record, where both are in one Redis.
+
+::
+
+    apart      run ─ settle ─ GET (a SUCCESS already?) ─ MULTI, SETEX, PUBLISH, EXEC ─ hooks, signals ─ ack
+    together   run ─ settle, GET, SETEX, PUBLISH in one script ────────────────────── hooks, signals ─ ack
+    duplicate  replay ─ GET, SETEX, PUBLISH in one script ─────────────────────────── hooks, signals ─ ack
+
+Only values, as JSON, and only where the result backend is Celery's own ``RedisBackend``: Celery stores everything else.
+The bytes are those that Celery writes, except that ``date_done`` is always in UTC. The caller then sets
+``request.ignore_result``, and Celery's tracer leaves the result alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from datetime import datetime, timezone
+from types import FunctionType
+from typing import TYPE_CHECKING
+
+from celery.app import trace
+
+from celery_idempotent.records import ResultWrite, Stored
+from celery_idempotent.serializers import JSON, encode_json, is_kombus_json
+
+if TYPE_CHECKING:
+    from celery_idempotent.celery.typed import AnyBackend, AnyRequest, AnyTask
+    from celery_idempotent.stores.base import Store
+
+#: The methods of a backend that are bypassed. Where one of them is replaced, Celery stores the result.
+_BYPASSED = (
+    "mark_as_done",
+    "store_result",
+    "_store_result",
+    "_get_result_meta",
+    "_get_task_meta_for",
+    "_set_with_state",
+    "_set",
+    "ensure",
+    "_ensure_retryable",
+    "encode_result",
+    "encode",
+    "decode_result",
+    "get",
+    "set",
+)
+
+_CELERYS = {"celery.backends.base", "celery.backends.redis"}
+
+#: Does Celery's tracer leave the result of a request alone? (Celery < 5.7 asks the task only.)
+_is_ignored = getattr(trace, "get_actual_ignore_result", lambda task, _: task.ignore_result)
+
+#: A larger result takes long to send: it is left to Celery, which waits longer for Redis than a store does.
+_LARGEST = 1024 * 1024
+
+_plans: weakref.WeakKeyDictionary[AnyBackend, _Plan] = weakref.WeakKeyDictionary()
+
+
+class _Plan:
+    """How one result backend names its keys; ``prefix`` is ``None`` if this store cannot write its results."""
+
+    __slots__ = ("prefix", "store")
+
+    def __init__(self, backend: AnyBackend, store: Store) -> None:
+        self.store = store
+        self.prefix: bytes | None = None
+        if _is_plain(backend) and store.stores_results_of(backend.client.connection_pool):
+            self.prefix = backend.get_key_for_task("id")[:-2]
+
+
+def write_of(
+    task: AnyTask, request: AnyRequest, store: Store, value: Stored | None
+) -> ResultWrite | None:
+    """Return what the store is to write as the result of this request; ``None``: it is left to Celery.
+
+    Celery would not store it, or has more to do for this request, or writes it in another way. ``value`` is the task's
+    value as its record has it.
+    """
+    if value is None or value.content_type != JSON or len(value.body) > _LARGEST:
+        return None
+    # Without delivery_info it is not of a tracer: somebody pushed a request and called the task.
+    if request.is_eager or request.ignore_result or not request.delivery_info:
+        return None
+    if request.callbacks or request.errbacks or request.chain or request.chord:
+        return None
+    if _is_ignored(task, request):
+        return None
+    backend = task.backend
+    plan = _plans.get(backend)
+    if plan is None or plan.store is not store:
+        plan = _plans[backend] = _Plan(backend, store)
+    if plan.prefix is None:
+        return None
+    expires_s = int(backend.expires or 0)
+    task_id: str = request.id
+    return ResultWrite(
+        key=plan.prefix + task_id.encode(), payload=_payload(request, value), expires_s=expires_s
+    )
+
+
+def _payload(request: AnyRequest, value: Stored) -> bytes:
+    """Return what Celery would encode: the fields of ``_get_result_meta``, then the task id."""
+    children = request.children
+    after = f'"date_done": "{datetime.now(timezone.utc).isoformat()}"'
+    if request.group:
+        after += f', "group_id": {encode_json(request.group)}'
+    if request.parent_id:
+        after += f', "parent_id": {encode_json(request.parent_id)}'
+    return b'{"status": "SUCCESS", "result": %b, "traceback": null, "children": %b, %b}' % (
+        value.body,
+        encode_json([each.as_tuple() for each in children]).encode() if children else b"[]",
+        f'{after}, "task_id": {encode_json(request.id)}'.encode(),
+    )
+
+
+def _is_plain(backend: AnyBackend) -> bool:
+    """Is this Celery's own backend, in which nothing is replaced, and which writes plain JSON?"""
+    kind = type(backend)
+    if (kind.__module__, kind.__name__) != ("celery.backends.redis", "RedisBackend"):
+        return False
+    for name in _BYPASSED:
+        method = inspect.getattr_static(kind, name)
+        if name in vars(backend) or not isinstance(method, FunctionType):
+            return False
+        # Its globals: a wrapper says that it is of the module of what it wraps.
+        if method.__globals__["__name__"] not in _CELERYS:
+            return False
+    if (
+        backend.serializer != "json"
+        or not is_kombus_json()
+        or getattr(backend, "compression", None)
+    ):
+        return False
+    is_extended = backend.app.conf.find_value_for_key("extended", "result")
+    return not is_extended and type(backend.client).__module__ == "redis.client"
