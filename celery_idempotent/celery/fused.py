@@ -86,7 +86,7 @@ def write_of(
         return None
     if _is_ignored(task, request):
         return None
-    backend = task.backend
+    backend: AnyBackend = task.backend
     plan = _plans.get(backend)
     if plan is None or plan.store is not store:
         plan = _plans[backend] = _Plan(backend, store)
