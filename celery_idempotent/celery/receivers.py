@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery_idempotent.celery.registry import has_tasks
 from celery_idempotent.protocol.counters import counters
 from celery_idempotent.protocol.lease import heartbeat
+from celery_idempotent.settings import real_app
 
 if TYPE_CHECKING:
     from celery.worker import WorkController
@@ -28,7 +29,8 @@ def make_store(sender: WorkController, **_: object) -> None:
     from celery_idempotent.celery import running
     from celery_idempotent.celery.checks import check_or_raise
 
-    running.pool_time_limit = sender.time_limit  # type: ignore[attr-defined]  # Celery has it
+    limit = sender.time_limit  # type: ignore[attr-defined]  # Celery has it
+    running.pool_time_limits[real_app(sender.app)] = limit
     try:
         check_or_raise(sender.app)
     except Exception as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -35,14 +36,15 @@ from celery_idempotent.records import ResultWrite, Stored
 from celery_idempotent.stores import Store, get_store
 
 if TYPE_CHECKING:
+    from celery import Celery
     from celery.app.task import Context
 
     from celery_idempotent.celery.task import IdempotentTask
 
 logger = logging.getLogger(__name__)
 
-#: The hard time limit of this worker's pool, in seconds; a task or message may have a limit of its own.
-pool_time_limit: float | None = None
+#: The hard time limit of the pool of an app's worker, in seconds; a task or message may have a limit of its own.
+pool_time_limits: weakref.WeakKeyDictionary[Celery, float | None] = weakref.WeakKeyDictionary()
 
 #: A limit begins before the task is called, by the time that Celery's signals and ``before_start`` take. A run that
 #: is ended this close to its limit, in seconds or as a share of it, has met the limit.
@@ -125,7 +127,7 @@ def call_of(
     elif definition.fuses:
         result = _RequestResult(task, request)
     waits = policy.on_conflict == "wait"
-    limit = (request.timelimit or (None,))[0] or task.time_limit or pool_time_limit
+    limit = (request.timelimit or (None,))[0] or task.time_limit or pool_time_limits.get(task.app)
     return Call(
         identity=identity,
         fingerprint=identified.fingerprint,

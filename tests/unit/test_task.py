@@ -35,6 +35,7 @@ from celery_idempotent import (
     current_claim,
 )
 from celery_idempotent.celery import republish
+from celery_idempotent.celery.receivers import make_store
 from celery_idempotent.celery.undelivered import outcome_of
 from celery_idempotent.protocol.calls import worker_name
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, Record, SettleRequest, State
@@ -1745,3 +1746,21 @@ def test_retry_exceptions_made_by_hand_give_the_key_back(app, store, published):
 
     deliver(app, send(published, task, "k"))
     assert record(store, "k", "t") is None
+
+
+def test_the_time_limit_of_a_worker_is_that_of_its_own_app(app, store, published):
+    """A shutdown gives the key back; a run that is ended at its limit leaves it to be counted as a crash."""
+
+    @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
+    def task(key: str) -> None:
+        raise SystemExit
+
+    def end(worker_of: Celery) -> Any:
+        worker: Any = SimpleNamespace(app=worker_of, time_limit=0.1)
+        make_store(worker)
+        with pytest.raises(SystemExit):
+            deliver(app, send(published, task, "k"))
+        return record(store, "k", "t")
+
+    assert end(Celery("other", set_as_current=False)) is None
+    assert end(app).state is State.PROCESSING
