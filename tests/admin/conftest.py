@@ -25,16 +25,21 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Django set up with the test project's settings, and its tables made; as tests/django does."""
     state: Any = importlib.import_module("celery._state")
     current = state._tls.current_app
+    directory = tmp_path_factory.mktemp("admin")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DJANGO_SETTINGS_MODULE", "testproject.settings")
-        patch.setenv("DATABASE_PATH", str(tmp_path_factory.mktemp("admin") / "db.sqlite3"))
+        patch.setenv("DATABASE_PATH", str(directory / "db.sqlite3"))
         patch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")
         import django
 
         django.setup()
         state._tls.current_app = current
+        from django.db import connections
         from django.test.utils import setup_databases, teardown_databases
 
+        # In a file: the heartbeat's thread writes counters, and connections to one database in memory, which share its
+        # cache, do not wait for each other ("database table is locked").
+        connections["default"].settings_dict["TEST"]["NAME"] = str(directory / "test.sqlite3")
         databases = setup_databases(verbosity=0, interactive=False, aliases={"default": True})
         try:
             yield
