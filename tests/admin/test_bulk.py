@@ -324,14 +324,6 @@ def test_what_may_happen_twice_takes_a_tick_and_a_reason(
     assert f"Failed: {TASK} key s." in said(operator, failed)
 
 
-def test_a_page_that_is_asked_for_is_the_list(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    serve(memory)
-    answer = operator.get(f"{BULK}?state=FAILED&task=%3Cb%3E")
-    assert (answer.status_code, answer["Location"]) == (302, f"{LIST}?state=FAILED&task=%3Cb%3E")
-
-
 def test_each_operation_needs_its_permission(
     memory: Store, serve: Serve, log_in: Callable[..., Client], client_without_csrf: Any
 ) -> None:

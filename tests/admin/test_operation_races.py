@@ -6,7 +6,7 @@ Unless it is what the operation itself left there, when its first answer was los
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,10 +20,7 @@ from celery_idempotent.celery.operations import (
 )
 from celery_idempotent.records import Record, ReserveRequest, SettleRequest, State
 from celery_idempotent.stores import Store
-from celery_idempotent.stores.redis.scripts import script
-from celery_idempotent.stores.redis.store import RedisStore
 from tests.support.admin import claim, identity, make_user, settle, value
-from tests.support.proxy import Proxy
 from tests.support.waiting import wait_for
 
 Serve = Callable[..., Any]
@@ -175,7 +172,7 @@ def test_what_was_requeued_since_it_was_seen_is_not_failed(store: Store, serve: 
 
 
 #: Operations that a store cannot do twice: what it finds at the second time is its own work.
-ONCE: Any = pytest.mark.parametrize(
+ONCE = pytest.mark.parametrize(
     ("operation", "state"),
     [
         ("release", "QUEUED"),
@@ -240,28 +237,6 @@ def test_one_that_the_store_sent_twice_is_told_as_done(
     assert_left(store, operation, state)
     if operation != "requeue":
         assert "alice " in caplog.text
-
-
-@pytest.fixture
-def proxied(redis_proxy: Proxy, database: None) -> Iterator[RedisStore]:
-    store = RedisStore(redis_proxy.url())
-    yield store
-    store.close()
-
-
-@ONCE
-def test_one_whose_answer_is_lost_on_the_way_is_told_as_done(
-    redis_proxy: Proxy, proxied: RedisStore, serve: Serve, operation: Operation, state: str
-) -> None:
-    app = serve(proxied)
-    verb: Any = getattr(proxied, operation)
-    more = {"deadline_ms": 1} if operation == "requeue" else {}
-    assert not verb(identity("another"), token=1, **more)  # the server knows the script
-    seen = bring_to(proxied, state)
-    redis_proxy.swallow_replies(script(operation).digest)
-    assert_told_as_done(app, seen, operation)
-    assert redis_proxy.swallowed == 1
-    assert_left(proxied, operation, state)
 
 
 def test_code_that_forgets_is_told_that_it_did_and_forgets_no_later_record(

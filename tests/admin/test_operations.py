@@ -12,10 +12,9 @@ from celery.signals import before_task_publish
 from celery_idempotent import FailedByOperator
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.records import Record, State
-from celery_idempotent.stores import Store, open_store
+from celery_idempotent.stores import Store
 from tests.admin.pages import LIST, address, fields, text
 from tests.support.admin import TASK, claim, identity, settle
-from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -78,14 +77,6 @@ def test_a_stale_claim_is_released(store: Store, serve: Serve, operator: Client)
     assert gone.status_code == 404
     assert f"Released: {TASK} key a." in text(gone)
     assert "Released. Reason: its host is gone" in text(gone)
-
-
-def test_a_completed_record_is_forgotten(store: Store, serve: Serve, operator: Client) -> None:
-    serve(store)
-    settle(store, claim(store, "a"))
-    confirm(operator, "a", "forget")
-    assert store.get(identity("a")) is None
-    assert entries() == [(f"{TASK} key a", 3, "Forgotten. Reason: a test")]
 
 
 def test_an_unfinished_record_is_failed_and_its_duplicates_get_the_error(
@@ -260,34 +251,3 @@ def test_when_the_store_fails_in_the_act_the_note_says_that_it_may_have_happened
     monkeypatch.setattr(memory, "get", lambda _: next(looks, None) or fail())
     confirm(operator, "a", "forget", reason="again")
     assert "the store did not answer: it may have been done). Reason: again" in entries()[1][2]
-
-
-@pytest.mark.parametrize("how", ["stopped", "frozen"])
-def test_while_the_cache_of_a_hybrid_is_down_nothing_is_forgotten_and_the_operator_is_told(
-    serve: Serve, operator: Client, postgresql: str, private_redis: EmbeddedRedis, how: str
-) -> None:
-    """The entry might outlive the record: who asks again would get the answer of an operation that is forgotten."""
-    store: Any = open_store(f"hybrid+{private_redis.url()}?truth={postgresql}")
-    serve(store)
-    settle(store, claim(store, "a"))
-    before = store.get(identity("a"))
-    private_redis.freeze() if how == "frozen" else private_redis.stop()
-    for tries in range(1, 3):
-        answer = confirm(operator, "a", "forget", reason="it was wrong")
-        assert "nothing was forgotten" in text(operator.get(answer["Location"]))
-        assert len(entries()) == tries
-        assert entries()[-1][2] == (
-            "Forget failed (right after that the record was still there, unchanged)."
-            " Reason: it was wrong"
-        )
-    assert store.get(identity("a")) == before
-    # Every other page and operation goes without it.
-    stale(store, "b")
-    assert confirm(operator, "b", "fail").status_code == 302
-    assert operator.get(LIST).status_code == 200
-    private_redis.thaw() if how == "frozen" else private_redis.start()
-    assert confirm(operator, "a", "forget").status_code == 302
-    assert store.get(identity("a")) is None
-    # Also for those who ask the cache first.
-    assert claim(store, "a").attempts == 1
-    store.close()

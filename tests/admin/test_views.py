@@ -120,19 +120,3 @@ def test_a_key_of_a_view_is_found_by_key_and_user(
     assert keys(operator.get(LIST, {"scope": typed})) == {"a"}
     assert keys(operator.get(LIST, {"key": "a", "scope": typed, "task": "http"})) == {"a"}
     assert keys(operator.get(LIST, {"key": "a"})) == {"a"}, "whoever sent it"
-
-
-def test_the_namespace_of_views_is_suggested(memory: Store, serve: Serve, operator: Client) -> None:
-    serve(memory)
-    page = operator.get(LIST)
-    assert '<option value="http">' in page.content.decode()
-    assert 'placeholder="tenant-1, or user 17"' in page.content.decode()
-
-
-def test_a_scope_that_nobody_can_have_is_told(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    serve(memory)
-    answer = operator.get(LIST, {"scope": "user " + "\u20ac" * 250})
-    assert answer.status_code == 400
-    assert "No user has such a primary key." in text(answer)

@@ -99,22 +99,6 @@ def test_each_filter_shows_what_it_says(open_as: OpenAs) -> None:
     assert ["live", "Live: queued or at work"] in values
 
 
-def test_a_list_goes_on_where_it_stopped(open_as: OpenAs, store: Store) -> None:
-    scope = uuid.uuid4().hex
-    wanted = {f"many-{n}" for n in range(60)}
-    for key in wanted:
-        claim(store, identity(key, scope=scope))
-    page = open_as("viewer", f"?state=PROCESSING&scope={scope}")
-    first = listed(page)
-    assert len(first) == 50
-    page.get_by_role("link", name=re.compile("^Looked at .* keys, continue")).click()
-    expect(rows(page)).to_have_count(10)
-    assert first | listed(page) == wanted
-    page.get_by_role("link", name="From the start").click()
-    expect(rows(page)).to_have_count(50)
-    assert listed(page) == first
-
-
 def test_several_records_are_operated_on_after_one_question(open_as: OpenAs, store: Store) -> None:
     scope = uuid.uuid4().hex
     about = {key: identity(key, scope=scope) for key in ("lost", "hangs", "moves", "paid")}
