@@ -52,16 +52,6 @@ _OUTCOMES = (
 )
 
 
-class Apart(IdempotentTask):
-    """A task whose results Celery stores, for it has a backend of its own."""
-
-    abstract = True
-
-    @property  # type: ignore[misc]  # of a property with a setter
-    def backend(self) -> Any:
-        return self.app.backend
-
-
 class Refused(Exception):
     """The bank will never accept this card."""
 
@@ -84,29 +74,19 @@ def _define(app: Celery) -> None:
     plain = partial(app.task, base=Task, bind=True, shared=False)
 
     keyed(name="work")(work)
-    for suffix, early in {"": {}, "_early": {"acks_late": False}}.items():
-        waiting: dict[str, Any] = {"idempotency_on_conflict": "wait", **early}
-        keyed(name=f"waiting{suffix}", idempotency_wait=30, **waiting)(work)
-        keyed(name=f"impatient{suffix}", idempotency_wait=timedelta(seconds=0.5), **waiting)(work)
-        keyed(name=f"ignoring{suffix}", idempotency_on_conflict="ignore", **early)(work)
 
     once: dict[str, Any] = {"idempotency_publish_once": True}
     keyed(name="once", **once)(work)
     keyed(name="once_retrying", max_retries=3, **once)(retrying)
-    keyed(name="once_failing", **once)(failing)
 
     stale: dict[str, Any] = {"idempotency_lease": 1}
     keyed(name="timing_out", idempotency_on_stale="fail", **stale)(work)
     requeue: dict[str, Any] = {"idempotency_on_stale": "requeue", **stale}
     keyed(name="requeued", acks_late=False, **requeue)(work)
     keyed(name="requeued_retrying", acks_late=False, **requeue)(retrying_soon_lost)
-    keyed(name="expiring", acks_late=False, **requeue)(work)
 
     keyed(name="open", idempotency_on_store_error="open")(work)
     keyed(name="observed", idempotency_mode="observe")(work)
-    idempotent(
-        name="observed_failing", idempotency_key="label", idempotency_mode="observe", **_permanent
-    )(refuse)
     keyed(name="off", idempotency_mode="off")(work)
     idempotent(name="everything", idempotency_key=ALL_ARGUMENTS)(echo)
     idempotent(name="fingerprinted", idempotency_key="key")(echo_key)
@@ -115,14 +95,10 @@ def _define(app: Celery) -> None:
     for colour in ("red", "blue"):
         keyed(name=colour, idempotency_namespace="colours")(work)
     keyed(name="by_name", idempotency_fingerprint=("values",))(echo_key)
-    idempotent(name="by_number", idempotency_key="key.number")(work)
     keyed(name="exclusive", idempotency_retention=0)(work)
     keyed(name="forgetful", idempotency_retention=1, idempotency_lease=0.5)(work)
-    failures: dict[str, Any] = {"idempotency_retention": 1, "idempotency_lease": 0.5}
-    idempotent(name="forgiving", idempotency_key="label", **failures, **_permanent)(refuse)
     if app.conf.get("with_an_atomic_task"):
         keyed(name="atomic", idempotency_atomic=True, idempotency_on_store_error="closed")(work)
-    app.task(name="apart", base=Apart, bind=True, shared=False, idempotency_key="key")(work)
     keyed(name="unstored", idempotency_store_result=False, idempotency_lease=0.5)(work)
 
     saying = partial(app.task, base=Saying, bind=True, shared=False)
@@ -130,15 +106,12 @@ def _define(app: Celery) -> None:
     saying(name="pay_once", idempotency_key="order")(pay_once)
     saying(name="refuse", **_permanent)(refuse)
     saying(name="item")(item)
-    saying(name="pair")(pair)
     app.task(name="mourn", base=Saying, shared=False)(mourn)
     plain(name="plain_say")(say)
     plain(name="echo")(same)
     app.task(name="fence", base=Task, shared=False)(fence)
 
     keyed(name="purchase")(purchase)
-    keyed(name="purchase_observed", idempotency_mode="observe")(purchase)
-    keyed(name="purchase_off", idempotency_mode="off")(purchase)
     keyed(name="purchase_retrying", max_retries=2)(purchase_retrying)
     keyed(name="purchase_failing")(purchase_failing)
 
@@ -173,15 +146,6 @@ def retrying_soon_lost(self: Any, key: str) -> dict[str, Any]:
     _label = key
     with mock.patch.object(reserving, "RESERVED_MS", 1000):
         return retrying(self, key, countdown=1)
-
-
-def failing(self: Any, key: str) -> dict[str, Any]:
-    """Fail the first time."""
-    _note("start", key)
-    if Ledger.from_env().count("start", key) == 1:
-        raise RuntimeError("not today")
-    _note("end", key)
-    return {"run": uuid.uuid4().hex}
 
 
 def echo(self: Any, label: str, *values: Any, **named: Any) -> dict[str, Any]:
@@ -244,12 +208,6 @@ def item(self: Any, label: str) -> str:
     return label.rsplit("/", 1)[1]
 
 
-def pair(self: Any, label: str, letter: str) -> str:
-    """Do one item of a starmap or of a chunk."""
-    _begin(f"{label}/{letter}")
-    return letter
-
-
 def pay_once(self: Any, order: str) -> str:
     """Pay an order; no two runs say the same."""
     _begin(order)
@@ -302,25 +260,18 @@ def purchase_failing(self: Any, key: str) -> list[Any]:
 
 
 def _purchase(self: Any, key: str, between: Callable[[], None] = lambda: None) -> list[Any]:
-    global _label
-    _label = key
     claim = self.idempotency
 
     def provider(name: str, amount: int) -> dict[str, Any]:
-        crash(f"before {name}")
         _note(name, f"{key}:{claim.derived_key(name)}")
-        crash(f"after {name}")
         return {"amount": amount, "receipt": uuid.uuid4().hex, "parts": (1, 2)}
 
-    crash("at the start")
     charged = claim.step("charge", provider, "charge", 10)
     _note("charged", f"{key}:{json.dumps(charged)}")
     _note("between", key)
-    crash("between")
     between()
     shipped = claim.step("ship", provider, "ship", amount=1)
     _note("shipped", f"{key}:{json.dumps(shipped)}")
-    crash("at the end")
     return [charged, shipped]
 
 

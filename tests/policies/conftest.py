@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,25 +71,6 @@ class Site(sites.Site):
         known = ("content_type", "content_encoding", "correlation_id", "reply_to")
         properties = {name: receipt[name] for name in known}
         self.deliver(Message(receipt["id"], receipt["body"], receipt["headers"], properties))
-
-    @contextlib.contextmanager
-    def doubling(self, text: str) -> Iterator[None]:
-        """Deliver each message with ``text`` a second time as soon as it arrives."""
-        stop = threading.Event()
-
-        def double() -> None:
-            seen: set[str] = set()
-            while not stop.wait(0.02):
-                for receipt in self.receipts(text):
-                    if receipt["id"] not in seen:
-                        seen.add(receipt["id"])
-                        self.deliver_again(receipt)
-
-        thread = threading.Thread(target=double, daemon=True)
-        thread.start()
-        yield
-        stop.set()
-        thread.join()
 
     # -- what happened -------------------------------------------------------------------------------------------------
 

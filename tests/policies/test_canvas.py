@@ -5,7 +5,7 @@ What is sent is counted where it arrives, and what takes effect by the tasks the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +108,11 @@ SHAPES = {
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-#: Whose every step is guarded.
-GUARDED = [name for name in SHAPES if name != "plain steps"]
-
-
-def first(*names: str, among: Iterable[str] = SHAPES) -> pytest.MarkDecorator:
+def first(*names: str) -> pytest.MarkDecorator:
     """These shapes, which have in them what the others are made of; the others are wide."""
-    assert {*among} >= {*names}
     params = [
-        pytest.param(SHAPES[name], id=name, marks=() if name in names else pytest.mark.wide)
-        for name in among
+        pytest.param(shape, id=name, marks=() if name in names else pytest.mark.wide)
+        for name, shape in SHAPES.items()
     ]
     return pytest.mark.parametrize("shape", params)
 
@@ -154,12 +149,6 @@ class TestRedelivery:
             arrived = [each["id"] for each in on_redis.receipts(key)[before:]]
             assert sorted(arrived) == sorted(each["id"] for each in copies)
 
-    @first("chord in a chain", "nested", "links of links", among=GUARDED)
-    def test_redelivering_every_step_while_it_runs_changes_nothing(self, shared, key, shape):
-        with shared.doubling(key):
-            result = start(shared, key, shape)
-            finish(shared, key, shape, result)
-
 
 class TestCrashes:
     @EVERY_SHAPE
@@ -191,14 +180,6 @@ class TestCrashes:
         assert sent == len(copies) if point != "sent" else sent >= len(copies)
         labels = (f"{key}/{each}" for each in shape.effects)
         assert on_redis.effects(key) == dict.fromkeys(labels, 1)
-
-    @pytest.mark.rabbitmq
-    @pytest.mark.parametrize("point", ["settled", "sent"])
-    def test_on_rabbitmq_too(self, on_rabbitmq, key, point):
-        shape = SHAPES["chord in a chain"]
-        for letter in shape.crash:
-            on_rabbitmq.crash(point, f"{key}/{letter}")
-        finish(on_rabbitmq, key, shape, start(on_rabbitmq, key, shape))
 
     @pytest.mark.parametrize("point", ["settled", "sent", "delivered"])
     def test_callbacks_of_a_failure_run_once(self, on_redis, key, point):
@@ -284,17 +265,6 @@ class TestDuplicates:
 
 class TestItems:
     """``map``, ``starmap`` and ``chunks`` call the task as a function, for each item."""
-
-    def test_map_starmap_and_chunks_run_as_with_celery(self, on_redis, key):
-        item, pair = on_redis.app.tasks["item"], on_redis.app.tasks["pair"]
-        mapped = item.map([f"{key}/{each}" for each in "ab"]).apply_async()
-        starred = pair.starmap([(key, each) for each in "cd"]).apply_async()
-        chunked = pair.chunks([(key, each) for each in "efg"], 2).apply_async()
-        assert mapped.get(timeout=PATIENCE) == ["a", "b"]
-        assert starred.get(timeout=PATIENCE) == ["c", "d"]
-        assert chunked.get(timeout=PATIENCE) == [["e", "f"], ["g"]]
-        on_redis.idle(key)
-        assert on_redis.effects(key) == {f"{key}/{each}": 1 for each in "abcdefg"}
 
     def test_items_of_a_redelivered_message_run_again(self, on_redis, key):
         """As with Celery: the message is that of Celery's own task, and its items are plain calls."""

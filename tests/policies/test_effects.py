@@ -6,11 +6,9 @@ import time
 
 import pytest
 
-from celery_idempotent.errors import FingerprintMismatch, KeyMissing, ResultUnavailable
+from celery_idempotent.errors import FingerprintMismatch, ResultUnavailable
 from celery_idempotent.records import State
-from tests.policies.app import Refused
 from tests.policies.conftest import PATIENCE, Site
-from tests.support.sites import Gate
 from tests.support.waiting import wait_for
 
 
@@ -57,18 +55,6 @@ class TestFingerprint:
         assert on_redis.ledger.count("start", key) == 1
 
 
-class TestMissingKeys:
-    def test_a_call_whose_rule_finds_nothing_is_not_published(self, on_redis: Site, key: str):
-        with pytest.raises(KeyMissing, match="by_number"):
-            on_redis.app.tasks["by_number"].delay(key)
-        assert on_redis.ledger.count("start", key) == 0
-
-    def test_a_message_whose_rule_finds_nothing_does_not_run(self, on_redis: Site, key: str):
-        with pytest.raises(KeyMissing):
-            on_redis.app.send_task("by_number", (key,)).get(timeout=PATIENCE)
-        assert on_redis.ledger.count("start", key) == 0
-
-
 class TestRetention:
     def test_after_it_the_key_is_new(self, on_redis: Site, key: str):
         first = on_redis.publish("forgetful", key).get(timeout=PATIENCE)
@@ -87,30 +73,6 @@ class TestRetention:
             values.add(on_redis.publish("exclusive", key).get(timeout=PATIENCE)["run"])
         assert len(values) == on_redis.ledger.count("start", key) == 3
 
-    def test_of_nothing_lets_duplicates_run_one_after_the_other(
-        self, on_redis: Site, key: str, gate: Gate
-    ):
-        sent = [on_redis.publish("exclusive", key, gate.path) for _ in range(3)]
-        on_redis.noted("conflicted", key)
-        on_redis.noted("start", key)  # a duplicate may be refused before the holder wrote this down
-        assert on_redis.ledger.count("start", key) == 1
-        gate.open()
-        assert len({each.get(timeout=PATIENCE)["run"] for each in sent}) == 3
-        order = [e.phase for e in on_redis.ledger.entries(key=key) if e.phase in ("start", "end")]
-        assert order == ["start", "end"] * 3
-
-
-class TestRetentionOfFailures:
-    def test_a_failure_is_kept_for_as_long_as_a_success(self, on_redis: Site, key: str):
-        for _ in range(2):
-            with pytest.raises(Refused):
-                on_redis.publish("forgiving", key).get(timeout=PATIENCE)
-        assert on_redis.effects(key)[key] == 1
-        gone(on_redis, "forgiving", key)
-        with pytest.raises(Refused):
-            on_redis.publish("forgiving", key).get(timeout=PATIENCE)
-        assert on_redis.effects(key)[key] == 2
-
 
 class TestStoreResult:
     def test_without_it_the_value_is_where_celery_left_it(self, on_redis: Site, key: str):
@@ -127,22 +89,6 @@ class TestStoreResult:
         with pytest.raises(ResultUnavailable):
             on_redis.publish("unstored", key).get(timeout=PATIENCE)
         assert on_redis.ledger.count("start", key) == 1
-
-
-class TestFusedResult:
-    @pytest.mark.parametrize(("name", "by"), [("work", "lua"), ("apart", "tcp")])
-    def test_the_result_is_stored_by_the_settle_or_by_celery(
-        self, on_redis: Site, key: str, name: str, by: str
-    ):
-        with on_redis.redis.monitor() as monitor:
-            result = on_redis.publish(name, key)
-            assert result.get(timeout=PATIENCE)["run"]
-            while True:
-                said = monitor.next_command()
-                words = said["command"]
-                if result.id in words and "SETEX" in words and "SUCCESS" in words:
-                    break
-        assert said["client_type"] == by
 
 
 class TestAtomic:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.policies import app as app_module
 from tests.policies.conftest import PATIENCE, Site
 from tests.support.servers import EmbeddedRedis
 from tests.support.waiting import wait_for
@@ -100,27 +99,6 @@ class TestObserve:
         on_redis.idle(key)
         assert len(on_redis.receipts(key)) == 2
 
-    def test_other_arguments_run_and_are_told(self, on_redis, key):
-        on_redis.publish("observed", key).get(timeout=PATIENCE)
-        second = on_redis.publish("observed", key, "", 0.01)
-        assert second.get(timeout=PATIENCE)
-        on_redis.noted("observed mismatched", task_id=second.id)
-        assert "been refused because of" in self.said(on_redis, second.id)
-
-    def test_a_redelivery_runs_and_is_told(self, on_redis, key):
-        first = on_redis.publish("observed", key)
-        first.get(timeout=PATIENCE)
-        on_redis.deliver_again(on_redis.receipt(first.id))
-        on_redis.idle(key)
-        assert on_redis.ledger.count("end", key) == 2
-        on_redis.noted("observed replayed", task_id=first.id)
-
-    def test_a_permanent_error_is_raised_by_each_run(self, on_redis, key):
-        for _ in range(2):
-            with pytest.raises(Exception, match="expired"):
-                on_redis.publish("observed_failing", key).get(timeout=PATIENCE)
-        assert on_redis.effects(key) == {key: 2}
-
     def test_its_canvas_is_sent_on_by_each_run(self, on_redis, key):
         for letter in "ab":
             link = on_redis.app.tasks["plain_say"].si(f"{key}/{letter}")
@@ -137,11 +115,3 @@ class TestOff:
         assert stored_keys(on_redis, key) == []
         for receipt in on_redis.receipts(key):
             assert not [name for name in receipt["headers"] if name.startswith("idempotency")]
-
-    def test_a_whole_app_is_switched_off_by_its_setting(self, on_redis, key):
-        app = app_module.make_app({**on_redis.settings, "idempotency_mode": "off"})
-        result = app.tasks["work"].apply_async((key,))
-        result.get(timeout=PATIENCE)
-        assert not app.tasks["work"].acks_late
-        assert "idempotency" not in on_redis.receipt(result.id)["headers"]
-        app.close()

@@ -15,9 +15,7 @@ import pytest
 from celery import chain, chord, group
 from kombu.exceptions import OperationalError
 
-from celery_idempotent import signals
 from celery_idempotent.celery import reserving
-from celery_idempotent.errors import FingerprintMismatch
 from celery_idempotent.records import State
 from tests.policies import app as app_module
 from tests.policies.conftest import PATIENCE, Site
@@ -77,37 +75,11 @@ class TestSecondPublish:
         assert len(shared.receipts(key)) == 1
         assert shared.ledger.count("start", key) == 1
 
-    def test_a_failed_key_is_published_again(self, on_redis, key):
-        first = on_redis.publish("once_failing", key)
-        with pytest.raises(RuntimeError):
-            first.get(timeout=PATIENCE)
-        second = on_redis.publish("once_failing", key)
-        assert second.id != first.id
-        second.get(timeout=PATIENCE)
-        assert on_redis.publish("once_failing", key).id == second.id
-
-    def test_other_arguments_under_the_key_are_refused(self, unattended, key):
-        unattended.publish("once", key)
-        with pytest.raises(FingerprintMismatch):
-            unattended.publish("once", key, "", 1.0)
-        wait_for(lambda: unattended.length() == 1, PATIENCE, "one message")
-
     def test_a_countdown_keeps_the_reservation_for_as_long(self, unattended, key, short):
         first = unattended.publish("once", key, countdown=5)
         time.sleep(2 * short)
         assert unattended.publish("once", key).id == first.id
         assert unattended.length() == 1
-
-    def test_the_reservation_is_announced(self, unattended, key):
-        events: list[signals.Event] = []
-
-        def note(sender: Any, event: signals.Event, **_: Any) -> None:
-            events.append(event)
-
-        signals.reserved.connect(note)
-        first = unattended.publish("once", key)
-        unattended.publish("once", key)
-        assert [each.task_id for each in events] == [first.id]
 
 
 class TestNothingLeaks:
@@ -210,41 +182,15 @@ class TestNothingLeaks:
 
 
 class TestAlwaysOut:
-    def test_retries_go_out(self, shared, key):
-        first = shared.publish("once_retrying", key)
-        first.get(timeout=PATIENCE)
-        assert shared.ledger.count("start", key) == 2
-        assert shared.publish("once_retrying", key).id == first.id
-
     def test_a_publish_between_a_run_and_its_retry_is_the_first_task(self, on_redis, key):
         first = on_redis.publish("once_retrying", key)
         seen = set()
-        while not first.ready():
+        # Not until the result is there: a busy worker may store that it retries after the retry has stored its result.
+        while not on_redis.ledger.count("end", key):
             seen.add(on_redis.publish("once_retrying", key).id)
         assert seen == {first.id}
         on_redis.idle(key)
         assert on_redis.ledger.count("start", key) == 2
-
-    def test_a_message_by_name_is_guarded_when_it_runs(self, shared, key, gate):
-        """It meets the holder, goes round under its own task id, and is answered in the end."""
-        first = shared.publish("once", key, gate.path)
-        shared.noted("start", key)
-        second = shared.app.send_task("once", args=(key, gate.path))
-        wait_for(lambda: shared.received(second.id) >= 2, PATIENCE, "a second round")
-        gate.open()
-        assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
-        assert second.id != first.id
-        third = shared.app.send_task("once", args=(key, gate.path))
-        assert third.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
-        assert shared.ledger.count("start", key) == 1
-
-    def test_a_message_by_name_that_comes_first_takes_the_reservation_over(self, on_redis, key):
-        unread = on_redis.publish("once", key, queue=on_redis.new_queue())
-        by_name = on_redis.app.send_task("once", args=(key,))
-        value = by_name.get(timeout=PATIENCE)
-        assert on_redis.publish("once", key).get(timeout=PATIENCE) == value
-        assert on_redis.ledger.count("start", key) == 1
-        assert unread.id != by_name.id
 
     def test_everything_in_a_canvas_is_published(self, shared, key):
         once = shared.app.tasks["once"]
@@ -268,10 +214,3 @@ class TestAlwaysOut:
         second = on_redis.publish("once", key, link=on_redis.app.tasks["say"].si(f"{key}/a"))
         assert second.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
         on_redis.noted("effect", f"{key}/a")
-
-    def test_a_store_that_is_down_lets_it_out_unreserved(self, open_site, key, caplog):
-        site = open_site("redis", idempotency_store="redis://127.0.0.1:1/0")
-        site.publish("once", key)
-        site.publish("once", key)
-        assert site.length() == 2
-        assert "unreserved" in caplog.text

@@ -8,9 +8,7 @@ from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
-import pytest
-
-from tests.policies.conftest import PATIENCE
+from tests.policies.conftest import PATIENCE, Site
 
 
 class Colour(str, enum.Enum):
@@ -40,25 +38,25 @@ VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-class TestArguments:
-    def test_they_are_one_key_before_and_after_the_broker(self, on_redis, key, value):
-        """The second message has no stamp: the worker computes the key from what JSON made of the arguments."""
-        options: dict[str, Any] = {"args": (key, value), "kwargs": {"more": value}}
-        first = on_redis.app.tasks["everything"].apply_async(**options)
-        by_name = on_redis.app.send_task("everything", **options)
-        assert by_name.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
-        again = on_redis.app.tasks["everything"].apply_async(**options)
-        assert again.get(timeout=PATIENCE) == first.get(timeout=PATIENCE)
-        assert on_redis.ledger.count("start", key) == 1
+OPTIONS: dict[str, Any] = {"kwargs": {"more": VALUES}}
 
-    def test_they_are_one_fingerprint_before_and_after_the_broker(self, on_redis, key, value):
-        options: dict[str, Any] = {"args": (key, value), "kwargs": {"more": value}}
-        by_name = on_redis.app.send_task("fingerprinted", **options)
-        first = by_name.get(timeout=PATIENCE)
-        again = on_redis.app.tasks["fingerprinted"].apply_async(**options)
-        assert again.get(timeout=PATIENCE) == first
-        on_redis.deliver_again(on_redis.receipt(by_name.id))
-        on_redis.idle(key)
-        assert on_redis.ledger.count("start", key) == 1
-        assert on_redis.ledger.count("mismatched", task_id=by_name.id) == 0
+
+def test_they_are_one_key_before_and_after_the_broker(on_redis: Site, key: str) -> None:
+    """The second message has no stamp: the worker computes the key from what JSON made of the arguments."""
+    task, args = on_redis.app.tasks["everything"], (key, *VALUES.values())
+    first = task.apply_async(args, **OPTIONS).get(timeout=PATIENCE)
+    assert on_redis.app.send_task("everything", args, **OPTIONS).get(timeout=PATIENCE) == first
+    assert task.apply_async(args, **OPTIONS).get(timeout=PATIENCE) == first
+    assert on_redis.ledger.count("start", key) == 1
+
+
+def test_they_are_one_fingerprint_before_and_after_the_broker(on_redis: Site, key: str) -> None:
+    args = (key, *VALUES.values())
+    by_name = on_redis.app.send_task("fingerprinted", args, **OPTIONS)
+    first = by_name.get(timeout=PATIENCE)
+    again = on_redis.app.tasks["fingerprinted"].apply_async(args, **OPTIONS)
+    assert again.get(timeout=PATIENCE) == first
+    on_redis.deliver_again(on_redis.receipt(by_name.id))
+    on_redis.idle(key)
+    assert on_redis.ledger.count("start", key) == 1
+    assert on_redis.ledger.count("mismatched", task_id=by_name.id) == 0
