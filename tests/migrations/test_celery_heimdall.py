@@ -53,32 +53,6 @@ class TestThePromise:
         assert shop.starts(key) == 1
 
 
-class TestARedelivery:
-    def test_ran_beside_the_first(self, shop: Shop, key: str):
-        message = shop.take(shop.task(f"{BEFORE}.report"), key)
-        shop.order("closed1", key)
-        shop.deliver(message)
-        shop.started(key)
-        shop.order("closed2", key)
-        shop.deliver(message)
-        shop.started(key, 2)
-        assert locked(shop, key)
-        assert shop.ends(key) == 0
-
-    def test_does_not_run(self, shop: Shop, key: str):
-        message = shop.take(shop.task(f"{AFTER}.report"), key)
-        gate = shop.order("closed1", key)
-        first = shop.deliver(message)
-        shop.started(key)
-        shop.deliver(message)
-        shop.passed()
-        gate.unlink()
-        first.get(timeout=PATIENCE)
-        shop.deliver(message)
-        shop.passed()
-        assert shop.starts(key) == 1
-
-
 class TestADuplicateByName:
     def test_freed_the_key_of_the_task_at_work(self, shop: Shop, key: str):
         name = f"{BEFORE}.report"
@@ -114,21 +88,3 @@ class TestADuplicateByName:
         name = f"{AFTER}.remind"
         value = shop.task(name).delay(key).get(timeout=PATIENCE)
         assert shop.app.send_task(name, (key,)).get(timeout=PATIENCE) == value
-
-
-class TestTheDeploy:
-    def test_a_new_worker_runs_old_messages_once(self, shop: Shop, key: str):
-        message = shop.take(shop.task(f"{BEFORE}.report"), key)
-        name = f"{AFTER}.report"
-        gate = shop.order("closed1", key)
-        first = shop.deliver(message, task=name)
-        shop.started(key)
-        assert shop.task(name).delay(key).id == first.id
-        gate.unlink()
-        first.get(timeout=PATIENCE)
-        assert shop.starts(key) == 1
-
-    def test_an_old_worker_runs_new_messages(self, shop: Shop, key: str):
-        message = shop.take(shop.task(f"{AFTER}.report"), key)
-        shop.deliver(message, task=f"{BEFORE}.report").get(timeout=PATIENCE)
-        assert shop.starts(key) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
@@ -77,40 +76,6 @@ class TestAKilledWorker:
         assert locked(shop, key) > 3500
         assert shop.starts(key) == 1
 
-    def test_is_followed_by_another_run(self, shop: Shop, key: str):
-        shop.order("kill", key)
-        lost = shop.task(AFTER).delay(key)
-        lost.get(timeout=PATIENCE)
-        assert (shop.starts(key), shop.ends(key)) == (2, 1)
-        shop.task(AFTER).delay(key).get(timeout=PATIENCE)
-        assert shop.starts(key) == 3
-
-
-class TestARedelivery:
-    def test_ran_beside_the_first(self, shop: Shop, key: str):
-        message = shop.take(shop.task(BEFORE), key)
-        shop.order("closed1", key)
-        shop.deliver(message)
-        shop.started(key)
-        shop.order("closed2", key)
-        shop.deliver(message)
-        shop.started(key, 2)
-        assert shop.ends(key) == 0
-
-    def test_does_not_run(self, shop: Shop, key: str):
-        message = shop.take(shop.task(AFTER), key)
-        gate = shop.order("closed1", key)
-        first = shop.deliver(message)
-        shop.started(key)
-        for _ in range(3):
-            shop.deliver(message)
-        shop.passed()
-        gate.unlink()
-        first.get(timeout=PATIENCE)
-        shop.deliver(message)
-        shop.passed()
-        assert (shop.starts(key), shop.ends(key)) == (1, 1)
-
 
 class TestALateWorker:
     def test_released_the_key_of_the_next_run(self, shop: Shop, key: str):
@@ -167,28 +132,3 @@ class TestALateWorker:
         gate.unlink()
         first.get(timeout=PATIENCE)
         assert shop.starts(key) == 1
-
-
-class TestTheDeploy:
-    def test_a_new_worker_runs_old_messages_once(self, shop: Shop, key: str):
-        message = shop.take(shop.task(BEFORE), key)
-        assert "idempotency" not in json.dumps(message["headers"])
-        gate = shop.order("closed1", key)
-        first = shop.deliver(message, task=AFTER)
-        shop.started(key)
-        shop.deliver(message, task=AFTER)
-        assert shop.task(AFTER).delay(key).id == first.id
-        shop.passed()
-        gate.unlink()
-        first.get(timeout=PATIENCE)
-        assert shop.starts(key) == 1
-        # Why publishers come first: nobody deletes what the old one locked.
-        assert locked(shop, key) > 3500
-
-    def test_an_old_worker_runs_new_messages(self, shop: Shop, key: str):
-        message = shop.take(shop.task(AFTER), key)
-        first = shop.deliver(message, task=BEFORE)
-        first.get(timeout=PATIENCE)
-        assert shop.starts(key) == 1
-        # It knows nothing of the reservation, which lasts for a minute.
-        assert shop.task(AFTER).delay(key).id == first.id

@@ -77,38 +77,3 @@ class TestAKilledWorker:
         # And for the rest of the minute nobody else does it.
         assert shop.task(BEFORE).delay(key).get(timeout=PATIENCE) is None
         assert shop.starts(key) == 1
-
-    def test_is_followed_by_another_run(self, shop: Shop, key: str):
-        shop.order("kill", key)
-        first = shop.task(AFTER).delay(key)
-        assert first.get(timeout=PATIENCE)
-        assert (shop.starts(key), shop.ends(key)) == (2, 1)
-
-
-class TestARedelivery:
-    def test_after_the_end_ran_again(self, shop: Shop, key: str):
-        message = shop.take(shop.task(BEFORE), key)
-        for times in (1, 2):
-            shop.deliver(message)
-            shop.started(key, times)
-            wait_for(lambda: not shop.redis.exists(f"lock-sync-{key}"), PATIENCE, "the end")
-
-    def test_does_not_run(self, shop: Shop, key: str):
-        message = shop.take(shop.task(AFTER), key)
-        shop.deliver(message).get(timeout=PATIENCE)
-        shop.deliver(message)
-        shop.passed()
-        assert shop.starts(key) == 1
-
-
-class TestTheDeploy:
-    def test_a_new_worker_runs_old_messages_once(self, shop: Shop, key: str):
-        message = shop.take(shop.task(BEFORE), key)
-        gate = shop.order("closed1", key)
-        first = shop.deliver(message, task=AFTER)
-        shop.started(key)
-        again = shop.task(AFTER).delay(key)
-        wait_for(lambda: again.state == "IGNORED", PATIENCE, "the duplicate to be dropped")
-        gate.unlink()
-        first.get(timeout=PATIENCE)
-        assert shop.starts(key) == 1

@@ -1,0 +1,93 @@
+"""What the libraries that are migrated from have in common: lost workers, redeliveries, the deploy after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.migrations.conftest import PATIENCE, Shop
+from tests.support.waiting import wait_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """The names of one task, before and after; what a redelivery did while the first run was at work."""
+
+    before: str
+    after: str
+    beside: bool = False
+    #: Does a duplicate end without a value? Else it gets the first task's result.
+    drops: bool = False
+
+
+LIBRARIES = {
+    "celery-once": Library(
+        before="celery_once_before.report", after="celery_once_after.report", beside=True
+    ),
+    "celery-singleton": Library(
+        before="celery_singleton_before.sync", after="celery_singleton_after.sync"
+    ),
+    "celery-heimdall": Library(
+        before="celery_heimdall_before.report", after="celery_heimdall_after.report", beside=True
+    ),
+    "redis-lock": Library(
+        before="redis_lock_before.sync", after="redis_lock_after.sync", drops=True
+    ),
+}
+
+pytestmark = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+
+
+def test_a_killed_worker_is_followed_by_another_run(shop: Shop, key: str, library: Library):
+    shop.order("kill", key)
+    assert shop.task(library.after).delay(key).get(timeout=PATIENCE)
+    assert (shop.starts(key), shop.ends(key)) == (2, 1)
+
+
+def test_a_redelivery_ran_again(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.before), key)
+    for times in (1, 2):
+        if library.beside:
+            shop.order(f"closed{times}", key)
+        shop.deliver(message)
+        shop.started(key, times)
+        lock = f"lock-sync-{key}"
+        wait_for(lambda lock=lock: not shop.redis.exists(lock), PATIENCE, "the lock to go")  # type: ignore[misc]
+    assert not (library.beside and shop.ends(key))
+
+
+def test_a_redelivery_does_not_run(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.after), key)
+    gate = shop.order("closed1", key)
+    first = shop.deliver(message)
+    shop.started(key)
+    shop.deliver(message)
+    shop.passed()
+    gate.unlink()
+    first.get(timeout=PATIENCE)
+    shop.deliver(message)
+    shop.passed()
+    assert (shop.starts(key), shop.ends(key)) == (1, 1)
+
+
+def test_a_new_worker_runs_old_messages_once(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.before), key)
+    assert not [name for name in message["headers"] if name.startswith("idempotency")]
+    gate = shop.order("closed1", key)
+    first = shop.deliver(message, task=library.after)
+    shop.started(key)
+    again = shop.task(library.after).delay(key)
+    if library.drops:
+        wait_for(lambda: again.state == "IGNORED", PATIENCE, "the duplicate to be dropped")
+    else:
+        assert again.id == first.id
+    gate.unlink()
+    first.get(timeout=PATIENCE)
+    assert shop.starts(key) == 1
+
+
+def test_an_old_worker_runs_new_messages(shop: Shop, key: str, library: Library):
+    message = shop.take(shop.task(library.after), key)
+    shop.deliver(message, task=library.before).get(timeout=PATIENCE)
+    assert shop.starts(key) == 1
