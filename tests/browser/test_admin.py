@@ -70,35 +70,6 @@ def listed(page: Page) -> set[str]:
     return set(rows(page).all_inner_texts())
 
 
-def test_each_filter_shows_what_it_says(open_as: OpenAs) -> None:
-    """What each state and age finds is known of the same names, in tests/admin/test_pages.py."""
-    page = open_as("viewer")
-    for label, option, there, not_there in (
-        ("State", "FAILED", {"failed"}, {"done", "live"}),
-        ("State", "Stale: the lease ran out", {"stale"}, {"live", "done"}),
-        ("Last change", "over 1 hour ago", set[str](), {"done", "live", "stale"}),
-        ("Task", SHIP, {"shipped"}, {"done", "live"}),
-        ("Scope", "tenant-1", {"scoped"}, {"done", "live"}),
-    ):
-        field = page.get_by_label(f"{label}:", exact=True)
-        if label in {"Task", "Scope"}:
-            field.fill(option)
-        else:
-            field.select_option(label=option)
-        page.get_by_role("button", name="Show").click()
-        expect(page.get_by_role("status").filter(has_text="record")).to_be_visible()
-        found = listed(page)
-        assert there <= found, option
-        assert not found & not_there, option
-        page.get_by_role("link", name="Clear").click()
-        expect(rows(page).filter(has_text=re.compile("^(done|live)$"))).to_have_count(2)
-    states = page.get_by_label("State:", exact=True).locator("option")
-    values = states.evaluate_all("found => found.map(each => [each.value, each.text])")
-    for state in State:
-        assert [state.value, state.value] in values
-    assert ["live", "Live: queued or at work"] in values
-
-
 def test_several_records_are_operated_on_after_one_question(open_as: OpenAs, store: Store) -> None:
     scope = uuid.uuid4().hex
     about = {key: identity(key, scope=scope) for key in ("lost", "hangs", "moves", "paid")}

@@ -17,7 +17,6 @@ import psycopg
 
 from tests.http.sites import Site, Web, new_key, open_site
 from tests.http.sweeping import sweep
-from tests.support.proxy import Proxy
 from tests.support.servers import EmbeddedRedis, embedded_redis, need
 from tests.support.waiting import wait_for
 
@@ -35,24 +34,18 @@ class Bank(Site):
     rows: Rows
     #: The cache of a hybrid store.
     cache: EmbeddedRedis | None
-    #: The way to the database of those who reach it as ``records``, by :meth:`elsewhere`.
-    far: Proxy
 
     @contextlib.contextmanager
-    def another(self, env: dict[str, str] | None = None) -> Iterator[Web]:
+    def another(self) -> Iterator[Web]:
         """Start another web server of the site, to be lost."""
         command = [sys.executable, "-m", "testproject.web", "0"]
-        web = Web(command, self.directory, {**self.env, **(env or {})}, f"another-{new_key()}")
+        web = Web(command, self.directory, self.env, f"another-{new_key()}")
         self.children.append(web)
         try:
             yield web.start()
         finally:
             self.mood(None)
             web.kill()
-
-    def elsewhere(self) -> contextlib.AbstractContextManager[Web]:
-        """Start a web server that reaches its records, and nothing else, by way of ``far``."""
-        return self.another({"IDEMPOTENCY_STORE": _url(self.cache, "records")})
 
 
 @contextlib.contextmanager
@@ -70,21 +63,17 @@ def open_bank(directory: Path, *, hybrid: bool = False) -> Iterator[Bank]:
             "PASSWORD": server.password or "",
             "ATOMIC_REQUESTS": True,
         }
-        far = stack.enter_context(Proxy(server.hostname or "127.0.0.1", server.port or 5432))
         cache = stack.enter_context(embedded_redis()) if hybrid else None
         env = {
             "TEST_DATABASE": json.dumps(settings),
-            "TEST_RECORDS_PORT": str(far.port),
-            "IDEMPOTENCY_STORE": _url(cache, "default"),
+            "IDEMPOTENCY_STORE": (
+                "django://default" if cache is None else f"hybrid+{cache.url()}?truth=default"
+            ),
         }
         redis = stack.enter_context(embedded_redis())
         site = stack.enter_context(open_site(directory, redis, env=env))
         rows = stack.enter_context(psycopg.connect(f"{_SERVER}/{name}", autocommit=True))
-        yield Bank(**vars(site), rows=rows, cache=cache, far=far)
-
-
-def _url(cache: EmbeddedRedis | None, alias: str) -> str:
-    return f"django://{alias}" if cache is None else f"hybrid+{cache.url()}?truth={alias}"
+        yield Bank(**vars(site), rows=rows, cache=cache)
 
 
 @contextlib.contextmanager

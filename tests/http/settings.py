@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 from testproject import settings as project
 from testproject.settings import *  # noqa: F403
@@ -20,11 +19,5 @@ if "BROKER_URL" in os.environ:
 if "TEST_DATABASE" in os.environ:
     DATABASES = {"default": json.loads(os.environ["TEST_DATABASE"])}
     IDEMPOTENCY_HTTP["lease"] = 2
-    if "TEST_RECORDS_PORT" in os.environ:
-        # The same database by a way that a test can break.
-        port = int(os.environ["TEST_RECORDS_PORT"])
-        there = {"HOST": "127.0.0.1", "PORT": port, "ATOMIC_REQUESTS": False}
-        records: Any = DATABASES["default"] | there
-        DATABASES["records"] = records
 else:
     DATABASES = project.DATABASES

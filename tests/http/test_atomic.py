@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import psycopg
 import pytest
 
 from tests.http.banks import Bank, at_work, made, open_bank, sweep_until
-from tests.http.sites import ORDER, Answer, Site, Web, at_once, in_background, new_key
+from tests.http.sites import ORDER, Answer, Site, Web, in_background, new_key
 from tests.support.waiting import wait_for
 
 PAY = ("POST", "/payments/now/", ORDER)
@@ -61,22 +60,6 @@ def test_a_payment_and_its_record_are_committed_together(bank: Site, rows: Rows)
     assert (again.status, again.replayed, again.body) == (201, True, running.result().body)
 
 
-def test_a_process_killed_between_its_write_and_its_commit_leaves_neither(
-    bank: Site, doomed: Web, rows: Rows
-) -> None:
-    key = new_key()
-    with bank.bank("slow"):
-        lost = in_background(lambda: doomed.ask(*PAY, key=key))
-        wait_for(lambda: at_work(rows), 30)
-        doomed.kill()
-        assert isinstance(lost.exception(30), (OSError, http.client.HTTPException))
-        assert made(rows, key) == 0
-    answer = repeat(bank, key)
-    assert (answer.status, answer.replayed) == (201, False)
-    assert made(rows, key) == 1
-    assert bank.ask("GET", f"/idempotency/http/{key}").json["crashes"] == 1
-
-
 def test_a_frozen_process_that_comes_back_too_late_pays_nothing_and_repeats_the_answer(
     bank: Site, doomed: Web, rows: Rows
 ) -> None:
@@ -121,14 +104,6 @@ def test_a_coroutine_is_part_of_the_transaction_too(bank: Site, rows: Rows) -> N
         assert made(rows, key) == kept
 
 
-def test_fifty_at_once_commit_one_payment(bank: Site, rows: Rows) -> None:
-    key = new_key()
-    answers = at_once(lambda: bank.ask(*PAY, key=key), 50)
-    assert {answer.status for answer in answers} <= {201, 409}
-    assert [answer.replayed for answer in answers if paid(answer)].count(False) == 1
-    assert made(rows, key) == 1
-
-
 def test_what_a_rolled_back_request_queued_is_never_sent_and_may_be_asked_for_again(
     bank: Site, rows: Rows
 ) -> None:
@@ -142,12 +117,6 @@ def test_what_a_rolled_back_request_queued_is_never_sent_and_may_be_asked_for_ag
     assert (committed.status, committed.replayed) == (202, False)
     bank.settled(committed)
     assert made(rows, key) == 1
-
-
-def test_a_guard_inside_of_a_transaction_refuses_to_work(bank: Site) -> None:
-    answer = bank.ask("POST", "/t/by-method/1/", b"", key=new_key(), X_Caller="c")
-    assert answer.status == 500
-    assert "runs inside a transaction" in bank.web.log.read_text()
 
 
 def test_a_message_that_cannot_be_sent_waits_in_the_database_for_the_broker(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -55,39 +54,8 @@ def doomed(bank: Bank) -> Iterator[Web]:
         yield web
 
 
-def paid(bank: Bank, key: str) -> bool:
-    return made(bank.rows, key) == 1
-
-
 def state_of(bank: Bank, answer: Answer) -> str:
     return str(bank.status(answer).json["state"])
-
-
-# The store is down ---------------------------------------------------------------------------------------------------
-
-
-def test_while_the_records_are_out_of_reach_it_is_503_and_nothing_is_done(bank: Bank) -> None:
-    """They alone: with the project's own database away, its login fails first."""
-    keys = {path: new_key() for path in (NOW, LATER)}
-    with bank.elsewhere() as web:
-        warm = web.ask("POST", NOW, ORDER, key=new_key())
-        assert (warm.status, bank.far.connections > 0) == (201, True)
-        bank.far.refuse()
-        try:
-            for path, key in keys.items():
-                answer = web.ask("POST", path, ORDER, key=key)
-                assert answer.problem() == (503, "store_unavailable")
-                assert answer.json["retryable"] is True
-                assert int(answer.headers["Retry-After"]) >= 1
-                told = web.ask("GET", f"/idempotency/{PAY}/{key}")
-                assert told.problem() == (503, "store_unavailable")
-        finally:
-            bank.far.heal()
-        for path, key in keys.items():
-            assert made(bank.rows, key) == 0
-            answer = web.ask("POST", path, ORDER, key=key)
-            assert (answer.status, answer.replayed) == (201 if path == NOW else 202, False)
-            wait_for(partial(paid, bank, key), 30)
 
 
 # Killed --------------------------------------------------------------------------------------------------------------

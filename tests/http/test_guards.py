@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +17,12 @@ from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import Ran, StoreFailed
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, SettleRequest, State
 from celery_idempotent.stores import get_store
+from tests.http.kinds import HANDLERS, kinds
 from tests.http.sites import new_key
 from tests.sql.databases import atomic_requests, execute, rows
 from tests.support.waiting import wait_for
 
 ALIAS = "atomic_requests"
-HANDLERS = ("handler", "async-handler", "rest", "rest-function", "rest-set")
 KINDS = ("plain", "coroutine", "dispatch", *HANDLERS)
 
 app = Celery("guards", broker="memory://", set_as_current=False)
@@ -42,6 +42,27 @@ def _django(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def options() -> dict[str, Any]:
     """What the views are guarded with."""
     return {"scope": lambda _: "caller"}
+
+
+@pytest.fixture
+def factory() -> Any:
+    from django.test import RequestFactory
+
+    return RequestFactory()
+
+
+@pytest.fixture
+def twice(factory: Any) -> Callable[..., tuple[Any, Any]]:
+    """Send one request two times."""
+
+    def twice(view: Any, **headers: str) -> tuple[Any, Any]:
+        headers["HTTP_IDEMPOTENCY_KEY"] = new_key()
+        return view(factory.post("/", **headers)), view(factory.post("/", **headers))
+
+    return twice
+
+
+Twice = Callable[..., tuple[Any, Any]]
 
 
 def written(text: str) -> int:
@@ -82,98 +103,30 @@ class Site:
 
 
 def _patterns(options: dict[str, Any]) -> list[Any]:
-    from asgiref.sync import sync_to_async
     from django.db.transaction import non_atomic_requests
     from django.http import JsonResponse
     from django.urls import path
-    from django.utils.decorators import method_decorator
-    from django.views import View
-    from rest_framework.decorators import api_view, authentication_classes, permission_classes
-    from rest_framework.response import Response
-    from rest_framework.views import APIView
-    from rest_framework.viewsets import ViewSet
 
     from celery_idempotent.django.http import idempotent_view
 
     guarded = idempotent_view(**options)
+    views = kinds(guarded, write)
 
-    def plain(request: Any) -> Any:
-        status, told = write(request)
-        return JsonResponse(told, status=status)
-
-    async def coroutine(request: Any) -> Any:
-        status, told = await sync_to_async(write)(request)
-        return JsonResponse(told, status=status)
-
-    @method_decorator(guarded, name="dispatch")
-    class Dispatched(View):
-        def post(self, request: Any) -> Any:
-            return plain(request)
-
-        get = post
-
-    class Handled(View):
-        @guarded
-        def post(self, request: Any) -> Any:
-            return plain(request)
-
-        get = post
-
-    @method_decorator(guarded, name="post")
-    @method_decorator(guarded, name="get")
-    class AsyncHandled(View):
-        async def post(self, request: Any) -> Any:
-            return await coroutine(request)
-
-        get = post
-
-    class Rest(APIView):
-        authentication_classes = ()
-        permission_classes = ()
-
-        @guarded
-        def post(self, request: Any) -> Any:
-            status, told = write(request)
-            return Response(told, status=status)
-
-        get = post
-
-    class RestSet(ViewSet):
-        authentication_classes = ()
-        permission_classes = ()
-
-        @guarded
-        def create(self, request: Any) -> Any:
-            status, told = write(request)
-            return Response(told, status=status)
-
-    @api_view(["GET", "POST"])
-    @authentication_classes([])
-    @permission_classes([])
     @guarded
-    def rest_function(request: Any) -> Any:
+    @non_atomic_requests(ALIAS)
+    def spared(request: Any) -> Any:
         status, told = write(request)
-        return Response(told, status=status)
-
-    handlers: dict[str, Any] = {
-        "handler": Handled.as_view(),
-        "async-handler": AsyncHandled.as_view(),
-        "rest": Rest.as_view(),
-        "rest-function": rest_function,
-        "rest-set": RestSet.as_view({"post": "create", "get": "create"}),
-    }
+        return JsonResponse(told, status=status)
 
     def within(view: Any) -> Any:
         """Have Django open its transaction around the view: it looks at this function alone."""
         return lambda request: view(request)
 
     return [
-        path("plain", guarded(plain)),
-        path("coroutine", guarded(coroutine)),
-        path("dispatch", Dispatched.as_view()),
-        path("spared", guarded(non_atomic_requests(ALIAS)(plain))),
-        *(path(f"inside/{name}", within(view)) for name, view in handlers.items()),
-        *(path(name, non_atomic_requests(ALIAS)(view)) for name, view in handlers.items()),
+        *(path(name, view) for name, view in views.items() if name not in HANDLERS),
+        path("spared", spared),
+        *(path(f"inside/{name}", within(views[name])) for name in HANDLERS),
+        *(path(name, non_atomic_requests(ALIAS)(views[name])) for name in HANDLERS),
     ]
 
 
@@ -450,7 +403,7 @@ def test_an_answer_is_finished_once_and_a_replay_never(
     assert len(finished) == 1
 
 
-def test_a_compressed_answer_is_repeated_as_one(options: dict[str, Any], factory: Any) -> None:
+def test_a_compressed_answer_is_repeated_as_one(options: dict[str, Any], twice: Twice) -> None:
     from django.http import HttpResponse
     from django.views.decorators.gzip import gzip_page
 
@@ -461,18 +414,10 @@ def test_a_compressed_answer_is_repeated_as_one(options: dict[str, Any], factory
     def long(request: Any) -> Any:
         return HttpResponse("long " * 1000)
 
-    headers = {"HTTP_IDEMPOTENCY_KEY": new_key(), "HTTP_ACCEPT_ENCODING": "gzip"}
-    first, again = (long(factory.post("/", **headers)) for _ in range(2))
+    first, again = twice(long, HTTP_ACCEPT_ENCODING="gzip")
     assert gzip.decompress(first.content) == b"long " * 1000
     assert (again.content, again["Idempotent-Replayed"]) == (first.content, "true")
     assert again["Content-Encoding"] == first["Content-Encoding"] == "gzip"
-
-
-@pytest.fixture
-def factory() -> Any:
-    from django.test import RequestFactory
-
-    return RequestFactory()
 
 
 # A replay is as safe and as open as its first answer -----------------------------------------------------------------
@@ -493,17 +438,17 @@ SAFE = {
 }
 
 
-def through_middleware(view: Any, request: Any) -> Any:
-    """Answer a request as Django does, with the middleware that sets these headers where they are not set."""
+def through_middleware(view: Any) -> Any:
+    """Have a view answer as in Django, with the middleware that sets these headers where they are not set."""
     from django.middleware.clickjacking import XFrameOptionsMiddleware
     from django.middleware.security import SecurityMiddleware
 
     within: Any = XFrameOptionsMiddleware(view)
-    return SecurityMiddleware(within)(request)
+    return SecurityMiddleware(within)
 
 
 def test_a_replay_has_the_headers_of_security_and_of_other_origins(
-    options: dict[str, Any], factory: Any
+    options: dict[str, Any], twice: Twice
 ) -> None:
     from django.http import HttpResponse
 
@@ -513,17 +458,14 @@ def test_a_replay_has_the_headers_of_security_and_of_other_origins(
     def strict(request: Any) -> Any:
         return HttpResponse("<p>", headers=SAFE)
 
-    key = new_key()
-    first, again = (
-        through_middleware(strict, factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2)
-    )
+    first, again = twice(through_middleware(strict))
     assert again["Idempotent-Replayed"] == "true"
     for answer in (first, again):
         assert {name: answer.get(name) for name in SAFE} == SAFE
 
 
 def test_a_page_that_may_be_framed_may_be_framed_again(
-    options: dict[str, Any], factory: Any
+    options: dict[str, Any], twice: Twice
 ) -> None:
     from django.http import HttpResponse
     from django.views.decorators.clickjacking import xframe_options_exempt
@@ -531,16 +473,13 @@ def test_a_page_that_may_be_framed_may_be_framed_again(
     from celery_idempotent.django.http import idempotent_view
 
     view = xframe_options_exempt(idempotent_view(**options)(lambda _: HttpResponse("<p>")))
-    key = new_key()
-    answers = [
-        through_middleware(view, factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2)
-    ]
+    answers = twice(through_middleware(view))
     assert ["X-Frame-Options" in answer for answer in answers] == [False, False]
 
 
 @pytest.mark.parametrize("name", ["xframe_options_exempt", "_csp_config", "_csp_replace_ro"])
 def test_an_answer_that_would_be_less_safe_again_is_not_repeated(
-    options: dict[str, Any], factory: Any, caplog: pytest.LogCaptureFixture, name: str
+    options: dict[str, Any], twice: Twice, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     from django.http import HttpResponse
 
@@ -552,7 +491,6 @@ def test_an_answer_that_would_be_less_safe_again_is_not_repeated(
         setattr(answer, name, {"default-src": ["'none'"]})
         return answer
 
-    key = new_key()
-    first, again = (view(factory.post("/", HTTP_IDEMPOTENCY_KEY=key)) for _ in range(2))
+    first, again = twice(view)
     assert (first.status_code, again.status_code) == (200, 410)
     assert name in caplog.text

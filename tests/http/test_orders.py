@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -116,12 +117,6 @@ def _store(charge: Any) -> Any:
 
 
 # Addresses -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_location_is_one_that_the_caller_can_ask(charge: Any) -> None:
-    answer = queue(charge)
-    assert look(answer["Location"]).status_code == 200
-    assert json.loads(answer.content)["url"] == answer["Location"]
 
 
 @pytest.mark.parametrize("how", ["scope of the call", "scope of the view", "app"])
@@ -252,21 +247,6 @@ def test_an_unknown_key_and_a_store_that_is_down_are_problems_for_browsers_too(
     for answer in (unknown, away):
         assert answer["Content-Type"] == "application/problem+json"
         assert {"Authorization", "Cookie"} <= set(answer["Vary"].split(", "))
-
-
-# Which app -----------------------------------------------------------------------------------------------------------
-
-
-def test_views_and_admin_work_with_the_same_app(settings: Callable[..., None]) -> None:
-    from celery_idempotent.django.applications import celery_app
-
-    one, two = (Celery(name, set_as_current=False) for name in ("one", "two"))
-    settings(CELERY_IDEMPOTENT_APP=one)
-    assert celery_app() is one
-    settings(CELERY_IDEMPOTENT_APP="testproject.celery:app")
-    assert celery_app().main == "testproject"
-    settings(CELERY_IDEMPOTENT_APP=two)
-    assert celery_app() is two
 
 
 # In a coroutine, and what may be said -------------------------------------------------------------------------------
@@ -478,6 +458,80 @@ def test_what_belongs_to_the_key_is_not_the_callers_to_say(charge: Any, option: 
     with pytest.raises(InvalidOption, match=option):
         queue(charge, **{option: "mine"})
     assert charge.idempotency_record("k", scope=("user", 7)) is None
+
+
+def record(charge: Any) -> Any:
+    return charge.idempotency_record("k", scope=("user", 7))
+
+
+def test_what_a_transaction_queues_is_promised_once_it_is_committed(
+    charge: Any, app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repetition waits for the COMMIT for a moment, is 409 then, and runs anew after a ROLLBACK."""
+    from concurrent import futures
+
+    from django.db import transaction
+
+    from celery_idempotent.django.http import reservations
+
+    messages(app)
+    with transaction.atomic():
+        assert queue(charge).status_code == 202
+        transaction.set_rollback(True)
+    assert messages(app) == 0
+    with futures.ThreadPoolExecutor(1) as pool:
+        with transaction.atomic():
+            answer = queue(charge)
+            assert (answer.status_code, "Idempotent-Replayed" in answer) == (202, False)
+            assert record(charge).message is None, "nothing to be sent after a ROLLBACK"
+            short = record(charge).deadline_ms - record(charge).updated_ms
+            with monkeypatch.context() as patch:
+                patch.setattr(reservations, "REQUEST_RETRY_SECONDS", 0.2)
+                refused = queue(charge)
+            told = json.loads(refused.content)["code"]
+            assert (refused.status_code, told) == (409, "request_in_progress")
+            assert "Retry-After" in refused
+            second = pool.submit(queue, charge)
+            with pytest.raises(futures.TimeoutError):
+                second.result(0.3)
+            assert messages(app) == 0
+        assert second.result(60).status_code == 202
+    assert messages(app) == 1
+    assert record(charge).deadline_ms - record(charge).updated_ms > short
+
+
+def test_a_broker_that_is_down_at_the_commit_leaves_the_message_to_the_sweep(charge: Any) -> None:
+    from django.db import transaction
+
+    charge.app.conf.update(broker_connection_retry=False, task_publish_retry=False)
+    charge.app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0}
+    charge.app.conf.broker_url = "amqp://127.0.0.1:1//"
+    with transaction.atomic():
+        assert queue(charge).status_code == 202
+    assert record(charge).message is not None
+    assert queue(charge).status_code == 202
+
+
+def test_the_message_that_a_sweep_would_send_is_the_one_that_was_sent(charge: Any) -> None:
+    begun = datetime.now(timezone.utc)
+    options = {"countdown": 600, "expires": 900, "queue": "slow", "headers": {"mine": 1}}
+    assert queue(charge, **options).status_code == 202
+    kept = record(charge)
+    again = charge.idempotency_definition().codec.load_message(kept.message)
+    assert (again.task, again.args, again.kwargs) == ("orders.charge", [], {"amount": 1})
+    assert (again.options["task_id"], again.options["queue"]) == (kept.task_id, "slow")
+    for name, seconds in (("eta", 600), ("expires", 900)):
+        meant = datetime.fromisoformat(again.options[name])
+        assert abs(meant - begun - timedelta(seconds=seconds)) < timedelta(seconds=60)
+    assert kept.deadline_ms - kept.created_ms >= 660_000, "not lost before its time has come"
+    with charge.app.connection_for_write() as connection:
+        first = connection.default_channel._get("slow")
+        again.apply_async()
+        second = connection.default_channel._get("slow")
+    for header in ("id", "mine", "idempotency"):
+        assert first["headers"][header] == second["headers"][header]
+    assert first["headers"]["idempotency"]["keep_failure"] is True
+    assert first["body"] == second["body"]
 
 
 # Records in the database ---------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
 
 from celery_idempotent.errors import InvalidKey, InvalidOption, ResultUnavailable
 from celery_idempotent.records import Stored
@@ -31,6 +30,11 @@ def view(_request: Any) -> None:
     """A view."""
 
 
+async def coroutine(_request: Any) -> bool:
+    """Whose answer nobody awaits: it would let everybody in."""
+    return False
+
+
 # Options -------------------------------------------------------------------------------------------------------------
 
 
@@ -48,6 +52,8 @@ def view(_request: Any) -> None:
         ({"unstored": [500]}, "below 500"),
         ({"scope": 5}, "function of the request"),
         ({"authorize": "no.such.module"}, "No module named"),
+        ({"authorize": 5}, "authorize"),
+        ({"authorize": coroutine}, "authorize"),
         ({"max_request_bytes": -1}, "0 or a positive"),
         ({"docs_url": 5}, "string"),
     ],
@@ -59,22 +65,12 @@ def test_a_bad_option_is_refused_where_it_is_given(options: dict[str, Any], said
         idempotent_view(**options)(view)
 
 
-def test_an_option_that_would_do_nothing_is_refused() -> None:
+@pytest.mark.parametrize("option", ["lease", "atomic", "wait", "authorize"])
+def test_an_option_that_would_do_nothing_is_refused(option: str) -> None:
     from celery_idempotent.django.http import keyed_view
 
-    for idle in ({"lease": 5}, {"atomic": True}, {"wait": 3}):
-        with pytest.raises(InvalidOption, match="does nothing for keyed_view"):
-            keyed_view(**idle)
-    with pytest.raises(InvalidOption, match="did you mean scope"):
-        keyed_view(scop=view)(view)
-
-
-def test_there_are_twelve_options() -> None:
-    from celery_idempotent.django.http.options import HttpOptions
-    from celery_idempotent.protocol.options import REMOVED, fields_by_option
-
-    assert len(fields_by_option(HttpOptions)) == 12
-    assert not fields_by_option(HttpOptions).keys() & REMOVED.keys()
+    with pytest.raises(InvalidOption, match="does nothing for keyed_view"):
+        keyed_view(**{option: None})
 
 
 def test_the_setting_is_read_and_the_view_wins() -> None:
@@ -88,18 +84,6 @@ def test_the_setting_is_read_and_the_view_wins() -> None:
     for wrong in ({"leese": 1}, "lease", {"lease": None}):
         with override_settings(IDEMPOTENCY_HTTP=wrong), pytest.raises(InvalidOption):
             http_options()
-
-
-def test_a_decorated_view_follows_the_setting() -> None:
-    from django.test import override_settings
-
-    from celery_idempotent.django.http.decorators import WrappedView
-
-    wrapped = WrappedView(view, {}, guards=True)
-    assert wrapped.guard.options.lease_ms == 30_000
-    with override_settings(IDEMPOTENCY_HTTP={"lease": 7}):
-        assert wrapped.guard.options.lease_ms == 7000
-    assert wrapped.guard.options.lease_ms == 30_000
 
 
 def test_a_class_is_refused_with_what_to_decorate_instead(factory: Any) -> None:
@@ -153,67 +137,30 @@ def test_a_key_is_a_string_of_rfc_9651_or_bare(factory: Any, value: str, key: st
     assert read_key(factory.post("/")) is None
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        '"a" ;x',
-        '"a";X=1',
-        '"a";x=',
-        '"a";x="',
-        '"a";x=@1.5',
-        '"a";x=@',
-        '"a";x=%"%"',
-        '"a";x=%"%C3"',
-        '"a";x=%""x"',
-        "a\tb",
-        "\x7f",
-        "é",
-        '"a\nb"',
-        "(a)b,c",
-        "k" * 256,
-        "1" * 254,
-    ],
-)
-def test_whatever_else_is_refused(factory: Any, value: str) -> None:
+REFUSED: list[tuple[str, str]] = [
+    *((each, "") for each in ('"a" ;x', '"a";X=1', '"a";x=', '"a";x="', '"a";x=@1.5', '"a";x=@')),
+    *((each, "") for each in ('"a";x=%"%"', '"a";x=%"%C3"', '"a";x=%""x"', "a\tb", "\x7f", "é")),
+    *((each, "") for each in ('"a\nb"', "(a)b,c")),
+    *((each, "It is empty") for each in ("", "  ", '""', '"";x=1')),
+    ("k" * 256, "It has 256 characters, and 255 are allowed."),
+    ("1" * 254, "It has 254 characters, 256 once it is quoted as what could be a number or a list"),
+    (f'"[{"k" * 300}"', "It has 301 characters, 303 once it is quoted"),
+    (f'"{"k" * 1023}"', "It has more than 1024 characters."),
+    ("a,b", "It was sent more than once, or has a comma"),
+    ('"é"', "It has characters other than printable ASCII."),
+    ("a b", "Without double quotes it has no spaces"),
+]
+
+
+@pytest.mark.parametrize(("value", "told"), REFUSED, ids=[each[:12] for each, _ in REFUSED])
+def test_whatever_else_is_refused_and_told_why(factory: Any, value: str, told: str) -> None:
     from celery_idempotent.django.http.keys import read_key
     from celery_idempotent.django.http.problems import RequestRefused
 
     with pytest.raises(RequestRefused) as refused:
         read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value))
     assert refused.value.code == "idempotency_key_invalid"
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ("k" * 256, "It has 256 characters, and 255 are allowed."),
-        (
-            "1" * 254,
-            "It has 254 characters, 256 once it is quoted as what could be a number or a list",
-        ),
-        (f'"[{"k" * 300}"', "It has 301 characters, 303 once it is quoted"),
-        (f'"{"k" * 1023}"', "It has more than 1024 characters."),
-        ("a,b", "It was sent more than once, or has a comma"),
-        ('"é"', "It has characters other than printable ASCII."),
-        ("a b", "Without double quotes it has no spaces"),
-    ],
-)
-def test_a_key_that_is_refused_is_told_why(factory: Any, value: str, told: str) -> None:
-    from celery_idempotent.django.http.keys import read_key
-    from celery_idempotent.django.http.problems import RequestRefused
-
-    with pytest.raises(RequestRefused) as refused:
-        read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value))
     assert told in str(refused.value)
-
-
-@pytest.mark.parametrize("value", ["", "  ", '""', '"";x=1'])
-def test_a_key_that_is_empty_is_told_so(factory: Any, value: str) -> None:
-    from celery_idempotent.django.http.keys import read_key
-    from celery_idempotent.django.http.problems import RequestRefused
-
-    with pytest.raises(RequestRefused, match="It is empty"):
-        read_key(factory.post("/", HTTP_IDEMPOTENCY_KEY=value))
 
 
 # Fingerprints --------------------------------------------------------------------------------------------------------
@@ -625,169 +572,3 @@ def test_a_scope_that_cannot_be_one_is_no_caller(scope: Any) -> None:
     with pytest.raises(RequestRefused) as refused:
         http_identity("http", scope, "k")
     assert refused.value.code == "caller_unknown"
-
-
-def test_the_address_of_a_key_leads_back_to_it() -> None:
-    from urllib.parse import unquote
-
-    from celery_idempotent.django.http.status import _segment, _text
-
-    keys = [
-        "a",
-        "a/b",
-        "~",
-        "~0",
-        "~1",
-        "~2",
-        "~01",
-        ".",
-        "..",
-        "...",
-        "a~/~.",
-        "%2F",
-        "?#",
-        "é",
-        "~0/1",
-    ]
-    assert [_text(unquote(_segment(key))) for key in keys] == keys
-    assert len({_segment(key) for key in keys}) == len(keys)
-    assert not any("/" in _segment(key) or _segment(key) in {".", ".."} for key in keys)
-
-
-# Queueing outside of the database -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shop() -> Iterator[Any]:
-    """An app whose records are in memory, with a task."""
-    from celery_idempotent import IdempotentTask
-
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    app.conf.update(idempotency_store="memory://", broker_connection_retry=False)
-    app.conf.task_publish_retry = False
-    app.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0, "interval_step": 0}
-
-    @app.task(base=IdempotentTask, name="shop.charge", shared=False)
-    def charge(amount: int) -> int:
-        return amount
-
-    yield charge
-    app.close()
-
-
-def queue(factory: Any, charge: Any, **options: Any) -> Any:
-    from celery_idempotent.django.http import enqueue
-
-    request = factory.post("/", HTTP_IDEMPOTENCY_KEY="k")
-    return enqueue(request, charge, kwargs={"amount": 1}, scope="ann", **options)
-
-
-def record(charge: Any) -> Any:
-    return charge.idempotency_record("k", scope="ann")
-
-
-def waiting(charge: Any) -> int:
-    with charge.app.connection_for_write() as connection:
-        found: int = connection.default_channel._size("celery")
-        return found
-
-
-def test_inside_of_a_transaction_it_is_published_after_the_commit(factory: Any, shop: Any) -> None:
-    from django.db import transaction
-
-    before = waiting(shop)
-    with transaction.atomic():
-        assert queue(factory, shop).status_code == 202
-        assert waiting(shop) == before
-        short = record(shop).deadline_ms - record(shop).updated_ms
-    assert waiting(shop) == before + 1
-    assert record(shop).deadline_ms - record(shop).updated_ms > short
-
-
-def test_a_rollback_publishes_nothing_and_a_repetition_is_queued(factory: Any, shop: Any) -> None:
-    from django.db import transaction
-
-    before = waiting(shop)
-    with transaction.atomic():
-        assert queue(factory, shop).status_code == 202
-        transaction.set_rollback(True)
-    assert waiting(shop) == before
-    again = queue(factory, shop)
-    assert (again.status_code, "Idempotent-Replayed" in again) == (202, False)
-    assert waiting(shop) == before + 1
-
-
-def test_a_broker_that_is_down_is_503_and_leaves_the_key_free(factory: Any, shop: Any) -> None:
-    from django.db import transaction
-
-    shop.app.conf.broker_url = "amqp://127.0.0.1:1//"
-    answer = queue(factory, shop)
-    assert (answer.status_code, json.loads(answer.content)["code"]) == (503, "not_queued")
-    assert record(shop) is None
-    with transaction.atomic():
-        assert queue(factory, shop).status_code == 202
-        assert record(shop).message is None, (
-            "nothing to be sent for a request that may be rolled back"
-        )
-    assert record(shop).message is not None, "what was promised is left to the sweep"
-    assert queue(factory, shop).status_code == 202
-
-
-def test_a_reservation_that_may_be_rolled_back_promises_nothing(
-    factory: Any, shop: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from django.db import transaction
-
-    from celery_idempotent.django.http import reservations
-
-    monkeypatch.setattr(reservations, "REQUEST_RETRY_SECONDS", 0.2)
-    with transaction.atomic():
-        assert queue(factory, shop).status_code == 202
-        answer = queue(factory, shop)
-        assert (answer.status_code, json.loads(answer.content)["code"]) == (
-            409,
-            "request_in_progress",
-        )
-        assert "Retry-After" in answer
-    assert queue(factory, shop).status_code == 202
-
-
-def test_a_repetition_waits_for_the_commit_of_the_first_request(factory: Any, shop: Any) -> None:
-    from concurrent import futures
-
-    from django.db import transaction
-
-    with futures.ThreadPoolExecutor(1) as pool:
-        with transaction.atomic():
-            assert queue(factory, shop).status_code == 202
-            second = pool.submit(queue, factory, shop)
-            with pytest.raises(futures.TimeoutError):
-                second.result(0.3)
-        assert second.result(60).status_code == 202
-    assert waiting(shop) >= 1
-
-
-def test_the_message_that_a_sweep_would_send_is_the_one_that_was_sent(
-    factory: Any, shop: Any
-) -> None:
-    from datetime import datetime, timedelta, timezone
-
-    begun = datetime.now(timezone.utc)
-    options = {"countdown": 600, "expires": 900, "queue": "slow", "headers": {"mine": 1}}
-    assert queue(factory, shop, **options).status_code == 202
-    kept = record(shop)
-    again = shop.idempotency_definition().codec.load_message(kept.message)
-    assert (again.task, again.args, again.kwargs) == ("shop.charge", [], {"amount": 1})
-    assert (again.options["task_id"], again.options["queue"]) == (kept.task_id, "slow")
-    for name, seconds in (("eta", 600), ("expires", 900)):
-        meant = datetime.fromisoformat(again.options[name])
-        assert abs(meant - begun - timedelta(seconds=seconds)) < timedelta(seconds=60)
-    assert kept.deadline_ms - kept.created_ms >= 660_000, "not lost before its time has come"
-    with shop.app.connection_for_write() as connection:
-        first = connection.default_channel._get("slow")
-        again.apply_async()
-        second = connection.default_channel._get("slow")
-    for header in ("id", "mine", "idempotency"):
-        assert first["headers"][header] == second["headers"][header]
-    assert first["headers"]["idempotency"]["keep_failure"] is True
-    assert first["body"] == second["body"]

@@ -179,34 +179,6 @@ def test_a_program_that_publishes_with_the_key_of_a_request_is_a_duplicate(
     assert site.payments(key) == 1
 
 
-def test_a_request_with_the_key_of_a_program_gets_its_result(site: Site, producer: Celery) -> None:
-    key, user = new_key(), user_id(site)
-    producer.send_task(
-        PAY,
-        kwargs={"payer": user, **ORDER},
-        headers={"idempotency_key": key, "idempotency_scope": ["user", user]},
-    )
-    wait_for(lambda: site.payments(key) == 1, 30)
-    answer = site.until(lambda: site.pay(key=key), other_than=202)
-    assert answer.replayed
-    assert answer.json["result"]["amount"] == ORDER["amount"]
-    assert site.payments(key) == 1
-
-
-def test_a_worker_that_is_killed_at_work_pays_once_and_the_status_tells_of_its_crash(
-    site: Site,
-) -> None:
-    key = new_key()
-    with site.bank("closed"):
-        first = site.pay(key=key)
-        wait_for(lambda: site.status(first).json["state"] == "PROCESSING", 30)
-        for child in site.worker.children():
-            site.worker.kill_child(child)
-        wait_for(lambda: site.status(first).json["crashes"] == 1, 30)
-    assert site.settled(first)["state"] == "COMPLETED"
-    assert site.payments(key) == 1
-
-
 # The status resource -------------------------------------------------------------------------------------------------
 
 
@@ -238,13 +210,6 @@ def test_the_status_has_an_etag_while_it_stays_the_same(site: Site) -> None:
     assert done.headers["Retry-After"] is None
     assert done.headers["ETag"] != running.headers["ETag"]
     assert "private" in done.headers["Cache-Control"]
-
-
-def test_a_browser_gets_json_as_well(site: Site) -> None:
-    first = site.pay(key=new_key())
-    status = site.status(first, Accept="text/html,*/*;q=0.8")
-    assert status.headers["Content-Type"] == "application/json"
-    assert status.json["key"] == first.json["key"]
 
 
 @pytest.mark.parametrize("key", ["a/b", "..", ".", "a b?c#d%2F", "~1~0", "17", '\\"', "a%00b", "/"])

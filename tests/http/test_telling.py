@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from celery import Celery
 from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol.calls import worker_name
-from celery_idempotent.records import Claimed, ClaimRequest, Record, SettleRequest, State
+from celery_idempotent.records import Claimed, ClaimRequest, Record, SettleRequest, State, Stored
 from celery_idempotent.stores.memory import MemoryStore
 from tests.sql.databases import ready
 from tests.support.telling import Heard, assert_told, listening
@@ -75,9 +76,9 @@ def claim(charge: Any) -> Record:
     return answer.record
 
 
-def settle(charge: Any, state: Any) -> None:
+def settle(charge: Any, state: Any, value: Stored | None = None) -> None:
     assert get_store(charge.app).settle(
-        SettleRequest(record=claim(charge), state=state, value=None, keep_ms=90_000)
+        SettleRequest(record=claim(charge), state=state, value=value, keep_ms=90_000)
     )
 
 
@@ -86,32 +87,36 @@ def told(heard: Heard, *expected: str) -> None:
     assert_told(heard, *expected, task="shop.charge", namespace="billing", who=who)
 
 
-def test_the_first_request_and_its_repetition(charge: Any, heard: Heard) -> None:
-    assert (queue(charge), queue(charge)) == (202, 202)
-    told(heard, "reserved QUEUED", "replayed")
+def failed(charge: Any) -> None:
+    """End as a run whose error may pass."""
+    error = charge.idempotency_definition().codec.dump_error(ConnectionError("the bank is away"))
+    settle(charge, State.FAILED, error)
 
 
-@pytest.mark.parametrize("state", [State.COMPLETED, State.FAILED])
-def test_a_repetition_of_what_has_ended(charge: Any, heard: Heard, state: State) -> None:
-    settle(charge, state)
-    queue(charge)
-    told(heard, "replayed")
+BEFORE: dict[str, Callable[[Any], Any]] = {
+    "queued": queue,
+    "completed": partial(settle, state=State.COMPLETED),
+    "failed for good": partial(settle, state=State.FAILED),
+    "failed": failed,
+}
 
 
-def test_a_failure_that_is_tried_again_is_forgotten(charge: Any, heard: Heard) -> None:
-    store = get_store(charge.app)
-    value = charge.idempotency_definition().codec.dump_error(ConnectionError("the bank is away"))
-    assert store.settle(
-        SettleRequest(record=claim(charge), state=State.FAILED, value=value, keep_ms=90_000)
-    )
-    assert queue(charge) == 202
-    told(heard, "forgotten", "reserved QUEUED")
-
-
-def test_other_content(charge: Any, heard: Heard) -> None:
-    queue(charge)
-    assert queue(charge, amount=2) == 422
-    told(heard, "reserved QUEUED", "mismatched")
+@pytest.mark.parametrize(
+    ("before", "amount", "status", "expected"),
+    [
+        ("queued", 1, 202, ["reserved QUEUED", "replayed"]),
+        ("queued", 2, 422, ["reserved QUEUED", "mismatched"]),
+        ("completed", 1, 200, ["replayed"]),
+        ("failed for good", 1, 500, ["replayed"]),
+        ("failed", 1, 202, ["forgotten", "reserved QUEUED"]),
+    ],
+)
+def test_each_repetition(
+    charge: Any, heard: Heard, before: str, amount: int, status: int, expected: list[str]
+) -> None:
+    BEFORE[before](charge)
+    assert queue(charge, amount=amount) == status
+    told(heard, *expected)
 
 
 def test_a_store_that_is_away(charge: Any, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:

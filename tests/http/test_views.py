@@ -156,35 +156,6 @@ def test_when_the_process_of_a_view_is_killed_the_key_is_free_after_its_lease(si
     assert site.payments(key) == 1
 
 
-def test_a_frozen_process_that_comes_back_too_late_repeats_the_answer_of_who_took_over(
-    site: Site,
-) -> None:
-    """The record is the winner's. What the view did outside of it was done twice: only `atomic=True` undoes that."""
-    key = new_key()
-    frozen = Web([sys.executable, "-m", "testproject.web", "0"], site.directory, site.env, "frozen")
-    site.children.append(frozen)
-    frozen.start()
-
-    def ask(web: Any) -> Answer:
-        found: Answer = web.ask("POST", "/t/slow/?seconds=2", b"", key=key, X_Caller="carol")
-        return found
-
-    late = in_background(lambda: ask(frozen))
-    wait_for(lambda: runs(site, key) == 1, 30)
-    frozen.freeze()
-    try:
-        answer = site.until(lambda: ask(site), other_than=409)
-        assert (answer.status, answer.replayed, answer.json) == (200, False, {"run": 2})
-    finally:
-        frozen.thaw()
-    told = late.result(30)
-    assert (told.status, told.replayed, told.body) == (200, True, answer.body)
-    again = ask(site)
-    assert (again.replayed, again.body) == (True, answer.body)
-    assert runs(site, key) == 2
-    frozen.kill()
-
-
 def test_a_visitor_without_login_is_known_by_the_session_alone(site: Site) -> None:
     key = new_key()
     first = post(site, "by-session", key=key, user=None)
