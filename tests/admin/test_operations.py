@@ -166,18 +166,6 @@ def test_a_live_owner_keeps_its_key_unless_it_is_forced_with_a_reason(
     assert "it hangs" in note
 
 
-def test_an_operation_that_means_nothing_is_refused(
-    memory: Store, serve: Serve, operator: Client
-) -> None:
-    serve(memory)
-    settle(memory, claim(memory, "a"))
-    for operation in ("release", "fail", "requeue"):
-        answer = operator.get(address("a", operation))
-        assert answer.status_code == 302
-        assert "Nothing was done" in text(operator.get(answer["Location"]))
-    assert entries() == []
-
-
 def test_without_its_csrf_token_nothing_is_done(
     memory: Store, serve: Serve, operator: Client
 ) -> None:
