@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,6 @@ pytest.importorskip("django")
 
 from celery_idempotent.stores import open_store
 from tests.cli.projects import TASK, Project, open_project
-from tests.cli.running import Ran
 from tests.sql import databases as own
 from tests.support.admin import claim, settle
 from tests.support.waiting import wait_for
@@ -54,26 +53,6 @@ def _pay(project: Project, directory: Any) -> None:
     )
     message.payload = b""
     rows.add(project.alias, message)
-
-
-@pytest.fixture(params=["sql", "hybrid"])
-def run(project: Project, request: pytest.FixtureRequest) -> Callable[..., Ran]:
-    """Run a command line on either store."""
-
-    def run(*words: str) -> Ran:
-        return project.run(request.param, *words)
-
-    return run
-
-
-def test_list_and_explain_tell_of_payments(run):
-    listed = run("list", "--json", "--scope", "acme", "--state", "any")
-    assert listed.code == 0, listed.text
-    found = {line["key"]: line["state"] for line in listed.objects}
-    assert found == {"order-1": "COMPLETED", "order-2": "FAILED"}
-    told = run("explain", "order-2", "--task", TASK, "--scope", "acme")
-    assert "is FAILED for good with PaymentRefused" in told.text
-    assert "Kept until" in told.text
 
 
 def test_a_named_user_is_in_the_admins_log_and_a_scope_is_forgotten_with_its_outbox(project):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +12,6 @@ from celery_idempotent import get_store
 from celery_idempotent.records import Identity, State
 from tests.cli.running import Ran, run_idempotency
 from tests.support import sites
-from tests.support.admin import claim, settle
-from tests.support.apps import close_app
 from tests.support.waiting import wait_for
 from tests.worker import app as app_module
 
@@ -81,29 +78,6 @@ def test_explain_tells_what_happened_by_key_or_by_task_id(histories, asked, told
         assert each in done.text
 
 
-def test_a_killed_worker_is_told_of_swept_and_released(histories):
-    site, gate = histories
-    gate.touch()
-    wait_for(lambda: site.state("keyed", "busy") is State.COMPLETED, 30, "the end of a run")
-    lost = gate.with_name("never")
-    site.publish("keyed", "lost", 0.0, str(lost), task_id="t-lost")
-    wait_for(lambda: site.state("keyed", "lost") is State.PROCESSING, 30, "a run")
-    for worker in sites.SHARED_WORKERS:
-        worker.kill()
-    store = get_store(site.app)
-    identity = Identity(namespace="keyed", key="lost")
-    wait_for(lambda: store.get(identity).stale(store.now_ms()), 30, "the end of a lease")
-
-    assert "is stuck PROCESSING" in site.run("explain", "lost").text
-    swept = site.run("sweep", "--json")
-    assert swept.objects[0]["interrupted"] == 1
-    assert "its worker was lost" in site.run("explain", "lost").text
-    forgotten = site.run("forget", "lost", "--reason", "a test", "--who", "alice", "--yes")
-    assert forgotten.code == 0, forgotten.text
-    assert "alice forgot keyed key lost: a test" in forgotten.text
-    assert store.get(identity) is None
-
-
 def test_what_a_killed_worker_did_is_completed_and_its_redelivery_gets_the_value(histories):
     """Its message comes back, and so does a duplicate: neither does it again."""
     site, gate = histories
@@ -132,30 +106,3 @@ def test_what_a_killed_worker_did_is_completed_and_its_redelivery_gets_the_value
     assert (
         "is COMPLETED: an operator completed it with a value" in site.run("explain", "charged").text
     )
-
-
-@pytest.mark.wide
-@pytest.mark.redis
-def test_a_command_that_is_killed_has_done_what_it_did_and_goes_on_when_called_again(
-    redis_url: str, prefix: str
-) -> None:
-    settings = {"broker_url": redis_url, "idempotency_store": f"{redis_url}?prefix={prefix}"}
-    app = app_module.make_app(settings)
-    store = get_store(app)
-
-    def forget(die: str | None = None) -> Ran:
-        env = app_module.environment(settings) | ({} if die is None else {"DIE": die})
-        return run_idempotency("tests.cli.mortal_app", env, "forget", "--all", "--yes", "--json")
-
-    for die, done in (("before 1", 0), ("after 1", 1), ("before 3", 2), ("after 3", 3)):
-        for number in range(3):
-            about = Identity(namespace="keyed", key=f"key-{number}")
-            settle(store, claim(store, about), State.FAILED)
-        killed = forget(die)
-        assert killed.code == -signal.SIGKILL, killed.text
-        assert store.stats().failed == 3 - done, die
-        again = forget()
-        assert again.code == 0, again.text
-        assert [each["outcome"] for each in again.objects] == ["done"] * (3 - done)
-        assert store.stats().failed == 0
-    close_app(app)
