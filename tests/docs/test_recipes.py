@@ -19,7 +19,6 @@ from celery.beat import Scheduler
 
 from celery_idempotent import IdempotentTask, get_store
 from celery_idempotent.celery.reaper import SWEEP
-from celery_idempotent.checks import check_settings
 from tests.docs import recipes_app
 from tests.support.apps import close_app
 from tests.support.ledger import LEDGER_VARIABLE, Ledger
@@ -124,15 +123,6 @@ class TestFencedWrite:
         assert found == 250
         assert latest >= fence
 
-    def test_the_next_run_writes(self, world: World):
-        world.query("INSERT INTO account VALUES ('bob', 0, 0)")
-        for amount in (1, 2):
-            (world.directory / "balance bob").write_text(str(amount))
-            refresh = world.app.tasks["recipes_fenced_write.refresh"]
-            assert refresh.delay("bob").get(timeout=PATIENCE) == "written"
-        ((found,),) = world.query("SELECT balance FROM account WHERE id = 'bob'")
-        assert found == 2
-
 
 class TestProviderKey:
     def test_a_charge_that_was_not_recorded_is_not_made_twice(self, world: World):
@@ -143,13 +133,6 @@ class TestProviderKey:
         assert world.calls("charge", "order-1") == 2
         assert world.effects("charge", "order-1") == 1
         assert charge.delay("order-1", 1999).get(timeout=PATIENCE) == paid
-
-    def test_other_orders_and_other_parts_have_keys_of_their_own(self, world: World):
-        for name in ("recipes_provider_key.charge", PAY):
-            for order in ("order-2", "order-3"):
-                world.app.tasks[name].delay(order, 5).get(timeout=PATIENCE)
-        keys = world.query("SELECT key FROM effect WHERE subject IN ('order-2', 'order-3')")
-        assert len(keys) == len(set(keys)) == 6
 
 
 def deaths(app: Celery) -> list[str]:
@@ -195,12 +178,6 @@ class TestObserve:
         assert IdempotentTask in type(task).__mro__
         assert task.idempotency_policy.mode == "observe"
         assert (task.acks_late, task.reject_on_worker_lost) == (False, False)
-
-    def test_its_workers_find_nothing_to_warn_of(self, request: pytest.FixtureRequest):
-        module = load(Celery(set_as_current=False), "observing", "observe", {"Celery": own_celery})
-        request.addfinalizer(module.app.close)
-        module.app.task(name="shop.charge", shared=False)(_nothing)
-        assert [each.id for each in check_settings(module.app)] == []
 
     def test_the_sweep_goes_where_the_page_sends_it(self, request: pytest.FixtureRequest):
         app = own_celery("observed", broker="memory://", backend="cache+memory://")

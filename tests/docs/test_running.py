@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import celery
 import pytest
 from celery import Celery
-from celery.backends.base import Backend
 
 from celery_idempotent import errors
 from celery_idempotent.checks import check_store
@@ -169,23 +165,6 @@ def test_a_worker_runs_with_these_rights(
 
 
 class TestErrors:
-    @pytest.mark.parametrize("serializer", ["json", "pickle"])
-    @pytest.mark.parametrize("name", errors.__all__)
-    def test_they_come_out_of_the_result_backend_as_themselves(self, name: str, serializer: str):
-        app = Celery(set_as_current=False, backend="cache+memory://")
-        app.conf.update(result_serializer=serializer, accept_content=["json", "pickle"])
-        backend: Any = Backend(app)
-        kind = getattr(errors, name)
-        extra = {"InProgress": ("4ce1", 3.5), "TooManyCrashes": (4,)}.get(name, ())
-        error = kind("what happened", *extra)
-        back = backend.exception_to_python(
-            backend.decode(backend.encode(backend.prepare_exception(error)))
-        )
-        assert type(back) is kind
-        assert back.args == error.args
-        assert vars(back) == vars(error)
-        app.close()
-
     def test_the_caller_of_the_page_is_told_which(self):
         ask = load(Celery(set_as_current=False), "running", "caller", {}).ask
 
@@ -199,13 +178,3 @@ class TestErrors:
         assert ask(Result(errors.InProgress("held", "4ce1", 3.5))) == "task 4ce1 is at it"
         assert ask(Result(errors.TooManyCrashes("m", 4))) == "given up after 4 crashes"
         assert "something else" in ask(Result(errors.FingerprintMismatch()))
-
-
-def test_an_assignment_overrides_a_namespaced_setting_from_celery_5_7_on():
-    app = Celery(set_as_current=False)
-    settings = SimpleNamespace(CELERY_IDEMPOTENCY_LEASE=30, CELERY_TASK_ACKS_LATE=True)
-    app.config_from_object(settings, namespace="CELERY")
-    app.conf.idempotency_lease = 5
-    major, minor = map(int, re.findall(r"\d+", celery.__version__)[:2])
-    assert app.conf.get("idempotency_lease") == (5 if (major, minor) >= (5, 7) else 30)
-    app.close()

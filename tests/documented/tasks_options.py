@@ -19,23 +19,6 @@ from pydantic import BaseModel
 from tests.documented.recorder import note
 from tests.documented.tasks import wait_at
 
-#: By name, every error of the library with what it is made of.
-ERRORS: dict[str, tuple[Any, ...]] = {
-    "IdempotencyError": ("Something of tests.errs went wrong.",),
-    "FailedByOperator": ("tests.errs key 'a' was failed.",),
-    "FingerprintMismatch": ("tests.errs key 'a' belongs to another call.",),
-    "InProgress": ("tests.errs key 'a' is held.", "task-1", 12.5),
-    "InvalidKey": ("tests.errs: a key is text.",),
-    "InvalidOption": ("idempotency_lease: too short.",),
-    "KeyMissing": ("tests.errs: no key.",),
-    "LeaseLost": ("tests.errs key 'a' is not ours.",),
-    "ProcessingTimedOut": ("tests.errs key 'a' never came back.",),
-    "ResultUnavailable": ("tests.errs key 'a': gone.",),
-    "StoreMisconfigured": ("The store cannot be used.",),
-    "StoreUnavailable": ("The store does not answer.",),
-    "TooManyCrashes": ("tests.errs key 'a' crashed.", 4),
-}
-
 
 class Order(BaseModel):
     number: int
@@ -76,8 +59,6 @@ def register(app: Celery) -> None:
     # Celery's class takes these options for attributes that mean nothing to it.
     keyed: dict[str, Any] = {"idempotency_key": "key", "idempotency_on_conflict": "ignore"}
     task(name="tests.keyed", **keyed)(waits_once)
-    task(name="tests.everything", bind=True, idempotency_key=_every(app))(everything)
-    task(name="tests.errs")(errs)
     task(name="tests.takes", pydantic=True)(takes)
     task(name="tests.maybe_takes", pydantic=True)(maybe_takes)
 
@@ -210,31 +191,10 @@ def ends(self: Any, how: str) -> Any:
     return how
 
 
-def _every(app: Any) -> Any:
-    """Return the option that makes all arguments the key; Celery's side works without us."""
-    if "celery_idempotent" not in app.task_cls:
-        return None
-    from celery_idempotent import ALL_ARGUMENTS
-
-    return ALL_ARGUMENTS
-
-
 def waits_once(key: str, gate: str) -> str:
     note("keyed", key)
     wait_at(gate)
     return "done"
-
-
-def everything(self: Any, *args: Any, **kwargs: Any) -> str:
-    note("everything")
-    return str(self.request.id)
-
-
-def errs(name: str) -> None:
-    """Raise one of this library's errors."""
-    import celery_idempotent
-
-    raise getattr(celery_idempotent, name)(*ERRORS[name])
 
 
 def takes(order: Order) -> Receipt:

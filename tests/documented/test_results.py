@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from datetime import date, datetime, timezone
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,7 @@ import pytest
 from celery import chain, chord, group
 from celery.signals import before_task_publish
 
-import celery_idempotent
-from celery_idempotent import IdempotencyError
 from tests.documented.sides import PATIENCE, Side
-from tests.documented.tasks_options import ERRORS
 from tests.support.servers import embedded_redis
 from tests.support.waiting import wait_for
 
@@ -49,18 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "result_serializer": "msgpack",
         "accept_content": ["msgpack"],
     },
-}
-
-#: What each serializer of messages carries, and may change. (JSON is the business of tests/policies/test_values.py.)
-ARGUMENTS: dict[str, list[Any]] = {
-    "pickle": [(1, (2, 3)), Decimal("1.10"), uuid.UUID(int=7), {1, 2}, datetime(2024, 2, 29, 12)],  # noqa: DTZ001
-    "yaml": [
-        [1, 2],
-        date(2024, 2, 29),
-        datetime(2024, 2, 29, 12, tzinfo=timezone.utc),
-        {"a": None},
-    ],
-    "msgpack": [(1, (2, 3)), {"a": [1.5, None]}, b"\x00\xff", "ünï"],
 }
 
 
@@ -117,25 +100,6 @@ def get(result: Any) -> Any:
     return result.get(timeout=PATIENCE, interval=0.02)
 
 
-class TestErrors:
-    @pytest.mark.parametrize("name", ERRORS)
-    def test_one_that_a_task_raises_comes_out_as_itself_with_its_message(self, site, name):
-        result = site.app.tasks["tests.errs"].delay(name)
-        with pytest.raises(IdempotencyError) as caught:
-            get(result)
-        error = caught.value
-        expected = getattr(celery_idempotent, name)(*ERRORS[name])
-        assert type(error) is type(expected)
-        assert error.args == expected.args
-        assert str(error) == ERRORS[name][0]
-        assert vars(error) == vars(expected)
-
-    def test_every_error_of_the_library_is_here(self):
-        public = {each: getattr(celery_idempotent, each) for each in celery_idempotent.__all__}
-        errors = {k for k, v in public.items() if isinstance(v, type) and issubclass(v, Exception)}
-        assert errors == ERRORS.keys()
-
-
 class TestCanvas:
     def test_chains_groups_and_chords_end_with_their_results(self, site):
         tasks = site.app.tasks
@@ -170,24 +134,6 @@ class TestCanvas:
         gate.touch()
         gathered, _ = get(result)
         assert sorted(gathered[0], key=str) == [2, 4, "done"]
-
-
-class TestArguments:
-    def test_they_are_one_key_before_and_after_the_broker(self, site):
-        """The second message has no stamp: the worker computes the key from what it was sent."""
-        task = site.app.tasks["tests.everything"]
-        (name,) = {"pickle", "yaml", "msgpack"} & {*site.app.conf.accept_content}
-        for value in ARGUMENTS[name]:
-            mark = uuid.uuid4().hex
-            call: dict[str, Any] = {
-                "args": (mark, value),
-                "kwargs": {"more": value},
-                "serializer": name,
-            }
-            first = get(task.apply_async(**call))
-            assert get(site.app.send_task(task.name, **call)) == first
-            assert get(task.apply_async(**call)) == first
-            assert kinds(site, first).count("note") == 1
 
 
 def kinds(site: Side, task_id: str) -> list[str]:

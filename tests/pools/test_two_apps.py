@@ -106,16 +106,6 @@ def test_each_has_its_own_policy(both: Both, key: str):
         assert both.end(result) == ("SUCCESS", name)
 
 
-def test_each_has_its_own_serializer(both: Both, key: str):
-    kept = {}
-    for name in NAMES:
-        both.end(both.send(name, "work", key))
-        value = both.record(name, "work", key).value
-        kept[name] = value.content_type
-    assert kept["shop"] == "application/json"
-    assert kept["bank"] == "application/x-python-serialize"
-
-
 @pytest.mark.parametrize(("name", "other"), [NAMES, NAMES[::-1]])
 def test_what_one_calls_of_the_other_is_the_others(both: Both, key: str, name: str, other: str):
     relayed = both.send(name, "relay", key)
