@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from rich.console import Console
 
 from tests.support.paths import ROOT
 
@@ -23,31 +21,6 @@ sys.stdout.flush()
 time.sleep(0.6)
 print("\\r\\x1b[2K\\x1b[1;32msecond\\x1b[0m")
 """
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_both_ledgers_are_shown_while_it_works(terminal: bool, monkeypatch) -> None:
-    """In a process of its own the models of the demo's figures are Django's; here any counts do."""
-    from types import SimpleNamespace
-
-    from testproject.demo import show
-
-    monkeypatch.setattr(show, "_LINE_EVERY_S", 0.0)
-    plain = SimpleNamespace(runs=5, rows=4, distinct=3, duplicates=1)
-    idempotent = SimpleNamespace(runs=3, rows=2, distinct=2, duplicates=0)
-    written = io.StringIO()
-    console = Console(file=written, force_terminal=terminal, width=120, color_system=None)
-    with show.show_on(console, requests=9, deliveries=7) as shown:
-        shown.update(accepted=8, plain=plain, idempotent=idempotent)  # type: ignore[arg-type]
-        shown.say("SIGKILL")
-    text = " ".join(written.getvalue().split())
-    assert "SIGKILL" in text
-    if terminal:
-        assert "celery.Task IdempotentTask" in text
-        for row in ("runs started 5 3", "(ledger rows) 4 2", "too many 1 0", "not there yet 4 5"):
-            assert row in text
-    else:
-        assert "celery.Task 3 (1 rows too many), IdempotentTask 2 (0 rows too many)" in text
 
 
 def test_a_recording_has_each_screen_at_its_time_and_ends_with_the_last(tmp_path: Path) -> None:

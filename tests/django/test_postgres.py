@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -74,43 +73,10 @@ def test_it_answers_its_owner_only_and_leaves_nothing_behind(start):
     assert not directory.exists()
 
 
-@pytest.mark.wide
-def test_programs_that_the_servers_user_cannot_read_are_copied(
-    start, postgres, tmp_path, monkeypatch
-):
-    package = postgres._installed().parent
-    for folder in (package, package.with_name(f"{package.name}.libs")):
-        if folder.exists():
-            postgres._copy(folder, tmp_path / folder.name)
-    tmp_path.chmod(0o700)
-    monkeypatch.setattr(
-        postgres, "_installed", lambda: tmp_path / package.name / postgres._WHEELS[0][1]
-    )
-    with start() as server, contextlib.closing(connect(server)) as connection:
-        assert connection.execute("SELECT 1").fetchone() == (1,)
-        copied = (server._directory / "programs").exists()
-    assert copied == (os.geteuid() == 0), "only root is served by somebody else"
-
-
 def test_without_its_wheel_the_error_says_what_to_install(postgres, monkeypatch):
     monkeypatch.setattr(postgres, "_WHEELS", (("no_such_package", "pginstall"),))
     with pytest.raises(postgres.ServerUnavailable, match="pip install"):
         postgres.EmbeddedPostgres()
-
-
-@pytest.mark.wide
-def test_where_it_does_not_start_it_leaves_nothing_behind(start, postgres, monkeypatch):
-    monkeypatch.setitem(postgres._SETTINGS, "shared_buffers", "none at all")
-    server = start()
-    made = []
-    make = postgres.tempfile.mkdtemp
-    monkeypatch.setattr(
-        postgres.tempfile, "mkdtemp", lambda **how: made.append(make(**how)) or made[-1]
-    )
-    with pytest.raises(postgres.ServerUnavailable, match="does not start"), server:
-        pass
-    assert made
-    assert not Path(made[0]).exists()
 
 
 @pytest.fixture
@@ -137,14 +103,3 @@ def test_it_ends_with_an_owner_that_is_killed_and_its_data_too(owner):
     process.kill()
     wait_for(lambda: not alive(pid), 20, "the server to end")
     wait_for(lambda: not directory.exists(), 20, "its data to be removed")
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells a server that its parent died"
-)
-def test_it_ends_when_its_launcher_is_killed(owner):
-    _, pid, launcher, directory = owner
-    os.kill(launcher, signal.SIGKILL)
-    wait_for(lambda: not alive(pid), 20, "the server to end")
-    shutil.rmtree(directory)

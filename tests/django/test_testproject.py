@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import hmac
 import importlib
@@ -344,60 +343,6 @@ def demo(project: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_events_come_from_plain_and_from_compressed_lines(demo: Path) -> None:
-    from testproject.demo.events import load
-
-    line = json.dumps({"event": "push", "delivery": DELIVERY, "payload": {"ref": "\u2028"}}) + "\n"
-    (demo / "a.jsonl").write_text(line + "\n")
-    (demo / "a.jsonl.gz").write_bytes(gzip.compress(line.encode()))
-    (event,) = load(demo / "a.jsonl")
-    assert [event] == load(demo / "a.jsonl.gz")
-    assert (event.event, event.delivery_id) == ("push", DELIVERY)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "no events"),
-        (b'{"event": "push"}', "line 1"),
-        (b'{"event": "push", "delivery": "1", "payload": {}}', "line 1"),
-        (b'{"event": "push", "delivery": 1, "payload": {}}', "line 1"),
-        (b'{"event": "push", "delivery": "%s", "payload": {}}\n{' % DELIVERY.encode(), "line 2"),
-        (b"\x1f\x8bnot gzip", "cannot read"),
-        (b"\xff", "cannot read"),
-        (None, "cannot read"),
-    ],
-)
-def test_a_file_that_holds_no_events_is_refused_with_its_line(
-    demo: Path, content: bytes | None, said: str
-) -> None:
-    from testproject.demo.events import load
-    from testproject.demo.processes import DemoError
-
-    path = demo / "events.jsonl"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DemoError, match=said):
-        load(path)
-
-
-def test_a_process_says_where_it_is_for_as_long_as_it_lives(demo: Path) -> None:
-    from testproject.demo import whereabouts
-    from testproject.demo.whereabouts import Step, Where
-
-    gone = subprocess.Popen((sys.executable, "-c", ""))
-    gone.wait()
-    here = Where(
-        pid=os.getpid(), parent=1, step=Step.WRITTEN, kind="idempotent", delivery_id=DELIVERY
-    )
-    whereabouts.note(demo, Where(pid=gone.pid, parent=1, step=Step.WORKING, kind="plain"))
-    whereabouts.note(demo, Where(pid=os.getpid(), parent=1, step=Step.IDLE))
-    whereabouts.note(demo, here)
-    assert whereabouts.find(demo) == [here]
-    whereabouts.clear(demo)
-    assert whereabouts.find(demo) == []
-
-
 @pytest.fixture
 def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes that stand in for a pool's."""
@@ -477,25 +422,6 @@ def _runs(pid: int) -> bool:
     import psutil
 
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def test_outcomes_are_written_down_and_counted(client: Client, demo: Path, delivery: str) -> None:
-    from celery_idempotent import signals
-    from testproject import counters
-    from testproject.webhooks.tasks import record_delivery
-
-    path = demo / "outcomes"
-    try:
-        counters.connect(path)
-        for _ in range(3):
-            post(client, delivery=delivery)
-    finally:
-        for outcome in counters.OUTCOMES:
-            getattr(signals, outcome).disconnect(dispatch_uid=f"counters.{outcome}")
-    counted = counters.count(path, task=record_delivery.name)
-    assert counted == {"claimed": 1, "settled": 1, "replayed": 2}
-    assert counters.count(demo / "nothing") == {}
-    assert counters.swept(path) == 0
 
 
 def test_the_report_judges_the_ledger_by_its_rows(
