@@ -24,9 +24,11 @@ from celery_idempotent.django import IdempotentTask
 from celery_idempotent.django.http import idempotent_view
 from celery_idempotent.django.sql.atomic import ClaimTransaction
 from celery_idempotent.django.store import DjangoStore
+from celery_idempotent.errors import StoreUnavailable
 from celery_idempotent.protocol import atomic
-from celery_idempotent.protocol.calls import Ran
+from celery_idempotent.protocol.calls import Ran, Replay, StoreFailed
 from celery_idempotent.records import Identity, Record, SettleRequest, State
+from celery_idempotent.testing.delivery import message_of, run
 from tests.sql import databases
 from tests.sql.databases import execute, rows
 from tests.support.waiting import wait_for
@@ -49,7 +51,7 @@ class Place:
         )
         self.runs = 0
 
-    def run(self, body: Callable[[], Any]) -> Any:
+    def run(self, body: Callable[[], Any], *, lease_ms: int = 20_000) -> Any:
         """What the run ends with; ``body`` is called after it has read, each time."""
 
         def counted() -> int:
@@ -58,7 +60,7 @@ class Place:
             body()
             return self.runs
 
-        return make_runner(self.store, atomic=True, lease_ms=20_000).execute(
+        return make_runner(self.store, atomic=True, lease_ms=lease_ms).execute(
             a_call(identity=KEY), counted
         )
 
@@ -347,3 +349,96 @@ def test_a_constraint_that_fails_at_the_commit_does_not(place: Callable[..., Pla
     assert here.runs == 1
     assert here.names() == ["first"]
     assert here.store.get(KEY) is None
+
+
+WANTED: dict[str, Any] = {"autoretry_for": (OperationalError,), "max_retries": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "retries"),
+    [
+        (WANTED, [1]),
+        ({**WANTED, "dont_autoretry_for": (DatabaseError,)}, []),
+        ({**WANTED, "max_retries": 0}, []),
+        ({}, []),
+    ],
+    ids=["wanted", "excepted", "used up", "not wanted"],
+)
+def test_what_collides_to_the_end_is_retried_as_an_error_of_the_body_is(
+    place: Callable[..., Place],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    retries: list[int],
+):
+    here = place("postgresql", "serializable")
+    monkeypatch.setattr(atomic, "MAX_REPEATS", 0)
+    ours = {"base": IdempotentTask, "shared": False, "name": "book", "idempotency_atomic": True}
+
+    @an_app(here.store).task(**ours, idempotency_key="name", **options)
+    def book(name: str) -> None:
+        here.runs += 1
+        here.seats(here.alias)
+        here.book(here.alias, name)
+        if here.runs == 1:
+            here.in_between()
+
+    before = (book.run, book.max_retries)
+    ended = run(book, message_of(book, ("ann",), {}))
+    assert ended.state == ("RETRY" if retries else "FAILURE")
+    assert [each.headers["retries"] for each in ended.published] == retries
+    assert (book.run, book.max_retries) == before
+    assert here.store.get(Identity(namespace="book", key="ann")) is None
+    for message in ended.published:
+        assert run(book, message).state == "SUCCESS"
+    assert ("ann" in here.names()) is bool(retries)
+
+
+def test_a_message_that_was_rolled_back_comes_back_as_it_was(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever the body did to its arguments: the next run gets those of the caller."""
+    here = place("sqlite")
+    seen: list[list[str]] = []
+
+    @an_app(here.store).task(
+        base=IdempotentTask, shared=False, name="book", idempotency_atomic=True
+    )
+    def book(names: list[str]) -> None:
+        seen.append(list(names))
+        here.book(here.alias, names.pop())
+
+    def away(*_: object) -> bool:
+        raise StoreUnavailable("the row is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClaimTransaction, "settle", away)
+        (again,) = run(book, message_of(book, (["ann"],), {})).published
+    assert here.names() == ["first"]
+    assert run(book, again).state == "SUCCESS"
+    assert (seen, here.names()) == ([["ann"]] * 2, ["ann", "first"])
+
+
+def test_a_commit_that_nobody_knows_about_sends_the_message_back(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+):
+    here = place("sqlite")
+    own: Any = connections[here.alias]
+    commit = own.commit
+
+    def lost() -> None:
+        commit()
+        raise OperationalError("gone")
+
+    def away(*_: object) -> bool:
+        raise StoreUnavailable("gone")
+
+    def book() -> None:
+        here.book(here.alias, "ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "commit", lost)
+        patch.setattr(here.store, "committed", away)
+        assert isinstance(here.run(book, lease_ms=300), StoreFailed)
+    # The message comes back, and the record answers.
+    assert isinstance(here.run(book), Replay)
+    assert here.names() == ["first", "ours"]

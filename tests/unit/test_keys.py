@@ -30,6 +30,7 @@ from celery_idempotent.identity.arguments import ALL_ARGUMENTS, Parameters, comp
 from celery_idempotent.identity.fingerprints import MAX_DEPTH
 from celery_idempotent.identity.identified import Identified
 from celery_idempotent.identity.keys import Identifier, canonical, task_id_key
+from celery_idempotent.identity.stamp import read_stamp
 from celery_idempotent.records import FINGERPRINT_BYTES, Identity
 from tests.support.pydantic_tasks import make_pydantic_task
 
@@ -947,6 +948,14 @@ def test_a_stamp_leaves_out_what_is_empty():
     assert identify(charge, ("o-1", 5)).to_header() == {"key": "@id-1"}
     stamp = identify(charge, ("o-1", 5), key="order_id", scope="currency").to_header()
     assert stamp == {"key": "o-1", "scope": "EUR", "fingerprint": fingerprint("o-1", 5).hex()}
+
+
+def test_a_key_that_was_handed_on_with_the_headers_of_another_message_is_not_this_ones():
+    stamp = {"id": "another", "raw_key": "k"}
+    assert read_stamp({"idempotency_key": "k", "idempotency": stamp}, "mine") == {}
+    assert read_stamp({"idempotency_key": "given", "idempotency": stamp}, "mine") == {
+        "raw_key": "given"
+    }
 
 
 def test_a_message_without_a_stamp_has_none():

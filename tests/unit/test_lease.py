@@ -155,13 +155,6 @@ class TestClaim:
         with pytest.raises(LeaseLost):
             claim.ensure()
 
-    def test_a_lost_claim_stays_lost_without_asking(self, store: Store):
-        claim = take(store)
-        claim.lose()
-        with pytest.raises(LeaseLost):
-            claim.ensure()
-        assert store.renewals == []
-
     @pytest.mark.parametrize("ask", [Claim.renew, Claim.ensure])
     def test_a_store_that_is_away_for_less_than_the_lease_is_asked_until_it_answers(
         self, store: Store, ask
@@ -194,26 +187,6 @@ class TestClaim:
             claim.ensure()
         assert len(store.renewals) == 1
 
-    def test_a_renewal_by_the_heartbeat_prolongs_the_patience(self, store: Store, heartbeat):
-        claim = take(store, lease_ms=300)
-        first = claim.renewed_at
-        heartbeat.add(claim)
-        wait_for(lambda: store.times("k"), what="a beat", interval=0.005)
-        wait_for(lambda: claim.renewed_at > first, what="the note of it")
-        assert claim.renewed_at <= store.times("k")[0]
-        heartbeat.remove(claim)
-
-    def test_a_claim_that_the_heartbeat_finds_gone_meanwhile_is_lost_at_once(self, store: Store):
-        claim = take(store, lease_ms=60_000)
-
-        def renew(leases: Sequence[Renewal]) -> list[bool]:
-            claim.lose()
-            raise StoreUnavailable("away")
-
-        store.renew = renew  # type: ignore[method-assign]
-        with pytest.raises(LeaseLost):
-            claim.ensure()
-
     def test_a_step_whose_claim_is_gone_raises(self, store: Store):
         claim, done = stepping(store), []
         store.forget(claim.record.identity)
@@ -230,12 +203,6 @@ class TestClaim:
         with pytest.raises(LeaseLost):
             claim.step("pay", lambda: pytest.fail("it was called"))
         assert claim.phase is phase
-
-    def test_what_the_heartbeat_finds_undoes_nothing_that_the_run_said(self, store: Store):
-        claim = take(store)
-        claim.phase = Phase.RELEASED
-        claim.lose()
-        assert claim.phase is Phase.RELEASED
 
     def test_a_step_is_recorded_as_soon_as_the_store_is_back(self, store: Store):
         claim, tries = stepping(store), []
@@ -266,17 +233,6 @@ class TestHeartbeat:
         ).stdout
         assert out.split() == ["['MainThread']", "1"]
 
-    def test_the_first_claim_starts_the_one_thread(self, heartbeat, store, threads):
-        assert threads() == 0
-        claims = [take(store, str(n), lease_ms=60_000) for n in range(100)]
-        for claim in claims:
-            heartbeat.add(claim)
-        wait_for(lambda: threads() == 1, what="one heartbeat")
-        for claim in claims:
-            heartbeat.remove(claim)
-        heartbeat.add(claims[0])
-        wait_for(lambda: threads() == 1, what="one heartbeat")
-
     def test_claims_from_many_threads_share_it(self, heartbeat, store, threads):
         def run(n: int) -> None:
             claim = take(store, str(n), lease_ms=60_000)
@@ -301,17 +257,6 @@ class TestHeartbeat:
         assert beats[1] - beats[0] >= 0.199
         assert beats[2] < 3 * 0.2 + 0.2
         assert store.get(claim.record.identity).state is State.PROCESSING
-
-    def test_a_renewed_claim_outlives_its_lease(self, heartbeat, store):
-        claim = take(store, lease_ms=300)
-        heartbeat.add(claim)
-        deadline = claim.record.deadline_ms
-        wait_for(
-            lambda: store.get(claim.record.identity).deadline_ms > deadline + 600,
-            what="the lease to be two leases longer",
-        )
-        assert claim.phase is Phase.RUNNING
-        claim.ensure()
 
     def test_a_task_shorter_than_a_third_of_its_lease_costs_no_renewal(self, heartbeat, store):
         for n in range(300):
@@ -418,44 +363,6 @@ class TestHeartbeat:
             heartbeat.remove(claim)
             wait_for(lambda: threads() == 0, what="the end of the thread")
 
-    def test_it_lives_while_there_is_a_claim_to_renew(self, heartbeat, store, threads, hasty):
-        claim = take(store, lease_ms=900)
-        heartbeat.add(claim)
-        wait_for(lambda: len(store.renewals) >= 3, what="beats, each after more than it lingers")
-        assert threads() == 1
-
-    def test_it_lives_while_there_are_counts_to_write(self, heartbeat, store, threads, hasty):
-        down = True
-
-        def count(_: object) -> None:
-            if down:
-                raise StoreUnavailable("away")
-
-        store.count = count  # type: ignore[method-assign]
-        counters.add(store, "t", "claimed")
-        heartbeat.start()
-        before = counters._written
-        wait_for(lambda: counters._written > before + 3 * lease.LINGER, what="tries")
-        assert threads() == 1
-        down = False
-        wait_for(lambda: threads() == 0, what="the end of the thread")
-        assert counters.empty
-
-    def test_who_asks_for_its_end_gets_it_and_the_counts_written(self, heartbeat, store, threads):
-        heartbeat.finish()  # there is none
-        counters.add(store, "t", "claimed")
-        heartbeat.start()
-        heartbeat.finish()
-        wait_for(lambda: threads() == 0, what="the end of the thread")
-        assert [each.count for each in store.counts(hours=1)] == [1]
-
-    def test_who_asks_for_its_end_gets_none_while_a_claim_is_held(self, heartbeat, store):
-        claim = take(store)
-        heartbeat.add(claim)
-        heartbeat.finish()
-        wait_for(lambda: len(store.renewals) >= 3, what="beats")
-        claim.ensure()
-
     def test_no_claim_is_without_a_thread_however_often_it_ends(
         self, heartbeat, store, monkeypatch
     ):
@@ -509,62 +416,6 @@ class TestHeartbeat:
         assert ended.stdout == "added\n"
 
 
-APP = """
-import time
-from pathlib import Path
-
-from celery import Celery
-from celery_idempotent import IdempotentTask
-
-def threads():
-    return len(list(Path("/proc/self/task").iterdir()))
-
-def gone():
-    until = time.monotonic() + 60
-    while threads() > before and time.monotonic() < until:
-        time.sleep(0.01)
-    return threads() == before
-
-app = Celery(broker="memory://", backend="cache+memory://")
-app.conf.idempotency_store = "memory://"
-work = app.task(name="work", base=IdempotentTask, shared=False)(threads)
-before = threads()
-"""
-
-
-class TestApps:
-    @staticmethod
-    def run(code: str) -> str:
-        """Run a program that has an app, in a process of its own, in which no other app is the current one."""
-        environment = child_environment()
-        ended = subprocess.run(
-            [sys.executable, "-c", APP + code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return ended.stdout + ended.stderr
-
-    def test_the_end_of_a_worker_ends_it(self):
-        code = """
-from celery.signals import task_postrun
-from celery.worker import state
-
-def end(retval, **_):
-    print(retval > before)
-    state.should_stop = 0
-
-task_postrun.connect(end)
-work.delay()
-quiet = {"without_gossip": True, "without_mingle": True, "without_heartbeat": True}
-app.WorkController(pool="solo", **quiet).start()
-print(gone())
-"""
-        assert self.run(code).split() == ["True", "True"]
-
-
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 class TestFork:
     def in_child(self, function: Callable[[], object]) -> str:
@@ -583,12 +434,6 @@ class TestFork:
             text = stream.read()
         os.waitpid(pid, 0)
         return text
-
-    def test_a_child_starts_without_the_claims_of_its_parent(self, heartbeat, store):
-        claim = take(store)
-        heartbeat.add(claim)
-        assert self.in_child(lambda: len(heartbeat._due)) == "0"
-        assert len(heartbeat._due) == 1
 
     def test_a_child_starts_a_thread_of_its_own(self, heartbeat, store):
         parents = take(store)

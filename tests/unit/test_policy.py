@@ -184,6 +184,10 @@ class TestValues:
             set_by(where, name, value)
         assert name in str(caught.value)
 
+    def test_an_atomic_task_cannot_run_without_its_store(self):
+        with pytest.raises(InvalidOption, match="atomic"):
+            define(idempotency_atomic=True, idempotency_on_store_error="open")
+
     def test_a_task_is_named_with_its_bad_value(self):
         with pytest.raises(InvalidOption, match=r"idempotency_lease of task shop\.charge must be"):
             define(idempotency_lease="long")

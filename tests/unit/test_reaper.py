@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from typing import Any
@@ -15,12 +13,11 @@ from celery.schedules import crontab
 from celery.signals import task_prerun
 
 from celery_idempotent import IdempotentTask
-from celery_idempotent.celery.reaper import SWEEP, install_sweep, sweep
+from celery_idempotent.celery.reaper import SWEEP, sweep
 from celery_idempotent.errors import InvalidOption, ProcessingTimedOut, StoreUnavailable
 from celery_idempotent.records import Claimed, ClaimRequest, Identity, State
 from celery_idempotent.stores.memory import MemoryStore
 from celery_idempotent.testing import FakeClock
-from tests.support.workers import child_environment
 
 
 def make_app(store: Any = "memory://", **settings: Any) -> Celery:
@@ -87,12 +84,6 @@ class TestRegistration:
         assert second.conf.beat_schedule[SWEEP]["schedule"] == 5
         assert [str(w.message) for w in recwarn if "already registered" in str(w.message)] == []
 
-    def test_an_app_that_came_later_is_not_given_it(self, nothing_shared):
-        define(make_app()).idempotency_policy  # noqa: B018
-        other = Celery("other", broker="memory://", set_as_current=False)
-        other.finalize()
-        assert SWEEP not in other.tasks
-
     def test_threads_that_define_at_once_bring_it_once(self):
         app = make_app()
         app.finalize()
@@ -158,26 +149,6 @@ class TestRegistration:
             task_prerun.disconnect(switch)
         assert asked == ["public"]
 
-    def test_an_app_may_mix_a_class_of_its_own_into_every_task(self):
-        class Mixin(Task):
-            abstract = True
-
-        class MixinApp(Celery):
-            def _task_from_fun(self, fun, name=None, base=None, **options):
-                base = base or self.Task
-                mixed = base if issubclass(base, Mixin) else type("Mixed", (base, Mixin), {})
-                return super()._task_from_fun(fun, name=name, base=mixed, **options)
-
-        app = MixinApp("m", broker="memory://", backend="cache+memory://", set_as_current=False)
-        app.conf.idempotency_store = "memory://"
-
-        @app.task(name="work", base=IdempotentTask, shared=False)
-        def work() -> None: ...
-
-        app.finalize()
-        assert isinstance(app.tasks[SWEEP], Mixin)
-        assert app.tasks[SWEEP].apply().get()["interrupted"] == 0
-
 
 class TestSchedule:
     def test_an_entry_of_the_users_own_is_kept(self):
@@ -225,33 +196,6 @@ class TestSchedule:
         app = make_app(idempotency_sweep_interval=value)
         with pytest.raises(InvalidOption, match=r"idempotency_sweep_interval .*None"):
             define(app).idempotency_policy  # noqa: B018
-
-    def test_beat_has_it_in_a_process_of_its_own(self, tmp_path):
-        (tmp_path / "proj.py").write_text(
-            "from celery import Celery\n"
-            "from celery_idempotent import IdempotentTask\n"
-            "app = Celery('proj', broker='memory://', backend='cache+memory://')\n"
-            "app.conf.idempotency_store = 'memory://'\n"
-            "@app.task(base=IdempotentTask)\n"
-            "def work(): ...\n"
-        )
-        code = (
-            "from celery.apps.beat import Beat; from proj import app;"
-            "beat = Beat(app=app, quiet=True, schedule='s');"
-            "beat.init_loader();"
-            "from celery.beat import Scheduler; s = Scheduler(app); print(sorted(s.schedule))"
-        )
-        environment = child_environment()
-        environment["PYTHONPATH"] += os.pathsep + str(tmp_path)
-        out = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        assert SWEEP in out
 
 
 class TestSweep:
@@ -348,40 +292,5 @@ class TestSweep:
         assert [report["interrupted"] for report in reports] == [2, 2, 1]
         assert [report["more"] for report in reports] == [True, True, False]
 
-    def test_the_task_returns_the_counts_as_plain_data(self, store, clock):
-        self.hold(store, "stale")
-        clock.advance(1000)
-        app = make_app(store)
-        define(app)
-        result = app.tasks[SWEEP].apply()
-        assert result.get()["interrupted"] == 1
-        assert app.tasks[SWEEP].apply(kwargs={"limit": 1}).get()["interrupted"] == 0
-
-    def test_a_store_that_is_away_is_an_error_and_the_next_sweep_does_the_work(
-        self, store, clock, monkeypatch
-    ):
-        app = make_app(store)
-        stale = self.hold(store, "stale")
-        clock.advance(1000)
-
-        def away(*_: object, **__: object) -> None:
-            raise StoreUnavailable("away")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(store, "sweep", away)
-            with pytest.raises(StoreUnavailable):
-                sweep(app)
-        assert sweep(app)["interrupted"] == 1
-        assert store.get(stale).crashes == 1
-
 
 def lambda_free() -> None: ...
-
-
-def test_installing_twice_is_installing_once():
-    app = make_app()
-    app.finalize()
-    install_sweep(app)
-    task = app.tasks[SWEEP]
-    install_sweep(app)
-    assert app.tasks[SWEEP] is task

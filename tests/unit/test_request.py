@@ -21,7 +21,7 @@ from celery.worker.consumer import Consumer
 from celery.worker.request import Request as CeleryRequest
 from kombu.asynchronous.hub import Hub
 
-from celery_idempotent import IdempotentTask, signals
+from celery_idempotent import IdempotentTask
 from celery_idempotent.celery import receivers, request
 from celery_idempotent.celery.request import gone
 from celery_idempotent.errors import StoreUnavailable
@@ -46,9 +46,6 @@ class TestGone:
     def test_a_living_child_is_not(self, child):
         assert not gone(child.pid)
 
-    def test_we_are_not(self):
-        assert not gone(os.getpid())
-
     def test_a_stopped_child_is_not(self, child):
         freeze(child.pid)
         assert not gone(child.pid)
@@ -60,11 +57,6 @@ class TestGone:
         # It was looked at, not taken from whoever waits for it.
         assert os.waitpid(child.pid, 0)[1] == signal.SIGKILL
         child.returncode = -signal.SIGKILL
-
-    def test_a_child_that_was_waited_for_is(self, child):
-        child.kill()
-        child.wait()
-        assert gone(child.pid)
 
     def test_a_living_process_of_somebody_else_is_not(self):
         assert not gone(os.getppid())
@@ -256,30 +248,6 @@ class TestLostChild:
         assert (record.state, record.crashes) == (State.INTERRUPTED, 1)
         assert set(lost.answers) <= {"ack", State.INTERRUPTED}
 
-    def test_a_lost_one_is_rejected_after_that(self, make, store, task, dead):
-        hold(store, task, dead)
-        lost = make(dead)
-        lost._on_reject = lambda *_: lost.answers.append(store.get(identity()).state)
-        lost.on_failure(einfo(WorkerLostError("signal 9")))
-        assert lost.answers == [State.INTERRUPTED]
-
-    def test_the_signal_tells_of_it(self, make, store, task, dead):
-        seen: list[Any] = []
-
-        def note(sender: Any, event: signals.Event, **_: Any) -> None:
-            seen.append((sender, event))
-
-        signals.interrupted.connect(note, weak=False)
-        try:
-            hold(store, task, dead)
-            make(dead).on_failure(einfo(WorkerLostError()))
-        finally:
-            signals.interrupted.disconnect(note)
-        ((sender, event),) = seen
-        assert sender is task
-        assert (event.task, event.task_id, event.identity) == ("work", "t1", identity())
-        assert event.record.state is State.INTERRUPTED
-
     @pytest.mark.parametrize(
         "error",
         [ValueError("x"), Ignore(), Reject("x", requeue=True)],
@@ -289,55 +257,6 @@ class TestLostChild:
         before = hold(store, task, dead)
         make(dead).on_failure(einfo(error))
         assert store.get(identity()) == before
-
-    def test_a_hard_limit_interrupts_once_the_child_is_dead(self, make, store, task, child):
-        before = hold(store, task, child.pid)
-        lost = make(child.pid)
-        lost.on_timeout(soft=False, timeout=5)
-        lost.on_failure(einfo(TimeLimitExceeded(5)))
-        assert store.get(identity()) == before
-        child.kill()
-        wait_for(
-            lambda: store.get(identity()).state is State.INTERRUPTED, 5, "the claim to be free"
-        )
-        wait_for(lambda: not undertakers(), what="the undertakers to end")
-        assert store.get(identity()).crashes == 1
-
-    def test_a_soft_limit_is_no_loss(self, make, store, task, dead):
-        before = hold(store, task, dead)
-        make(dead).on_timeout(soft=True, timeout=5)
-        assert store.get(identity()) == before
-        assert not undertakers()
-
-    def test_the_main_process_does_not_wait_for_a_child_that_it_is_yet_to_kill(
-        self, make, store, task, child, monkeypatch
-    ):
-        monkeypatch.setattr(request, "LOSS_TIMEOUT", 60)
-        hold(store, task, child.pid)
-        lost = make(child.pid)
-        start = time.monotonic()
-        lost.on_failure(einfo(TimeLimitExceeded(5)))
-        lost.on_timeout(soft=False, timeout=5)
-        assert time.monotonic() - start < 30
-        child.kill()
-
-    def test_the_main_process_waits_for_a_slow_store_no_longer_than_its_patience(
-        self, make, store, task, dead, monkeypatch
-    ):
-        release = threading.Event()
-        get = store.get
-
-        def slow(identity: Identity) -> Any:
-            release.wait(60)
-            return get(identity)
-
-        monkeypatch.setattr(store, "get", slow)
-        lost = make(dead)
-        start = time.monotonic()
-        lost.on_failure(einfo(WorkerLostError()))
-        assert time.monotonic() - start < 30
-        assert lost.answers == ["reject"]
-        release.set()
 
     @pytest.mark.parametrize("lease", [1])
     def test_a_store_that_is_away_for_a_lease_is_logged_and_the_message_goes_back(
@@ -434,13 +353,6 @@ class TestWhoseClaim:
         self.lose(make(dead))
         assert store.get(identity()) == before
 
-    def test_of_the_same_pid_on_another_machine_stays(self, make, store, task, dead, monkeypatch):
-        with monkeypatch.context() as patch:
-            patch.setattr(calls, "_HOST", "elsewhere")
-            before = hold(store, task, dead)
-        self.lose(make(dead))
-        assert store.get(identity()) == before
-
     def test_of_the_same_pid_on_another_machine_of_the_same_name_stays(
         self, make, store, task, dead, monkeypatch
     ):
@@ -481,10 +393,6 @@ class TestWhoseClaim:
         self.lose(make(dead))
         assert store.get(identity()).state is State.COMPLETED
 
-    def test_without_a_record_nothing_is_done(self, make, store, dead):
-        self.lose(make(dead))
-        assert store.get(identity()) is None
-
     def test_a_request_that_was_never_started_asks_for_nothing(
         self, make, store, task, monkeypatch
     ):
@@ -518,17 +426,6 @@ class TestWhoseClaim:
         stamp = {"id": "t1", "key": "stamped"}
         self.lose(make(dead, idempotency=stamp))
         assert store.get(identity("stamped")).state is State.INTERRUPTED
-
-    def test_the_key_that_a_foreign_publisher_gave_tells_it_as_well(self, make, store, task, dead):
-        hold(store, task, dead, key="foreign")
-        self.lose(make(dead, idempotency_key="foreign"))
-        assert store.get(identity("foreign")).state is State.INTERRUPTED
-
-    def test_a_key_among_celerys_stamps_tells_it_as_well(self, make, store, task, dead):
-        hold(store, task, dead, key="stamps")
-        stamps = {"stamps": {"idempotency_key": "stamps"}, "stamped_headers": ["idempotency_key"]}
-        self.lose(make(dead, **stamps))
-        assert store.get(identity("stamps")).state is State.INTERRUPTED
 
 
 @pytest.mark.parametrize("mode", ["enforce", "observe"])

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,8 +22,6 @@ from celery.utils.dispatch import Signal
 
 from celery_idempotent import backoff, signals
 from celery_idempotent.errors import (
-    FingerprintMismatch,
-    StoreMisconfigured,
     StoreUnavailable,
     TooManyCrashes,
 )
@@ -283,12 +280,6 @@ class TestRunning:
         assert (known.key, known.scope, known.crashes) == ("order-17", "", 0)
         assert current_claim() is None
 
-    def test_the_claim_is_forgotten_after_a_failure_too(self, execute):
-        with pytest.raises(ValueError):
-            execute(raising(ValueError()))
-        assert current_claim() is None
-        assert not lease.heartbeat._due
-
     def test_a_run_inside_a_run_has_a_claim_of_its_own(self, execute):
         inner = a_call(identity=Identity(namespace="shop.mail", key="1"))
         seen = []
@@ -299,13 +290,6 @@ class TestRunning:
 
         execute(outer)
         assert seen == ["1", "order-17"]
-
-    def test_the_heartbeat_has_the_claim_while_the_run_lasts(self, execute):
-        def body() -> bool:
-            return weakref.ref(current_claim()) in lease.heartbeat._due
-
-        assert execute(body) == Ran(True)
-        assert not lease.heartbeat._due
 
     def test_without_retention_the_mark_is_kept_for_one_lease(self, execute, memory, clock):
         execute(lambda: 1, retention_ms=0, lease_ms=7000)
@@ -389,73 +373,8 @@ class TestEndings:
         assert names(events) == ["claimed", "settled"]
         assert execute(never) == Replay(record, 0)
 
-    def test_a_replaced_task_completes_the_record_as_replaced(self, execute, memory):
-        def body() -> None:
-            current_claim().replaced = True
-            raise Ignore("replaced")
-
-        with pytest.raises(Ignore):
-            execute(body)
-        record = memory.get(IDENTITY)
-        assert (record.state, record.replaced, record.value) == (State.COMPLETED, True, None)
-
-    def test_a_key_given_back_before_a_retry_is_not_touched_again(self, execute, memory, store):
-        theirs = []
-
-        def body() -> None:
-            make_runner(store).release(current_claim())
-            theirs.append(claim(memory, "the retry"))
-            raise Retry("published")
-
-        with pytest.raises(Retry):
-            execute(body)
-        assert memory.get(IDENTITY) == theirs[0]
-        assert store.calls == ["claim", "release"]
-
-    def test_a_value_after_the_key_was_given_back_is_not_recorded(self, execute, memory, store):
-        def body() -> str:
-            make_runner(store).release(current_claim())
-            return "swallowed its own Retry"
-
-        assert execute(body) == Ran("swallowed its own Retry")
-        assert memory.get(IDENTITY) is None
-        assert "settle" not in store.calls
-
-    def test_an_exit_is_raised_also_when_the_key_is_somebody_elses(self, execute, memory, clock):
-        def body() -> None:
-            clock.advance(1001)
-            claim(memory)
-            raise SystemExit
-
-        with pytest.raises(SystemExit):
-            execute(body, lease_ms=1000)
-
 
 class TestDuplicates:
-    def test_a_settled_record_answers(self, execute, memory, clock, events):
-        execute(lambda: 42)
-        clock.advance(3000)
-        assert execute(never, call=a_call("t2")) == Replay(memory.get(IDENTITY), 3000)
-        assert names(events) == ["claimed", "settled", "replayed"]
-        assert events[-1][1].task_id == "t2"
-        assert events[-1][1].record.task_id == "t1"
-
-    def test_a_live_claim_is_a_conflict(self, execute, memory, clock, events):
-        theirs = claim(memory, lease_ms=5000)
-        clock.advance(2000)
-        assert execute(never) == Conflict(theirs, 3000)
-        assert names(events) == ["conflicted"]
-
-    def test_a_conflict_from_inside_the_run_is_seen_as_one(self, execute):
-        assert isinstance(execute(lambda: execute(never)).value, Conflict)
-
-    def test_other_arguments_are_refused(self, execute, memory, events):
-        execute(lambda: 42, call=a_call(fingerprint=b"a" * 16))
-        with pytest.raises(FingerprintMismatch, match="key order-17 belongs to task t1"):
-            execute(never, call=a_call("t2", fingerprint=b"b" * 16))
-        assert names(events) == ["claimed", "settled", "mismatched"]
-        assert memory.get(IDENTITY).task_id == "t1"
-
     def test_a_stale_claim_is_taken_over_and_counts_a_crash(self, execute, memory, clock):
         claim(memory, lease_ms=1000)
         clock.advance(1000)
@@ -630,26 +549,6 @@ class TestLostLease:
         assert names(events)[:2] == ["claimed", "lease_lost"]
         assert names(events)[2:] == ([] if error is SystemExit else ["replayed"])
 
-    def test_the_late_result_meets_a_holder_as_any_duplicate(self, execute, memory, clock):
-        theirs = []
-
-        def body() -> str:
-            clock.advance(1001)
-            theirs.append(claim(memory, lease_ms=5000))
-            return "late"
-
-        assert execute(body, lease_ms=1000) == Conflict(theirs[0], 5000)
-        assert not lease.heartbeat._due
-
-    def test_a_late_permanent_error_gives_way_to_the_winner_too(self, execute, memory, clock):
-        def body() -> None:
-            clock.advance(1001)
-            settle(memory, claim(memory))
-            raise ValueError
-
-        answer = execute(body, lease_ms=1000, permanent_errors=(ValueError,))
-        assert answer.record.value.body == b"'theirs'"
-
     @pytest.mark.parametrize(
         ("error", "permanent"), [(ValueError, ()), (ValueError, (ValueError,)), (SystemExit, ())]
     )
@@ -698,66 +597,12 @@ class TestStoreFailures:
         assert 1 < fake_time.now - fake_time.START <= claiming.CLAIM_RETRY_SECONDS
         assert len(store.calls) > 3
 
-    def test_a_claim_is_repeated_as_the_same_attempt(self, execute, store, fake_time):
-        store.fail("claim", StoreUnavailable, StoreUnavailable)
-        assert execute(lambda: 1) == Ran(1)
-        assert len(store.attempts) == 3
-        assert len(set(store.attempts)) == 1
-
     def test_a_claim_whose_answer_was_lost_does_not_meet_itself(
         self, execute, store, memory, fake_time
     ):
         store.fail("claim", StoreUnavailable, when="after")
         assert execute(lambda: current_claim().crashes) == Ran(0)
         assert memory.get(IDENTITY).attempts == 1
-
-    def test_a_claim_without_an_answer_ends_with_its_lease(self, execute, store, memory, fake_time):
-        store.fail("claim", *[StoreUnavailable] * 50, when="after")
-        assert isinstance(execute(never), StoreFailed)
-        store._plans.clear()
-        assert isinstance(execute(never), Conflict)
-        assert memory.get(IDENTITY).state is State.PROCESSING
-
-    def test_every_call_is_an_attempt_of_its_own(self, execute, store):
-        for key in "ab":
-            execute(lambda: 1, call=a_call(identity=Identity(namespace="n", key=key)))
-        assert len(set(store.attempts)) == 2
-
-    def test_a_misconfigured_store_is_not_asked_again(self, execute, store, events, fake_time):
-        store.fail_always("claim", StoreMisconfigured)
-        assert isinstance(execute(never).error, StoreMisconfigured)
-        assert store.calls == ["claim"]
-        assert names(events) == ["store_failed"]
-
-    @pytest.mark.parametrize("when", ["before", "after"])
-    @pytest.mark.parametrize("error", [SoftTimeLimitExceeded, SystemExit])
-    def test_a_signal_during_the_claim_leaves_no_claim(self, execute, store, memory, when, error):
-        store.fail("claim", error, when=when)
-        with pytest.raises(error):
-            execute(never)
-        assert memory.get(IDENTITY) is None
-        assert len(set(store.attempts)) == 1
-
-    def test_a_signal_during_the_claim_leaves_the_claims_of_others(self, execute, store, memory):
-        theirs = claim(memory)
-        store.fail("claim", SoftTimeLimitExceeded)
-        with pytest.raises(SoftTimeLimitExceeded):
-            execute(never)
-        assert memory.get(IDENTITY) == theirs
-
-    def test_a_signal_during_the_claim_of_a_dead_store_is_still_the_signal(self, execute, store):
-        store.fail("claim", SystemExit)
-        store.fail_always("claim", StoreUnavailable)
-        with pytest.raises(SystemExit):
-            execute(never)
-
-    @pytest.mark.parametrize("when", ["before", "after"])
-    def test_a_settle_is_repeated(self, execute, store, memory, events, fake_time, when):
-        store.fail("settle", *[StoreUnavailable] * 5, when=when)
-        assert execute(lambda: 1) == Ran(1)
-        assert memory.get(IDENTITY).state is State.COMPLETED
-        assert names(events) == ["claimed", "settled"]
-        assert fake_time.sleeps
 
     def test_a_settle_is_repeated_for_at_least_a_lease(
         self, execute, store, memory, events, fake_time, caplog
@@ -833,29 +678,6 @@ class TestStoreFailures:
         assert memory.get(IDENTITY).state is State.PROCESSING
         assert "release" not in store.calls
 
-    def test_a_release_is_repeated_for_a_while(self, execute, store, memory, fake_time):
-        store.fail("release", StoreUnavailable, StoreUnavailable)
-        with pytest.raises(ValueError):
-            execute(raising(ValueError()))
-        assert memory.get(IDENTITY) is None
-
-    def test_a_release_whose_answer_was_lost_is_done(self, execute, store, memory, fake_time):
-        store.fail("release", StoreUnavailable, when="after")
-        with pytest.raises(ValueError):
-            execute(raising(ValueError()))
-        assert memory.get(IDENTITY) is None
-
-    def test_a_release_that_cannot_be_had_is_left_to_the_lease(
-        self, execute, store, memory, events, fake_time, caplog
-    ):
-        store.fail_always("release", StoreUnavailable)
-        with pytest.raises(ValueError):
-            execute(raising(ValueError()))
-        assert fake_time.now - fake_time.START <= endings.RELEASE_RETRY_SECONDS
-        assert memory.get(IDENTITY).state is State.PROCESSING
-        assert names(events) == ["claimed"]
-        assert "could not release shop.charge key order-17" in caplog.text
-
     def test_a_process_that_is_being_ended_does_not_wait_to_release(
         self, execute, store, fake_time
     ):
@@ -907,14 +729,6 @@ class TestCodecFaults:
         record = memory.get(IDENTITY)
         assert (record.state, record.value) == (State.FAILED, None)
         assert fake_time.now - fake_time.START < 5, "the worker was blocked for a lease"
-
-
-class TestSignals:
-    def test_an_event_tells_task_identity_and_record(self, execute, memory, events):
-        execute(lambda: 1)
-        (_, event), _ = events
-        assert (event.task, event.task_id, event.identity) == ("shop.charge", "t1", IDENTITY)
-        assert event.record.state is State.PROCESSING
 
 
 # -- signals that strike anywhere --------------------------------------------------------------------------------------

@@ -191,12 +191,6 @@ def test_celerys_own_trips_are_left_out(shop: Shop):
     assert shop.asked == CELERYS
 
 
-def test_each_run_has_its_own(shop: Shop):
-    ids = [shop.run("pay", what) for what in ("", "broken", "", "refused", "nothing", "")]
-    states = [shop.app.AsyncResult(each).state for each in ids]
-    assert states == ["SUCCESS", "FAILURE", "SUCCESS", "FAILURE", "PENDING", "SUCCESS"]
-
-
 @pytest.mark.parametrize("what", ["broken", "refused"])
 def test_a_failure_is_stored_by_celery(shop: Shop, what: str):
     task_id = shop.run("pay", what)
@@ -216,13 +210,6 @@ def test_a_duplicate_has_its_result_stored_in_one_trip(shop: Shop):
     assert shop.ended.value == pay(None)
 
 
-def test_a_duplicate_of_a_failure_has_it_stored_by_celery(shop: Shop):
-    for _ in range(2):
-        task_id = shop.run("pay", "refused", idempotency_key="k")
-    assert shop.asked == ["EVALSHA", *CELERYS]
-    assert shop.app.AsyncResult(task_id).state == "FAILURE"
-
-
 def test_one_that_is_ignored_is_not_stored(shop: Shop):
     for name in ("quiet", "erring"):
         task_id = shop.run(name)
@@ -231,14 +218,6 @@ def test_one_that_is_ignored_is_not_stored(shop: Shop):
     task_id = shop.run("quiet", "refused")
     assert shop.asked == ["EVALSHA", "EVALSHA"]
     assert shop.stored(task_id)[0] is None
-
-
-@pytest.mark.skipif(celery.VERSION < (5, 7), reason="the message decides from Celery 5.7 on")
-def test_the_message_decides_whether_it_is_ignored(shop: Shop):
-    ignored, wanted = shop.run("pay", ignore_result=True), shop.run("quiet", ignore_result=False)
-    assert shop.stored(ignored)[0] is None
-    assert shop.app.AsyncResult(wanted).state == "SUCCESS"
-    assert shop.asked == ["EVALSHA", "EVALSHA"]
 
 
 LINK = Signature("plain", args=("x",), immutable=True)
@@ -267,13 +246,6 @@ def test_a_request_with_something_to_send_has_it_stored_apart(shop: Shop, sent: 
     assert shop.app.AsyncResult(task_id).state == "SUCCESS"
 
 
-def test_a_member_of_a_group_has_it_with_its_record(shop: Shop):
-    task_id = shop.run("pay", group="the group")
-    assert shop.asked == ["EVALSHA", "EVALSHA"]
-    meta = shop.app.backend.get_task_meta(task_id)
-    assert meta["group_id"] == "the group"
-
-
 def test_a_task_with_a_backend_of_its_own_leaves_it_to_celery(shop: Shop):
     shop.run("apart")
     assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
@@ -283,18 +255,6 @@ def test_to_observe_changes_nothing_about_results(open_shop: Callable[..., Shop]
     shop = open_shop(idempotency_mode="observe")
     shop.run("pay")
     assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-
-
-def test_a_large_result_is_left_to_celery(shop: Shop):
-    task_id = shop.run("pay", "large")
-    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-    assert shop.app.AsyncResult(task_id).result == "x" * 2_000_000
-
-
-def test_a_result_that_cannot_be_written_fails_as_with_celery(shop: Shop):
-    task_id = shop.run("pay", "unserializable")
-    assert shop.ended.state == "FAILURE"
-    assert shop.app.AsyncResult(task_id).state == "FAILURE"
 
 
 def test_an_eager_call_stores_nothing(shop: Shop):
@@ -353,26 +313,11 @@ def test_what_somebody_put_into_the_backend_is_called(
     assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
 
 
-def test_what_somebody_put_into_one_backend_alone_is_called(shop: Shop):
-    backend: Any = shop.app.backend
-    with mock.patch.object(backend, "store_result", wraps=backend.store_result) as stored:
-        shop.run("pay")
-    assert stored.call_count == 1
-    assert "SETEX" in shop.asked
-
-
 def test_how_long_results_are_kept_may_change_between_two_runs(shop: Shop):
     shop.run("pay")
     backend: Any = shop.app.backend
     backend.expires = 50
     assert 0 < shop.stored(shop.run("pay"))[1] <= 50
-
-
-def test_a_store_whose_settle_somebody_replaced_is_asked_for_that(shop: Shop):
-    store: Any = get_store(shop.app)
-    with mock.patch.object(store, "settle", wraps=store.settle) as settle:
-        shop.run("pay")
-    assert settle.call_count == 1
 
 
 def test_without_a_tracer_nothing_is_stored(shop: Shop):
@@ -385,48 +330,6 @@ def test_without_a_tracer_nothing_is_stored(shop: Shop):
         task.pop_request()
     assert shop.stored("pushed")[0] is None
     assert shop.state("pay", "pushed") is State.COMPLETED
-
-
-def test_a_task_that_is_not_bound_has_the_backend_that_it_is_given():
-    class Unbound(IdempotentTask):
-        abstract = True
-
-    task: Any = Unbound()
-    task.backend = given = object()
-    assert task.backend is given
-
-
-def test_a_client_of_somebodys_own_is_used(shop: Shop):
-    class Client(redis.Redis):
-        pass
-
-    backend: Any = shop.app.backend
-    backend.client = Client.from_url(shop.url)
-    shop.run("pay")
-    assert shop.asked == ["EVALSHA", "EVALSHA", *CELERYS]
-
-
-@pytest.mark.parametrize("how", ["the option", "the attribute", "the class"])
-def test_a_task_with_a_backend_of_its_own_uses_that(shop: Shop, databases: Any, how: str):
-    backend = RedisBackend(app=shop.app, url=next(databases))
-    options: Any = {"base": IdempotentTask, "shared": False, "bind": True, "name": "own"}
-    if how == "the class":
-
-        class WithBackend(IdempotentTask):
-            abstract = True
-            backend = property(lambda _: backend)  # type: ignore[assignment]
-
-        options["base"] = WithBackend
-    if how == "the option":
-        options["backend"] = backend
-    task: Any = shop.app.task(**options)(pay)
-    if how == "the attribute":
-        task.backend = backend
-    task_id = shop.run("own")
-    assert shop.asked == ["EVALSHA", "EVALSHA"]  # and the rest elsewhere
-    assert shop.stored(task_id)[0] is None
-    assert backend.get_task_meta(task_id)["status"] == "SUCCESS"
-    backend.client.close()
 
 
 def test_another_database_is_another_place(open_shop: Callable[..., Shop], databases: Any):
@@ -535,17 +438,6 @@ def test_a_duplicates_result_is_stored_and_told_as_celery_does(
     assert told_2 == told
     assert told[-1] == payload
     assert left_2 == pytest.approx(left, abs=5)
-
-
-def test_a_result_that_is_there_already_stays(shop: Shop):
-    """The record was forgotten, and the message came back: as with Celery the first success counts."""
-    task_id = shop.run("pay", "result")
-    first = shop.stored(task_id)[0]
-    task: Any = shop.app.tasks["pay"]
-    identity = identify_delivery(task._definition, {}, (), {}, task_id=task_id).identity
-    assert get_store(shop.app).forget(identity)
-    shop.run("pay", task_id=task_id)
-    assert shop.stored(task_id)[0] == first
 
 
 # -- hooks and signals -------------------------------------------------------------------------------------------------
@@ -698,49 +590,3 @@ def test_a_duplicates_result_that_does_not_get_through_is_left_to_celery(shop: S
         assert shop.asked == ["EVALSHA", *CELERYS]
         assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
         assert len(shop.published) == 1
-
-
-@pytest.mark.parametrize("error", [StoreUnavailable("no answer"), SoftTimeLimitExceeded()])
-def test_a_duplicates_result_whose_answer_is_lost_is_told_once(shop: Shop, error: Exception):
-    write = RedisStore.write_result
-
-    def deaf(self: Any, result: Any) -> bool:
-        write(self, result)
-        raise error
-
-    shop.run("pay", idempotency_key="k")
-    with mock.patch.object(RedisStore, "write_result", deaf):
-        task_id = shop.run("pay", idempotency_key="k")
-    assert shop.asked == ["EVALSHA", "EVALSHA", "GET"], "Celery finds it"
-    assert shop.ended.state == "SUCCESS"
-    assert shop.app.AsyncResult(task_id).get(timeout=5) == pay(None)
-    assert len(shop.published) == 1
-
-
-def test_a_store_that_stays_away_leaves_it_to_celery(shop: Shop):
-    shop.app.conf.idempotency_lease = 0.1
-    away = mock.Mock(side_effect=StoreUnavailable("away"))
-    with (
-        mock.patch.object(RedisStore, "settle_with_result", away),
-        mock.patch.object(RedisStore, "_settle", away),
-    ):
-        task_id = shop.run("pay")
-    assert away.call_count > 1
-    assert [each for each in shop.asked if each != "EVALSHA"] == CELERYS
-    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
-    assert shop.state("pay", task_id) is State.PROCESSING
-
-
-def test_an_answer_that_is_lost_is_asked_for_again_and_is_told_once(shop: Shop):
-    settle = RedisStore.settle_with_result
-
-    def deaf(self: Any, request: Any, result: Any) -> SettledWith:
-        settle(self, request, result)
-        raise StoreUnavailable("no answer")
-
-    with mock.patch.object(RedisStore, "settle_with_result", deaf):
-        task_id = shop.run("pay")
-    assert shop.asked == ["EVALSHA"] * 3 + ["GET"], "the record alone, and Celery finds its result"
-    assert len(shop.published) == 1
-    assert shop.app.AsyncResult(task_id).get(timeout=30) == pay(None)
-    assert shop.state("pay", task_id) is State.COMPLETED

@@ -16,7 +16,7 @@ import pytest
 from celery import Celery, Task, chain, group, shared_task
 from celery.app.trace import build_tracer
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]  # celery has it
-from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.exceptions import Reject, SoftTimeLimitExceeded
 from celery.signals import before_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 
@@ -28,7 +28,6 @@ from celery_idempotent import (
     InProgress,
     InvalidKey,
     InvalidOption,
-    KeyMissing,
     ProcessingTimedOut,
     ResultUnavailable,
     StoreUnavailable,
@@ -166,31 +165,12 @@ class TestStamp:
         assert message.stamp["id"] == message.id
         assert len(bytes.fromhex(message.stamp["fingerprint"])) == 16
 
-    def test_positional_keyword_and_default_passing_agree(self, published, charge):
-        for args, kwargs in [
-            (("o-1", 1), {}),
-            (("o-1",), {}),
-            ((), {"order_id": "o-1", "amount": 1}),
-        ]:
-            charge.apply_async(args, kwargs)
-        stamps = [{**message.stamp, "id": ""} for message in published]
-        assert stamps[0] == stamps[1] == stamps[2]
-
-    def test_other_arguments_have_another_fingerprint(self, published, charge):
-        first, second = (send(published, charge, "o-1", amount).stamp for amount in (1, 2))
-        assert first["key"] == second["key"]
-        assert first["fingerprint"] != second["fingerprint"]
-
     def test_a_task_without_a_rule_is_not_stamped(self, app, published):
         plain = app.task(name="plain", base=IdempotentTask, shared=False)(nothing)
         assert send(published, plain).stamp is None
 
     def test_a_key_given_with_the_call_wins_over_the_rule(self, published, charge):
         assert send(published, charge, "o-1", idempotency_key="mine").stamp["key"] == "mine"
-
-    def test_a_scope_given_with_the_call_is_stamped(self, published, charge):
-        message = send(published, charge, "o-1", idempotency_scope="tenant-1")
-        assert (message.stamp["key"], message.stamp["scope"]) == ("o-1", "tenant-1")
 
     def test_our_options_do_not_become_message_properties(self, published, charge):
         message = send(published, charge, "o-1", idempotency_key="a", idempotency_scope="b")
@@ -220,15 +200,6 @@ class TestStamp:
         assert message.stamp["key"] == "o-1"
         assert mine == {"x-trace": "abc"}
 
-    def test_a_publisher_that_does_not_know_the_class_may_send_the_key(
-        self, app, store, published, charge
-    ):
-        headers = {"idempotency_key": "mine", "idempotency_scope": "t"}
-        app.send_task("shop.charge", ("o-1",), headers=headers)
-        deliver(app, published[-1])
-        found = store.get(Identity(namespace="shop.charge", scope="t", key="mine"))
-        assert found.state is State.COMPLETED
-
     def test_nothing_is_published_with_a_key_that_cannot_be_used(self, published, charge):
         for bad in (True, "", "a\nb", 1.5, "x" * 256):
             with pytest.raises(InvalidKey, match=r"shop\.charge"):
@@ -240,14 +211,6 @@ class TestStamp:
     def test_delay_does_not_take_our_options(self, charge):
         with pytest.raises(TypeError):
             charge.delay("o-1", idempotency_key="mine")
-
-    def test_a_chain_carries_the_keys_of_its_steps(self, app, published, charge):
-        chain(
-            charge.si("a").set(idempotency_key="one"), charge.si("b").set(idempotency_key="two")
-        ).apply_async()
-        assert published[0].stamp["key"] == "one"
-        deliver(app, published[0])
-        assert published[1].stamp["key"] == "two"
 
     def test_the_options_of_a_beat_entry_are_stamped(self, app, published, charge):
         from celery.beat import ScheduleEntry, Scheduler
@@ -369,14 +332,6 @@ class TestForwardedHeaders:
         deliver(app, message)
         assert [each.stamp["key"] for each in published[1:]] == ["mine", "too"]
 
-    def test_its_other_headers_are_handed_on(self, app, published, family):
-        family["does"] = lambda task: family["child"].apply_async(
-            (1,), headers=task.request.headers
-        )
-        headers = {"idempotency_key": "k", "x-trace": "abc"}
-        deliver(app, self.sent_by_name(app, published, "parent", headers=headers))
-        assert published[-1].headers["x-trace"] == "abc"
-
     def test_its_retry_keeps_what_was_said(self, app, store, published, family):
         def does(task: Any) -> None:
             if not task.request.retries:
@@ -423,14 +378,6 @@ class TestCelerysStamps:
         assert record(store, "stamped").state is State.COMPLETED
         assert record(store, "o-1") is None
 
-    def test_a_stamped_scope_as_well(self, app, store, published, charge):
-        sig = charge.s("o-1")
-        sig.stamp(idempotency_scope="tenant")
-        sig.apply_async()
-        deliver(app, published[-1])
-        found = store.get(Identity(namespace="shop.charge", scope="tenant", key="o-1"))
-        assert found.state is State.COMPLETED
-
     def test_a_visitor_reaches_every_member(self, app, published, charge):
         class Keys(StampingVisitor):  # type: ignore[misc]
             def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
@@ -440,63 +387,6 @@ class TestCelerysStamps:
         steps.stamp(visitor=Keys())
         steps.apply_async()
         assert sorted(message.stamp["key"] for message in published) == ["key of a", "key of b"]
-
-    def test_members_with_a_key_of_their_own_keep_it(self, published, charge):
-        group(charge.si(each).set(idempotency_key="one") for each in "ab").apply_async()
-        assert [message.stamp["key"] for message in published] == ["one", "one"]
-
-    def test_a_message_of_a_publisher_that_does_not_know_the_class(self, app, store, charge):
-        stranger = Celery("stranger", broker="memory://", set_as_current=False)
-        seen: Published = []
-
-        def note(headers: Any = None, body: Any = None, properties: Any = None, **_: Any) -> None:
-            seen.append(
-                SimpleNamespace(
-                    task="shop.charge",
-                    id=headers["id"],
-                    headers=dict(headers),
-                    args=body[0],
-                    kwargs=body[1],
-                    embed=body[2],
-                    properties=dict(properties),
-                )
-            )
-
-        before_task_publish.connect(note, weak=False)
-        try:
-            sig = stranger.signature("shop.charge", args=("o-1",))
-            sig.stamp(idempotency_key="stamped")
-            sig.apply_async()
-        finally:
-            before_task_publish.disconnect(note)
-        charge.idempotency_policy  # noqa: B018
-        deliver(app, seen[0])
-        assert record(store, "stamped").state is State.COMPLETED
-
-
-class TestMissingKeys:
-    @pytest.fixture
-    def strict(self, app: Celery) -> Any:
-        @app.task(name="strict", base=IdempotentTask, shared=False, idempotency_key="key")
-        def strict(key: str | None = None) -> str:
-            return "ran"
-
-        return strict
-
-    def test_a_call_whose_rule_finds_nothing_is_not_published(self, published, strict):
-        for args in ((), (None,)):
-            with pytest.raises(KeyMissing, match="strict"):
-                strict.apply_async(args)
-        assert published == []
-
-    def test_a_call_with_one_is(self, published, strict):
-        assert send(published, strict, "k").stamp["key"] == "k"
-        assert send(published, strict, idempotency_key="mine").stamp["key"] == "mine"
-
-    def test_eager_calls_as_well(self, strict):
-        with pytest.raises(KeyMissing):
-            strict.apply()
-        assert strict.apply(idempotency_key="k").get() == "ran"
 
 
 class TestDelivery:
@@ -508,16 +398,6 @@ class TestDelivery:
             deliver(app, message, redelivered=True)
         assert runs == ["o-1"]
         assert app.AsyncResult(message.id).result == "receipt o-1"
-
-    def test_a_message_without_our_headers_is_identified_by_its_arguments(
-        self, app, store, published, charge, runs
-    ):
-        message = send(published, charge, "o-1")
-        del message.headers["idempotency"]
-        deliver(app, message)
-        deliver(app, message)
-        assert runs == ["o-1"]
-        assert record(store, "o-1").state is State.COMPLETED
 
     def test_a_body_learns_its_claim(self, app, published, store):
         seen = []
@@ -691,15 +571,6 @@ class TestDelivery:
         assert runs == [7]
         assert published[-1].task == "link"
 
-    @pytest.mark.parametrize("error", [Ignore("x"), Reject("x", requeue=False)])
-    def test_ignore_and_reject_give_the_key_back(self, app, store, published, error):
-        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
-        def task(key: str) -> None:
-            raise error
-
-        deliver(app, send(published, task, "k"))
-        assert record(store, "k", "t") is None
-
 
 class TestResults:
     @pytest.mark.parametrize("ignores", [True, False])
@@ -772,13 +643,6 @@ class TestConflicts:
         assert runs == ["k"]
         assert app.AsyncResult(message.id).result == "ran"
 
-    def test_the_header_of_a_restored_message_is_not_handed_on(self, app, store, published, charge):
-        hold(store, "o-1")
-        message = send(published, charge, "o-1")
-        message.headers["redelivered"] = True
-        deliver(app, message)
-        assert "redelivered" not in published[-1].headers
-
     def test_what_is_expected_is_logged_without_a_traceback(
         self, app, store, published, runs, caplog
     ):
@@ -813,14 +677,6 @@ class TestConflicts:
         deliver(app, duplicate)
         assert published[-1] is duplicate
         assert app.AsyncResult(duplicate.id).state == "IGNORED"
-
-    def test_raise_never_fails_the_holders_own_id(self, app, store, published):
-        task = self.raising(app)
-        message = send(published, task, "k")
-        hold(store, "k", "t", task_id=message.id)
-        deliver(app, message)
-        assert app.AsyncResult(message.id).state == "PENDING"
-        assert len(published) == 2
 
     def raising(self, app: Celery, **options: Any) -> Any:
         @app.task(
@@ -1144,28 +1000,6 @@ class TestRetries:
         deliver(app, message)
         assert published[-1].stamp["key"] == "new"
 
-    def test_autoretry_keeps_the_stamp_and_consumes_the_users_retries(self, app, store, published):
-        @app.task(
-            name="t",
-            base=IdempotentTask,
-            shared=False,
-            autoretry_for=(ValueError,),
-            retry_backoff=False,
-            default_retry_delay=0,
-            max_retries=1,
-            idempotency_key="key",
-        )
-        def task(key: str) -> None:
-            raise ValueError(key)
-
-        message = send(published, task, "k")
-        deliver(app, message)
-        assert (published[-1].retries, published[-1].stamp) == (1, message.stamp)
-        deliver(app, published[-1])
-        assert len(published) == 2
-        assert app.AsyncResult(message.id).state == "FAILURE"
-        assert record(store, "k", "t") is None
-
     def test_a_conflict_is_not_seen_by_autoretry(self, app, store, published):
         @app.task(
             name="t",
@@ -1290,69 +1124,8 @@ class TestFunctionCalls:
         assert first == again != other
         assert task.run("o-1") != task.run("o-2")
 
-    def test_a_direct_call_in_a_run_is_a_function_call(self, app, published, charge, runs):
-        @app.task(name="outer", base=IdempotentTask, shared=False)
-        def outer() -> list[str]:
-            return [charge("o-1"), charge("o-1")]
-
-        message = send(published, outer)
-        deliver(app, message)
-        assert runs == ["o-1", "o-1"]
-
-    def test_a_task_that_calls_itself_does_not_meet_its_own_claim(self, app, published):
-        @app.task(name="fac", base=IdempotentTask, shared=False, bind=True, idempotency_key="n")
-        def fac(self: Any, n: int) -> int:
-            return 1 if n == 0 else n * self(n - 1)
-
-        message = send(published, fac, 5)
-        deliver(app, message)
-        assert app.AsyncResult(message.id).result == 120
-        assert fac.apply((4,)).get() == 24
-        assert fac(3) == 6
-
 
 class TestBases:
-    def test_a_base_with_a_call_of_its_own_behind_ours_is_gone_through(self, app, published):
-        calls = []
-
-        class Tracing(Task):
-            abstract = True
-
-            def __call__(self, *args: Any, **kwargs: Any) -> Any:
-                calls.append(args)
-                return super().__call__(*args, **kwargs)
-
-        class Both(IdempotentTask, Tracing):
-            abstract = True
-
-        @app.task(name="t", base=Both, shared=False, bind=True, idempotency_key="key")
-        def task(self: Any, key: str) -> str:
-            return f"ran as {self.request.id}"
-
-        message = send(published, task, "k")
-        deliver(app, message)
-        deliver(app, message)
-        assert calls == [("k",)]
-        # Outside of a worker Celery 5.4's own __call__ hides the request from run().
-        seen = message.id if celery.VERSION[:2] >= (5, 5) else None
-        assert app.AsyncResult(message.id).result == f"ran as {seen}"
-        assert task.apply(("e",)).get().startswith("ran as ")
-        assert calls == [("k",), ("e",)]
-
-    def test_class_based_tasks(self, app, published, store):
-        class Charge(IdempotentTask):
-            name = "shop.charge"
-            idempotency_key = "order_id"
-
-            def run(self, order_id: str, *, amount: int = 1) -> str:
-                return f"{amount} for {order_id} by {type(self).__name__}"
-
-        task = app.register_task(Charge())
-        message = send(published, task, "o-1")
-        assert message.stamp["key"] == "o-1"
-        deliver(app, message)
-        assert app.AsyncResult(message.id).result == "1 for o-1 by Charge"
-
     def test_class_based_tasks_are_checked_as_well(self, app):
         class Wrong(IdempotentTask):
             name = "wrong"
@@ -1418,28 +1191,6 @@ class TestEager:
         with pytest.raises(InProgress):
             charge.apply(("o-1",), throw=True)
         assert runs == []
-
-    def test_a_conflict_with_oneself_raises_in_progress(self, app):
-        @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
-        def task(key: str) -> str:
-            inner = task.apply((key,))
-            return type(inner.result).__name__
-
-        assert task.apply(("k",)).get() == "InProgress"
-
-    def test_a_retry_runs_on_with_the_same_key(self, app, store, runs):
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
-        def task(self: Any, key: str) -> str:
-            runs.append(self.request.retries)
-            if self.request.retries < 2:
-                raise self.retry(countdown=0)
-            return "done"
-
-        assert task.apply(("k",)).get() == "done"
-        assert runs == [0, 1, 2]
-        assert record(store, "k", "t").state is State.COMPLETED
-        assert task.apply(("k",)).get() == "done"
-        assert runs == [0, 1, 2]
 
     def test_a_permanent_error_is_raised_again_without_a_run(self, app, runs):
         @app.task(
@@ -1559,31 +1310,6 @@ class TestCallbacks:
 
 
 class TestReplace:
-    def test_the_record_is_completed_and_a_redelivery_is_acked_quietly(
-        self, app, store, published, charge, runs
-    ):
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
-        def task(self: Any, key: str) -> Any:
-            runs.append("replaced")
-            raise self.replace(charge.si("o-1"))
-
-        message = send(published, task, "k")
-        deliver(app, message)
-        (replacement,) = published[1:]
-        assert (replacement.task, replacement.id) == ("shop.charge", message.id)
-        found = record(store, "k", "t")
-        assert (found.state, found.replaced) == (State.COMPLETED, True)
-        deliver(app, message, redelivered=True)
-        assert runs == ["replaced"]
-        assert len(published) == 2
-        deliver(app, replacement)
-        assert app.AsyncResult(message.id).result == "receipt o-1"
-        # Another id waits for the replacement's result, and gets it.
-        duplicate = send(published, task, "k")
-        deliver(app, duplicate)
-        assert app.AsyncResult(duplicate.id).result == "receipt o-1"
-        assert runs == ["replaced", "o-1"]
-
     @pytest.mark.parametrize("alone", [True, False])
     def test_the_message_is_kept_until_a_replacement_with_its_own_key_is_there(
         self, app, store, published, charge, alone
@@ -1654,16 +1380,6 @@ class TestReplace:
         assert answer.state == state
         if state == "FAILURE":
             assert isinstance(answer.result, ResultUnavailable)
-
-    def test_a_replacement_that_cannot_be_published_gives_the_key_back(
-        self, app, store, published, charge, monkeypatch
-    ):
-        @app.task(name="t", base=IdempotentTask, shared=False, bind=True, idempotency_key="key")
-        def task(self: Any, key: str) -> Any:
-            raise self.replace(charge.si(True))  # no key
-
-        deliver(app, send(published, task, "k"))
-        assert record(store, "k", "t") is None
 
 
 class TestDjango:
@@ -1737,15 +1453,6 @@ def test_the_package_root_has_no_other_surprises():
 
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         celery_idempotent.Nonsense  # noqa: B018
-
-
-def test_retry_exceptions_made_by_hand_give_the_key_back(app, store, published):
-    @app.task(name="t", base=IdempotentTask, shared=False, idempotency_key="key")
-    def task(key: str) -> None:
-        raise Retry("by hand")
-
-    deliver(app, send(published, task, "k"))
-    assert record(store, "k", "t") is None
 
 
 def test_the_time_limit_of_a_worker_is_that_of_its_own_app(app, store, published):
